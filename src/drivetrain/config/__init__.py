@@ -1,0 +1,29 @@
+"""Configuration: one declaration per knob, one YAML schema, one precedence.
+
+``option`` declares a knob, ``schema`` holds the core's own knobs, ``document`` reads YAML with line
+numbers, ``resolve`` merges the layers (code > command line > file > default) and remembers where
+each value came from. Nothing here imports torch.
+"""
+
+from drivetrain.config.document import Layer, Origin, code_layer, dump_yaml, read_file, read_sets
+from drivetrain.config.option import Option, option, options_of, section
+from drivetrain.config.resolve import Resolved, resolve
+from drivetrain.config.schema import DataConfig, LaunchConfig, RunConfig
+
+__all__ = [
+    "DataConfig",
+    "LaunchConfig",
+    "Layer",
+    "Option",
+    "Origin",
+    "Resolved",
+    "RunConfig",
+    "code_layer",
+    "dump_yaml",
+    "option",
+    "options_of",
+    "read_file",
+    "read_sets",
+    "resolve",
+    "section",
+]

@@ -1,0 +1,209 @@
+"""Reads configuration text into layers of values that remember where they were written.
+
+YAML is read with a safe loader that knows the scalars of YAML 1.2 only: ``no`` is the string "no",
+``1e-4`` is a number, ``010`` is ten, ``12:30`` is a string. Duplicate keys are errors.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import yaml
+
+from drivetrain.errors import ConfigError
+
+Kind: TypeAlias = Literal["default", "file", "command line", "code"]
+
+MAX_BYTES = 1 << 20
+"""A larger file is not a configuration: it is refused before it is parsed."""
+
+ORIGINS_KEY = "resolved_from"
+"""Key under which ``drivetrain launch`` writes where each value of a resolved file came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from: its kind decides about conflicts, its text is shown to the user."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Nested values, and the origin of each by dotted key."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalars of YAML 1.2."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^[-+]?[0-9]+$", "-+0123456789"),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)$",
+        "-+0123456789.",
+    ),
+    ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}",
+        re.compile(_pattern),
+        [*_first, *([""] if _tag == "null" else [])],
+    )
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value), 10))
+
+
+def read_file(path: str | Path) -> Layer:
+    """Read one YAML file as a layer.
+
+    Raises:
+        ConfigError: the file is missing, too large, not YAML, not a mapping, or repeats a key; the
+            message names the file and the line.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ConfigError(
+                f"{path}: expected a configuration of at most {MAX_BYTES} bytes, "
+                f"found {size}; is this the right file?"
+            )
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error}; "
+            "write one with 'drivetrain config --output PATH'"
+        ) from error
+    node = _compose(text, path)
+    if node is None:
+        return Layer()
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(
+            f"{path}:{node.start_mark.line + 1}: expected a mapping of keys to values such as "
+            f"'precision: bf16', found a {_kind_of(node)}"
+        )
+    lines = dict(_lines(node, path))
+    values = _construct(node)
+    return _without_recorded_origins(
+        Layer(values, {key: Origin("file", f"{path}:{line}") for key, line in lines.items()}), path
+    )
+
+
+def read_sets(assignments: Iterable[str]) -> Layer:
+    """Read ``key=value`` assignments of the command line; the value is a YAML scalar or flow node.
+
+    Raises:
+        ConfigError: an assignment has no ``=`` or its value is not YAML.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
+            raise ConfigError(
+                f"--set expects KEY=VALUE such as precision=bf16, found {assignment!r}"
+            )
+        node = _compose(text, Path("--set " + key))
+        put(values, key, None if node is None else _construct(node))
+        origins[key] = Origin("command line", f"--set {assignment}")
+    return Layer(values, origins)
+
+
+def code_layer(values: Mapping[str, Any], caller: str = "Accelerator") -> Layer:
+    """Make a layer of arguments given in the script, by dotted key; None means not given."""
+    nested: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for key, value in values.items():
+        if value is not None:
+            put(nested, key, value)
+            origins[key] = Origin("code", f"{caller}({key.split('.')[-1]}={value!r})")
+    return Layer(nested, origins)
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Write nested values as YAML that ``read_file`` reads back equal."""
+    return yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=False)
+
+
+def put(values: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a dotted key in nested dicts, making the dicts on the way."""
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        inner = values.get(parent)
+        if isinstance(inner, str) and parent == "strategy":
+            inner = {"name": inner}
+        if not isinstance(inner, dict):
+            inner = {}
+        values[parent] = inner
+        values = inner
+    values[last] = value
+
+
+def _compose(text: str, path: Path) -> yaml.Node | None:
+    loader = _Loader(text)
+    try:
+        node: yaml.Node | None = loader.get_single_node()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(
+            f"{path}{line}: expected YAML, found {getattr(error, 'problem', None) or error}"
+        ) from error
+    finally:
+        loader.dispose()
+    return node
+
+
+def _construct(node: yaml.Node) -> Any:
+    loader = _Loader("")
+    try:
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or node.start_mark
+        raise ConfigError(
+            f"line {mark.line + 1}: expected plain values, found {getattr(error, 'problem', error)}"
+        ) from error
+    finally:
+        loader.dispose()
+
+
+def _lines(node: yaml.MappingNode, path: Path, prefix: str = "") -> Iterable[tuple[str, int]]:
+    """Yield (dotted key, line) of every key, and refuse a key that is there twice."""
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in seen:
+            raise ConfigError(
+                f"{path}:{line}: {prefix}{key} is given twice (first on line {seen[key]}); keep one"
+            )
+        seen[key] = line
+        yield prefix + key, line
+        if isinstance(value_node, yaml.MappingNode):
+            yield from _lines(value_node, path, f"{prefix}{key}.")
+
+
+def _kind_of(node: yaml.Node) -> str:
+    return "list" if isinstance(node, yaml.SequenceNode) else "single value"
+
+
+def _without_recorded_origins(layer: Layer, path: Path) -> Layer:
+    """Take the recorded origins out of a file that ``drivetrain launch`` resolved."""
+    if ORIGINS_KEY not in layer.values:
+        return layer
+    values = dict(layer.values)
+    recorded = values.pop(ORIGINS_KEY)
+    if not isinstance(recorded, Mapping) or not all(
+        isinstance(entry, list) and len(entry) == 2 for entry in recorded.values()
+    ):
+        raise ConfigError(f"{path}: {ORIGINS_KEY} is written by 'drivetrain launch'; remove it")
+    return Layer(values, {key: Origin(*entry) for key, entry in recorded.items()})

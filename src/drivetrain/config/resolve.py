@@ -1,0 +1,270 @@
+"""Merges the layers of configuration into one typed run, and says where each value came from.
+
+Precedence: code > command line > file > default. A value in code that contradicts one on the
+command line is an error that quotes both, because each was meant for this very run.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import pydantic
+
+from drivetrain.config.document import ORIGINS_KEY, Layer, Origin, dump_yaml
+from drivetrain.config.option import Option, is_union, options_of
+from drivetrain.config.schema import RunConfig
+from drivetrain.errors import ConfigError
+
+FindConfig: TypeAlias = Callable[[str], tuple[str, type]]
+"""Maps a strategy's name ("" for the default one) to its full name and its Config dataclass."""
+
+STRATEGY = "strategy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """A validated configuration with the origin of every value.
+
+    Attributes:
+        run: the core's knobs.
+        strategy: the name of the strategy.
+        strategy_config: the strategy's own Config object.
+        origins: where each dotted key came from; keys at their default are absent.
+    """
+
+    run: RunConfig
+    strategy: str
+    strategy_config: Any
+    origins: Mapping[str, Origin]
+
+    def rows(self) -> Iterator[tuple[str, Any, Origin]]:
+        """Yield (dotted key, value, origin) of every knob, the strategy's first."""
+        default = Origin("default", "default")
+        for key, value in _flatten(self.to_dict()):
+            yield key, value, self._origin(key) or default
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the nested values as plain types, ready for YAML."""
+        strategy = {"name": self.strategy, **dataclasses.asdict(self.strategy_config)}
+        return {STRATEGY: strategy, **dataclasses.asdict(self.run)}
+
+    def to_yaml(self, *, with_origins: bool = False) -> str:
+        """Return the configuration as YAML; with origins it can stand for the whole command."""
+        values = self.to_dict()
+        if with_origins:
+            values[ORIGINS_KEY] = {
+                key: [origin.kind, origin.text] for key, origin in self.origins.items()
+            }
+        return dump_yaml(values)
+
+    def _origin(self, key: str) -> Origin | None:
+        while key:
+            if key in self.origins:
+                return self.origins[key]
+            key = key.rpartition(".")[0]
+        return None
+
+
+def resolve(*layers: Layer, find_config: FindConfig) -> Resolved:
+    """Merge layers, later ones winning, and validate the result.
+
+    Args:
+        layers: from the weakest to the strongest, for example file, command line, code.
+        find_config: maps the strategy's name to its Config class; it is
+            ``registry.strategies().find_config`` except in tests.
+
+    Raises:
+        ConfigError: with one line for every wrong or unknown key, or for a conflict between code
+            and command line.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for layer in layers:
+        _merge(values, origins, layer)
+    section = values.pop(STRATEGY, None)
+    section = {} if section is None else section
+    if not isinstance(section, dict) or not isinstance(section.get("name", ""), str):
+        raise ConfigError(
+            f"{_where(origins, STRATEGY)}: expected a name or a mapping such as "
+            f"{{name: NAME, option: value}}, found {section!r}"
+        )
+    name, config_class = find_config(section.get("name", ""))
+    options = {key: value for key, value in section.items() if key != "name"}
+    problems: list[str] = []
+    strategy_config = _validate(config_class, options, f"{STRATEGY}.", origins, problems)
+    run = _validate(RunConfig, values, "", origins, problems, also_valid=(STRATEGY,))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Resolved(run=run, strategy=name, strategy_config=strategy_config, origins=origins)
+
+
+def _merge(values: dict[str, Any], origins: dict[str, Origin], layer: Layer) -> None:
+    """Lay one layer over the values; a strategy of another name drops the options below it."""
+    incoming = dict(layer.values)
+    if isinstance(incoming.get(STRATEGY), str):
+        incoming[STRATEGY] = {"name": incoming[STRATEGY]}
+    above = incoming.get(STRATEGY)
+    below = values.get(STRATEGY)
+    if isinstance(above, Mapping) and isinstance(below, dict):
+        name = above.get("name", below.get("name"))
+        if name != below.get("name", name):
+            _refuse_conflict(STRATEGY + ".name", below.get("name"), name, origins, layer)
+            values.pop(STRATEGY)
+            for key in [key for key in origins if key.split(".")[0] == STRATEGY]:
+                del origins[key]
+    _overlay(values, incoming, "", origins, layer)
+    origins.update(layer.origins)
+
+
+def _overlay(
+    values: dict[str, Any],
+    incoming: Mapping[str, Any],
+    prefix: str,
+    origins: Mapping[str, Origin],
+    layer: Layer,
+) -> None:
+    for key, value in incoming.items():
+        dotted = prefix + key
+        if isinstance(value, Mapping):
+            inner = values.get(key)
+            values[key] = dict(inner) if isinstance(inner, Mapping) else {}
+            _overlay(values[key], value, dotted + ".", origins, layer)
+        else:
+            if key in values:
+                _refuse_conflict(dotted, values[key], value, origins, layer)
+            values[key] = value
+
+
+def _refuse_conflict(
+    key: str, below: Any, above: Any, origins: Mapping[str, Origin], layer: Layer
+) -> None:
+    """Raise when code contradicts the command line."""
+    mine, theirs = _find(layer.origins, key), _find(origins, key)
+    if below == above or mine is None or theirs is None:
+        return
+    if (mine.kind, theirs.kind) == ("code", "command line"):
+        raise ConfigError(
+            f"{key}: the script says {above!r} in {mine.text}, the command line says {below!r} in "
+            f"'{theirs.text}'; remove one of them"
+        )
+
+
+def _validate(
+    cls: type,
+    values: Mapping[str, Any],
+    prefix: str,
+    origins: Mapping[str, Origin],
+    problems: list[str],
+    also_valid: tuple[str, ...] = (),
+) -> Any:
+    """Build a configuration dataclass, adding one line to problems for each thing wrong."""
+    before = len(problems)
+    known = _known_keys(cls, values, prefix, origins, problems, also_valid)
+    try:
+        result: Any = pydantic.TypeAdapter(cls).validate_python(known)
+    except pydantic.ValidationError as error:
+        messages: dict[str, tuple[list[str], Any]] = {}
+        for detail in error.errors():
+            path = [str(part) for part in detail["loc"] if isinstance(part, str)]
+            key = prefix + _known_path(cls, path)
+            messages.setdefault(key, ([], detail["input"]))[0].append(detail["msg"])
+        for key, (wanted, found) in messages.items():
+            problems.append(_problem(origins, key, " or ".join(wanted), found))
+        _check_limits(cls, known, prefix, origins, problems)
+        return None
+    _check_limits(cls, dataclasses.asdict(result), prefix, origins, problems)
+    return result if len(problems) == before else None
+
+
+def _known_keys(
+    cls: type,
+    values: Mapping[str, Any],
+    prefix: str,
+    origins: Mapping[str, Origin],
+    problems: list[str],
+    also_valid: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Return the values of known keys, adding a problem for each unknown one."""
+    knobs = {knob.name: knob for knob in options_of(cls)}
+    known: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = prefix + str(key)
+        if key not in knobs:
+            valid = [*also_valid, *knobs]
+            near = difflib.get_close_matches(str(key), valid, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+            problems.append(f"{_where(origins, dotted)}: unknown key {dotted}; {hint}")
+        elif not knobs[key].is_section:
+            known[key] = value
+        elif isinstance(value, Mapping):
+            known[key] = _known_keys(knobs[key].type, value, dotted + ".", origins, problems)
+        else:
+            problems.append(_problem(origins, dotted, "expected a mapping", value))
+    return known
+
+
+def _check_limits(
+    cls: type,
+    values: Mapping[str, Any],
+    prefix: str,
+    origins: Mapping[str, Origin],
+    problems: list[str],
+) -> None:
+    for knob in options_of(cls):
+        value, key = values.get(knob.name), prefix + knob.name
+        if knob.is_section:
+            _check_limits(knob.type, value or {}, key + ".", origins, problems)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            message = _limit_broken(knob, value)
+            if message:
+                problems.append(_problem(origins, key, message, value))
+
+
+def _limit_broken(knob: Option, value: float) -> str:
+    if knob.minimum is not None and not value >= knob.minimum:
+        return f"expected at least {knob.minimum:g}"
+    if knob.maximum is not None and not value <= knob.maximum:
+        return f"expected at most {knob.maximum:g}"
+    return ""
+
+
+def _known_path(cls: type, path: list[str]) -> str:
+    """Keep the leading part of a pydantic location that names fields, not union members."""
+    kept: list[str] = []
+    for part in path:
+        knobs = {knob.name: knob for knob in options_of(cls)}
+        if part not in knobs:
+            break
+        kept.append(part)
+        if not knobs[part].is_section or is_union(knobs[part].type):
+            break
+        cls = knobs[part].type
+    return ".".join(kept)
+
+
+def _problem(origins: Mapping[str, Origin], key: str, message: str, found: Any) -> str:
+    message = message[0].lower() + message[1:]
+    return f"{_where(origins, key)}: {key}: {message}, found {found!r}"
+
+
+def _where(origins: Mapping[str, Origin], key: str) -> str:
+    origin = _find(origins, key)
+    return origin.text if origin else "configuration"
+
+
+def _find(origins: Mapping[str, Origin], key: str) -> Origin | None:
+    while key:
+        if key in origins:
+            return origins[key]
+        key = key.rpartition(".")[0]
+    return None
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

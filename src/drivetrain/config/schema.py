@@ -1,0 +1,82 @@
+"""The core's own knobs: what every run has, whatever its strategy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from drivetrain.config.option import option, section
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """How many processes run, where, and how they find each other."""
+
+    nproc_per_node: int | Literal["auto"] = option(
+        "auto",
+        help="Processes per host; auto: one per accelerator, or per CPU core without one.",
+        question="How many processes on each host?",
+        minimum=1,
+    )
+    nnodes: int = option(1, help="Hosts.", question="How many hosts?", minimum=1)
+    node_rank: int = option(0, help="Index of this host, from 0.", minimum=0)
+    rdzv_endpoint: str = option("", help="HOST:PORT where the hosts meet; needed with nnodes > 1.")
+    max_restarts: int = option(
+        0, help="How often all processes are started again after a failure.", minimum=0
+    )
+    device: Literal["auto", "cpu"] = option(
+        "auto",
+        help="auto takes the accelerators of the host; cpu leaves them alone.",
+        question="Which devices?",
+    )
+    threads_per_rank: int | Literal["auto"] = option(
+        "auto",
+        help="Threads of one process; auto divides the host's cores by its processes.",
+        minimum=1,
+    )
+    timeout_s: float = option(
+        600.0, help="Seconds that a collective may wait before the run fails.", minimum=0.1
+    )
+    log_dir: str = option("", help="Folder for one log file per process; empty for none.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """How loaders are divided over the data-parallel axis."""
+
+    split_batches: bool = option(
+        False, help="True divides the loader's batch over the ranks instead of giving one to each."
+    )
+    dispatch_batches: bool | None = option(
+        None, help="True lets rank 0 alone read and send; unset is true for iterable datasets only."
+    )
+    even_batches: bool = option(
+        True, help="True repeats the first samples so that every rank has as many full batches."
+    )
+    use_seedable_sampler: bool = option(
+        True, help="True derives the shuffle order from the seed and the epoch."
+    )
+    data_seed: int | None = option(None, help="Seed of the shuffle order; unset takes the run's.")
+    non_blocking: bool = option(False, help="True copies batches to the device asynchronously.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One run, without its strategy section, which the strategy's own plugin declares."""
+
+    precision: Literal["no", "bf16", "fp16"] = option(
+        "no",
+        help="Compute precision: no (fp32), bf16, or fp16 with a dynamic loss scale.",
+        question="Which precision?",
+    )
+    accumulation: int = option(
+        1,
+        help="Micro-batches per optimizer step.",
+        question="How many micro-batches per optimizer step?",
+        minimum=1,
+    )
+    step_scheduler_with: Literal["optimizer", "samples"] = option(
+        "optimizer",
+        help="optimizer: one scheduler step per optimizer step; samples: one per rank's batch.",
+    )
+    seed: int = option(0, help="Seed of the shuffle order and of set_seed() without a value.")
+    data: DataConfig = section(DataConfig, help="How loaders are divided over the ranks.")
+    launch: LaunchConfig = section(LaunchConfig, help="How the processes are started.")

@@ -1,0 +1,59 @@
+"""The one tree of errors; each leaf carries the exit code that ``drivetrain launch`` ends with.
+
+::
+
+    DrivetrainError            1
+    ├── ConfigError            2   a value, key, option or file of the configuration
+    │   └── UnknownPluginError 2   a strategy, store or tracker that is not installed
+    ├── UsageError             1   the training script used the library in a way that cannot work
+    ├── PreflightError         3   the machine or the ranks are not fit to start
+    │   └── RankMismatchError  3   ranks disagree on the configuration, the model or a shape
+    ├── CheckpointError        4   a checkpoint that cannot be written, read or trusted
+    └── CollectiveError        5   a collective that failed or timed out
+
+Every message says what was expected, what was found, and the way out.
+"""
+
+from typing import ClassVar
+
+
+class DrivetrainError(Exception):
+    """Root of every error that the library raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(DrivetrainError):
+    """The configuration is wrong; the message names file, line and nearest key."""
+
+    exit_code = 2
+
+
+class UnknownPluginError(ConfigError):
+    """Nothing installed provides a plugin of this name; the message lists what is."""
+
+
+class UsageError(DrivetrainError, ValueError):
+    """The training script asked for something that cannot be done, and how to ask instead."""
+
+
+class PreflightError(DrivetrainError):
+    """The run cannot start: a busy port, too few devices, a missing file."""
+
+    exit_code = 3
+
+
+class RankMismatchError(PreflightError):
+    """Ranks that must agree do not; the message shows what each of them holds."""
+
+
+class CheckpointError(DrivetrainError):
+    """A checkpoint could not be written, read or trusted; nothing that existed was lost."""
+
+    exit_code = 4
+
+
+class CollectiveError(DrivetrainError):
+    """A collective failed or timed out; the message names operation, sequence number and ranks."""
+
+    exit_code = 5

@@ -1,0 +1,1 @@
+"""What strategies are built from: collectives, buckets, norms, stores, the traffic ledger."""

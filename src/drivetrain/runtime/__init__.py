@@ -1,0 +1,1 @@
+"""What every run has, whatever its strategy: world, mesh, precision, randomness, data."""

@@ -1,0 +1,136 @@
+"""The named mesh: ranks laid out on axes, each axis with its own process groups.
+
+Rank order follows the order of the axes: the first axis varies fastest, so its ranks are
+neighbours and share a host where they can.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch.distributed as dist
+
+from drivetrain.errors import ConfigError
+from drivetrain.runtime.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One axis of the mesh, seen from one rank.
+
+    Attributes:
+        name: for example ``dp``.
+        size: number of ranks along the axis.
+        rank: this rank's index along the axis.
+        ranks: the global ranks of this rank's line along the axis.
+        hosts: host name of each of these ranks.
+        group: the process group of the line; None when the size is 1 or nothing was started.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the axis crosses a network."""
+        return len(set(self.hosts)) > 1
+
+
+class Mesh(Mapping[str, Axis]):
+    """The axes of a run by name, the closest first."""
+
+    def __init__(self, axes: Mapping[str, Axis]) -> None:
+        self._axes = dict(axes)
+
+    @classmethod
+    def build(cls, sizes: Mapping[str, int], world: World) -> "Mesh":
+        """Lay the world out on axes and start a process group per line of each axis.
+
+        Collective: every rank must call it with the same sizes.
+
+        Raises:
+            ConfigError: the sizes do not multiply to the world's size.
+        """
+        _check(sizes, world.size)
+        return cls(
+            {name: _start(axis, sizes, world) for name, axis in cls.plan(sizes, world).items()}
+        )
+
+    @classmethod
+    def plan(cls, sizes: Mapping[str, int], world: World) -> "Mesh":
+        """Lay the world out on axes without starting anything, as ``launch --dry-run`` shows it.
+
+        Raises:
+            ConfigError: the sizes do not multiply to the world's size.
+        """
+        _check(sizes, world.size)
+        axes = {}
+        for name in sizes:
+            line = next(line for line in _lines(name, sizes) if world.rank in line)
+            axes[name] = Axis(
+                name=name,
+                size=len(line),
+                rank=line.index(world.rank),
+                ranks=line,
+                hosts=tuple(world.hosts[rank] for rank in line),
+            )
+        return cls(axes)
+
+    def __getitem__(self, name: str) -> Axis:
+        try:
+            return self._axes[name]
+        except KeyError:
+            raise KeyError(f"no axis {name!r} in this mesh; axes: {list(self._axes)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        return len(self._axes)
+
+    def __repr__(self) -> str:
+        return " x ".join(f"{axis.name}={axis.size}" for axis in self._axes.values())
+
+
+def _check(sizes: Mapping[str, int], world_size: int) -> None:
+    if prod(sizes.values()) != world_size:
+        shape = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"expected mesh axes that multiply to {world_size} ranks, found {shape} = "
+            f"{prod(sizes.values())}; change the sizes or the number of ranks"
+        )
+
+
+def _lines(name: str, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+    """Yield the lines of global ranks along one axis."""
+    cumulative = itertools.accumulate([1, *sizes.values()], lambda a, b: a * b)
+    strides = dict(zip(sizes, cumulative, strict=False))
+    others = [
+        [strides[axis] * i for i in range(size)] for axis, size in sizes.items() if axis != name
+    ]
+    for corner in itertools.product(*reversed(others)):
+        yield tuple(sum(corner) + strides[name] * i for i in range(sizes[name]))
+
+
+def _start(axis: Axis, sizes: Mapping[str, int], world: World) -> Axis:
+    """Start the process groups of an axis; all ranks start all lines, in the same order."""
+    if axis.size == 1:
+        return axis
+    mine = None
+    for line in _lines(axis.name, sizes):
+        group = dist.new_group(list(line), timeout=world.timeout)
+        if world.rank in line:
+            mine = group
+    return Axis(
+        name=axis.name,
+        size=axis.size,
+        rank=axis.rank,
+        ranks=axis.ranks,
+        hosts=axis.hosts,
+        group=mine,
+    )

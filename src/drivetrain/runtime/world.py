@@ -1,0 +1,152 @@
+"""This process among all processes: rank, device, backend, and the host of every rank.
+
+Besides the launcher, this is the only file that reads the environment. The variables are
+torchrun's own, so ``torchrun train.py`` and ``drivetrain launch train.py`` look the same from here.
+"""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.errors import PreflightError
+
+CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
+"""Environment variable with the path of the run's configuration file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """This process among all processes.
+
+    Attributes:
+        rank: index of this process, from 0.
+        size: number of processes.
+        local_rank: index among the processes of this host.
+        local_size: number of processes on this host.
+        device: the device this process computes on.
+        backend: name of the communication library: gloo, nccl, ..., or "" for one process.
+        hosts: host name of every rank.
+        timeout: how long a collective may wait.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: torch.device = torch.device("cpu")
+    backend: str = ""
+    hosts: tuple[str, ...] = ("localhost",)
+    timeout: timedelta = timedelta(minutes=10)
+
+    @classmethod
+    def discover(
+        cls, *, cpu: bool = False, backend: str | None = None, timeout: timedelta | None = None
+    ) -> "World":
+        """Find this process's place and join the others.
+
+        Uses the process group that is already there, else torchrun's variables, else it is a world
+        of one process without a process group.
+
+        Args:
+            cpu: compute on the CPU even when there is an accelerator.
+            backend: communication library; None takes the device's own.
+            timeout: how long a collective may wait; None means ten minutes.
+
+        Raises:
+            PreflightError: the variables contradict each other, the host has too few accelerators
+                for its ranks, or the others cannot be reached.
+        """
+        timeout = timeout or timedelta(minutes=10)
+        rank, size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
+        if dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+        local_rank = _integer("LOCAL_RANK", 0 if size == 1 else rank)
+        local_size = _integer("LOCAL_WORLD_SIZE", 1 if size == 1 else size)
+        if not 0 <= rank < size:
+            raise PreflightError(
+                f"expected 0 <= RANK < WORLD_SIZE, found RANK={rank}, WORLD_SIZE={size}; start the "
+                "script with 'drivetrain launch' or torchrun, which set both"
+            )
+        device = _device_of(local_rank, local_size, cpu)
+        if size > 1 and not dist.is_initialized():
+            _join(device, backend, timeout)
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            device=device,
+            backend=str(dist.get_backend()) if dist.is_initialized() and size > 1 else "",
+            hosts=_hosts(size),
+            timeout=timeout,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.local_rank == 0
+
+
+def launched_config() -> str:
+    """Return the path of the configuration that the launcher chose, "" without one."""
+    return os.environ.get(CONFIG_VARIABLE, "")
+
+
+def _integer(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise PreflightError(
+            f"expected an integer in the variable {name}, found {text!r}; "
+            "start the script with 'drivetrain launch' or torchrun"
+        ) from None
+
+
+def _device_of(local_rank: int, local_size: int, cpu: bool) -> torch.device:
+    """Return the rank's own accelerator, or the CPU."""
+    accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_size > count:
+        raise PreflightError(
+            f"expected an accelerator for each of the {local_size} ranks of this host, found "
+            f"{count}; start at most {count} ranks per host or compute on the CPU with --cpu"
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(accelerator.type, local_rank)
+
+
+def _join(device: torch.device, backend: str | None, timeout: timedelta) -> None:
+    chosen = backend or dist.get_default_backend_for_device(device)
+    try:
+        dist.init_process_group(
+            chosen, timeout=timeout, device_id=None if device.type == "cpu" else device
+        )
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        raise PreflightError(
+            f"cannot join the other ranks at {address} with {chosen}: {error}; check that every "
+            "rank was started and that the address and port are free and reachable"
+        ) from error
+
+
+def _hosts(size: int) -> tuple[str, ...]:
+    name = os.environ.get("GROUP_RANK", "0") + "@" + socket.gethostname()
+    if size == 1:
+        return (name,)
+    names: list[str] = [""] * size
+    dist.all_gather_object(names, name)
+    return tuple(names)

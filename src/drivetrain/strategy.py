@@ -1,0 +1,306 @@
+"""The contract between the facade and a strategy: everything the facade calls is declared here.
+
+A strategy spreads one model's training step over the ranks of a mesh. The facade makes one strategy
+object per prepared model, so nothing about a run is global, and it never asks which strategy it is.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Everything a strategy may know about the run it is part of.
+
+    Attributes:
+        world: this process among all processes.
+        mesh: the axes that ``Strategy.axes`` asked for, by name.
+        precision: the dtypes of parameters, compute, reduction and master copies.
+        accumulation: micro-batches per optimizer step.
+        traffic: the ledger that every collective adds to.
+    """
+
+    world: World
+    mesh: Mesh
+    precision: Precision
+    accumulation: int
+    traffic: Traffic
+
+
+class Prepared(NamedTuple):
+    """What ``Strategy.prepare`` hands back: use these instead of what went in."""
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a global tensor a shard holds.
+
+    Attributes:
+        offsets: first index of the box, per dim.
+        sizes: extent of the box, per dim.
+        flat: None for the whole box, or a half-open range of the flattened box: a flat range
+            inside a tensor-parallel shard is a box with a range.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Part":
+        """Return the part that is the whole tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One piece of the training state, in global coordinates.
+
+    Attributes:
+        name: the parameter's or buffer's name in the user's model.
+        state: "" for the parameter or buffer itself, else ``INDEX.KEY``: the optimizer's index in
+            ``prepare`` and its state key, for example ``0.exp_avg``.
+        tensor: the data of the part; its shape is ``part.sizes``, or 1-D for a flat range.
+        shape: the global shape.
+        part: which part of the global tensor ``tensor`` is.
+    """
+
+    name: str
+    state: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    part: Part
+
+
+class Reader(Protocol):
+    """Reads a checkpoint of any strategy and any number of ranks, only the bytes asked for."""
+
+    def keys(self) -> Iterable[tuple[str, str]]:
+        """The (name, state) pairs that the checkpoint holds."""
+
+    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
+        """Global shape of one tensor."""
+
+    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
+        """Return one part of a tensor (default: all of it), on the CPU, in the saved dtype."""
+
+    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
+        """Return the optimizer state of a parameter that is no tensor (numbers, bools, None)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A parameter or buffer as cost estimates see it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The facts about a model and its optimizer that decide what a strategy costs.
+
+    Attributes:
+        parameters: distinct parameters, tied ones once, in registration order.
+        buffers: distinct buffers.
+        states: parameter-shaped tensors that the optimizer keeps for each trainable parameter:
+            2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
+    """
+
+    parameters: tuple[TensorSpec, ...]
+    buffers: tuple[TensorSpec, ...] = ()
+    states: int = 2
+
+    @classmethod
+    def of(cls, model: nn.Module, *, states: int = 2) -> "ModelSpec":
+        """Describe a model; its parameters may live on the meta device."""
+        return cls(
+            tuple(
+                TensorSpec(name, tuple(p.shape), p.dtype, p.requires_grad)
+                for name, p in model.named_parameters()
+            ),
+            tuple(
+                TensorSpec(name, tuple(b.shape), b.dtype, False)
+                for name, b in model.named_buffers()
+            ),
+            states,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What a strategy promises: a conformance test holds it to these numbers.
+
+    Attributes:
+        held: bytes kept on one rank between steps, by kind: ``parameters``, ``gradients``,
+            ``optimizer``, ``buffers``.
+        sent: bytes that rank 0 sends in one optimizer step, by (axis, operation).
+    """
+
+    held: Mapping[str, int] = field(default_factory=dict)
+    sent: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    @property
+    def total_held(self) -> int:
+        """Bytes kept on one rank."""
+        return sum(self.held.values())
+
+    @property
+    def total_sent(self) -> int:
+        """Bytes sent by one rank in one optimizer step."""
+        return sum(self.sent.values())
+
+
+class Strategy(ABC, Generic[ConfigT]):
+    """One way of spreading a training step over the ranks of a mesh.
+
+    Attributes:
+        summary: one sentence for the wizard and ``launch --help``.
+        Config: a frozen dataclass whose fields are declared with ``option()``.
+        default: whether a run without a strategy takes this one; one installed strategy says so.
+    """
+
+    summary: ClassVar[str]
+    Config: ClassVar[type]
+    default: ClassVar[bool] = False
+
+    def __init__(self, config: ConfigT, run: Run) -> None:
+        self.config = config
+        self.run = run
+
+    @classmethod
+    @abstractmethod
+    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
+        """Return the size of each mesh axis, the closest (fastest varying) first.
+
+        Loaders are divided over the axis named ``dp``.
+
+        Raises:
+            ConfigError: the world size does not fit the configuration.
+        """
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Take over a model and the optimizers that hold its parameters (0 to many).
+
+        The facade has already checked that all ranks hold the same names, shapes and dtypes and
+        moved the model to the rank's device. An optimizer over parameters of several models is
+        handed to the strategy of each.
+        """
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Run backward from a 0-d loss and synchronise the gradients.
+
+        Inside ``accumulating()`` they stay local. Must work with a loss that does not reach this
+        model on some rank.
+        """
+
+    @abstractmethod
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield the pieces of gradient that the optimizers will read on this rank.
+
+        The facade scales, clamps and checks them in place. Together the ranks yield every element
+        at least once.
+        """
+
+    @abstractmethod
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients to a global norm of at most max_norm.
+
+        Returns:
+            The norm before clipping, 0-d, of all gradients of the model, the same on all ranks.
+        """
+
+    @abstractmethod
+    def shards(self) -> Iterator[Shard]:
+        """Yield parameters, persistent buffers and optimizer state held by this rank.
+
+        Together the ranks yield each element exactly once.
+        """
+
+    @abstractmethod
+    def load(self, reader: Reader) -> None:
+        """Load what ``shards`` saves, from a checkpoint of any strategy and world size.
+
+        Raises:
+            CheckpointError: names or shapes differ; the message lists the first differences.
+        """
+
+    @classmethod
+    @abstractmethod
+    def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
+        """Return the bytes held per rank and the bytes rank 0 sends per optimizer step."""
+
+    def building(self) -> AbstractContextManager[None]:
+        """Context in which a model is constructed without ever existing whole on one rank."""
+        return nullcontext()
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Context in which backward keeps gradients local: no communication inside."""
+        return nullcontext()
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Context in which these parameters are whole on every rank; all ranks must enter it."""
+        return nullcontext()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module inside a prepared one."""
+        return model
+
+    def close(self) -> None:
+        """Take hooks off and end threads; the model is an ordinary one afterwards."""
+        return
+
+
+@runtime_checkable
+class TensorStore(Protocol):
+    """Where a shard lives between uses: on the device, in host memory, on disk."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors that ``fetch`` returns."""
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        """Keep a tensor's values under a key, replacing what was there."""
+
+    def fetch(self, key: str) -> Tensor:
+        """Return the tensor of a key; raises KeyError when it was never put."""
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Start bringing tensors that will be fetched soon."""
+
+    def flush(self) -> None:
+        """Return when everything put so far is safely kept."""
+
+    def close(self) -> None:
+        """Release memory and files; the store cannot be used afterwards."""
