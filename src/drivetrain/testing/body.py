@@ -1,0 +1,150 @@
+"""Runs the body of a test as one rank: import it, join the other ranks, call it, leave."""
+
+import ast
+import importlib.util
+import os
+import pickle
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest.assertion.rewrite import rewrite_asserts
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from drivetrain.testing.leaks import LeakGuard
+from drivetrain.testing.messages import Job, Outcome
+
+
+def execute(job: Job) -> Iterator[Outcome]:
+    """Yield the outcome of the body, then, asked again, the outcome of leaving it.
+
+    Between the two every rank keeps its process group, so that no rank closes connections that a
+    slower one still reads from.
+    """
+    torch.set_num_threads(1)
+    guard = LeakGuard()
+    try:
+        with _warnings(job), _joined(job):
+            yield _outcome_of(job)
+    except Exception:
+        yield Outcome(job.rank, "failed", traceback.format_exc())
+        return
+    leaks = guard.leaks()
+    text = "".join(f"leaked: {leak}\n" for leak in leaks)
+    yield Outcome(job.rank, "failed" if leaks else "passed", text)
+
+
+def _outcome_of(job: Job) -> Outcome:
+    try:
+        _call(job)
+    except pytest.skip.Exception as skip:
+        return Outcome(job.rank, "skipped", str(skip.msg))
+    except pytest.xfail.Exception as xfail:
+        return Outcome(job.rank, "xfailed", str(xfail.msg))
+    except BaseException as error:  # SystemExit of the code under test must not end this process
+        shown = _without_kit(error.__traceback__)
+        text = "".join(traceback.format_exception(type(error), error, shown))
+        return Outcome(job.rank, "failed", text)
+    return Outcome(job.rank, "passed")
+
+
+def _call(job: Job) -> None:
+    sys.path[:] = job.search_path
+    holder: Any = _module(job)
+    arguments = {name: _unpickled(name, data) for name, data in job.arguments.items()}
+    for name in job.owner:
+        holder = getattr(holder, name)
+    if job.owner:
+        holder = holder()
+    torch.manual_seed(0)
+    random.seed(0)
+    getattr(holder, job.function)(**arguments)
+
+
+def _unpickled(name: str, data: bytes) -> Any:
+    try:
+        return pickle.loads(data)  # noqa: S301 (written by the pytest process a moment ago)
+    except Exception as error:
+        error.add_note(f"while receiving the fixture or parameter {name!r} on this rank")
+        raise
+
+
+@contextmanager
+def _warnings(job: Job) -> Iterator[None]:
+    with warnings.catch_warnings():
+        for rule in job.filters:
+            warnings.filterwarnings(*rule)  # type: ignore[arg-type]
+        yield
+
+
+@contextmanager
+def _joined(job: Job) -> Iterator[None]:
+    """Make this process one rank among the others, as a launcher would."""
+    place = {
+        "RANK": str(job.rank),
+        "WORLD_SIZE": str(job.size),
+        "LOCAL_RANK": str(job.rank),
+        "LOCAL_WORLD_SIZE": str(job.size),
+    }
+    os.environ.update(place)
+    try:
+        if job.size > 1:
+            dist.init_process_group(
+                "gloo",
+                store=FileStore(job.rendezvous, job.size),
+                rank=job.rank,
+                world_size=job.size,
+                timeout=timedelta(seconds=job.timeout_s),
+            )
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name in place:
+            os.environ.pop(name, None)
+
+
+def _module(job: Job) -> ModuleType:
+    """Import the file of the test once, under the name that pytest gave it."""
+    known = sys.modules.get(job.module)
+    if known is not None and known.__file__ == job.path:
+        return known
+    spec = importlib.util.spec_from_loader(job.module, _Loader(job.module, job.path))
+    if spec is None:
+        raise ImportError(f"cannot import {job.path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[job.module] = module
+    try:
+        _Loader(job.module, job.path).exec_module(module)
+    except BaseException:
+        del sys.modules[job.module]
+        raise
+    return module
+
+
+class _Loader(SourceFileLoader):
+    """Compiles a test file with pytest's asserts, past the byte-code cache of ordinary imports."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_data(self.path)
+        tree = ast.parse(source, self.path)
+        rewrite_asserts(tree, source, self.path)
+        return compile(tree, self.path, "exec", dont_inherit=True)
+
+
+def _without_kit(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames of this file: the reader wants to see the test."""
+    shown = trace
+    while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
+        shown = shown.tb_next
+    return shown or trace

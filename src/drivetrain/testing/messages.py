@@ -1,0 +1,74 @@
+"""What crosses the pipe between pytest and the processes that run the ranks of a test."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Kind: TypeAlias = Literal["passed", "failed", "skipped", "xfailed", "died", "hung"]
+
+WarningFilter: TypeAlias = tuple[str, str, type[Warning], str, int]
+"""The arguments of ``warnings.filterwarnings``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One rank's share of one test.
+
+    Attributes:
+        path: the file of the test.
+        module: the name under which pytest imported it.
+        owner: names of the classes around the function, outermost first.
+        function: name of the test function.
+        arguments: fixtures and parameters, each pickled by itself.
+        rank: this rank.
+        size: number of ranks.
+        rendezvous: path of the file through which the ranks find each other.
+        timeout_s: seconds that a collective may wait.
+        filters: the warning filters of the test, in the order pytest applies them.
+        search_path: the import path of the pytest process.
+    """
+
+    path: str
+    module: str
+    owner: tuple[str, ...]
+    function: str
+    arguments: Mapping[str, bytes]
+    rank: int
+    size: int
+    rendezvous: str
+    timeout_s: float
+    filters: tuple[WarningFilter, ...]
+    search_path: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The process has started and imported torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Every rank has left the body: the process group may go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the test ended on one rank.
+
+    Attributes:
+        rank: the rank.
+        kind: ``died`` and ``hung`` are what the pytest process says about a silent rank.
+        text: traceback, reason, or stacks.
+        when: wall clock in seconds, comparable between the processes of one machine.
+    """
+
+    rank: int
+    kind: Kind
+    text: str = ""
+    when: float = field(default_factory=time.time)
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether this rank makes the test fail."""
+        return self.kind in ("failed", "died", "hung")

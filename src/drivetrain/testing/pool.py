@@ -1,0 +1,210 @@
+"""The processes that run ranks, seen from pytest: started once, replaced after a failure."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import connection
+from pathlib import Path
+
+from drivetrain.testing.messages import Job, Outcome, Ready, Release
+from drivetrain.testing.worker import STACK_SIGNAL, Files, main
+
+START_TIMEOUT_S = 120.0
+GRACE_S = 5.0
+"""How long the others may still run after a rank has failed."""
+
+_POLL_S = 0.1
+_STACK_S = 1.0
+
+
+class Worker:
+    """One process; it holds the same rank in every test.
+
+    Args:
+        rank: its rank.
+        folder: where its output goes.
+    """
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.rank = rank
+        self.files = Files.within(folder)
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=main, args=(theirs, self.files), name=f"rank{rank}")
+        self._process.start()
+        theirs.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.is_alive()
+
+    def received(self) -> Outcome | Ready | None:
+        """Return what the process has sent, a ``died`` outcome for a dead one, or None."""
+        alive = self._process.is_alive()
+        try:
+            if self.pipe.poll():
+                message: Outcome | Ready = self.pipe.recv()
+                return message
+        except (EOFError, OSError):
+            self._process.join(_POLL_S)
+            alive = self._process.is_alive()
+        return None if alive else Outcome(self.rank, "died", self._epitaph())
+
+    def show_stacks(self) -> None:
+        """Ask the process to write its Python stacks."""
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, STACK_SIGNAL)
+
+    def stacks(self) -> str:
+        """Return the stacks written so far."""
+        return _readable(self.files.stacks.read_text(errors="replace"))
+
+    def stop(self) -> None:
+        """End the process, now."""
+        self.pipe.close()
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+    def _epitaph(self) -> str:
+        code = self._process.exitcode or 0
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"the process ended with {cause}\n{self.stacks()}"
+
+
+class Pool:
+    """As many processes as the widest test so far has ranks."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-ranks-")
+        self._workers: list[Worker] = []
+        self._runs = 0
+
+    def rendezvous(self) -> str:
+        """Return the path of a file that no other test uses."""
+        self._runs += 1
+        return str(Path(self._folder.name) / f"rendezvous{self._runs}")
+
+    def run(self, jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
+        """Run one test, a job per rank in rank order.
+
+        Returns:
+            One outcome per rank; failures come first, the dead and then the first in time first.
+        """
+        workers = self._ready(len(jobs))
+        intact = False
+        try:
+            outcomes = self._round(dict(zip(workers, jobs, strict=True)), timeout_s)
+            if not any(outcome.is_failure for outcome in outcomes):
+                left = self._round(dict.fromkeys(workers, Release()), GRACE_S + timeout_s)
+                failed = [outcome for outcome in left if outcome.is_failure]
+                outcomes = failed or outcomes
+                intact = not failed
+            return sorted(outcomes, key=_gravity)
+        finally:
+            for worker in workers if not intact else ():
+                self._workers.remove(worker)
+                worker.stop()
+            if intact:
+                for worker in workers:
+                    worker.pipe.send(Release())
+
+    def output(self) -> Mapping[str, str]:
+        """Return what the ranks of the last test wrote, by a title of stream and rank."""
+        folder = Path(self._folder.name)
+        found = {}
+        for path in sorted(folder.glob("rank*/std*")):
+            if text := path.read_text(errors="replace"):
+                found[f"{path.name} {path.parent.name}"] = text
+        return found
+
+    def close(self) -> None:
+        """End all processes and remove their files."""
+        while self._workers:
+            self._workers.pop().stop()
+        self._folder.cleanup()
+
+    def _ready(self, size: int) -> list[Worker]:
+        """Return workers for ranks 0 to size - 1, starting those that are not there."""
+        for worker in [worker for worker in self._workers if not worker.is_alive]:
+            self._workers.remove(worker)
+            worker.stop()
+        held = {worker.rank for worker in self._workers}
+        folder = Path(self._folder.name)
+        started = [Worker(rank, folder / f"rank{rank}") for rank in range(size) if rank not in held]
+        self._workers = sorted([*self._workers, *started], key=lambda worker: worker.rank)
+        for worker in started:
+            _await_start(worker)
+        for worker in self._workers:
+            worker.files.clear()
+        return self._workers[:size]
+
+    def _round(self, messages: Mapping[Worker, Job | Release], timeout_s: float) -> list[Outcome]:
+        """Send each worker its message and collect an outcome from each."""
+        deadline = time.monotonic() + timeout_s
+        for worker, message in messages.items():
+            worker.pipe.send(message)
+        waiting = list(messages)
+        outcomes: list[Outcome] = []
+        while waiting and time.monotonic() < deadline:
+            connection.wait([worker.pipe for worker in waiting], _POLL_S)
+            for worker in list(waiting):
+                outcome = worker.received()
+                if isinstance(outcome, Outcome):
+                    waiting.remove(worker)
+                    outcomes.append(outcome)
+                    if outcome.is_failure:
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+        failed = any(outcome.is_failure for outcome in outcomes)
+        since = f"{GRACE_S:g} s after another rank failed" if failed else f"after {timeout_s:g} s"
+        return outcomes + _hung(waiting, since)
+
+
+def _await_start(worker: Worker) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        connection.wait([worker.pipe], _POLL_S)
+        message = worker.received()
+        if isinstance(message, Ready):
+            return
+        if message is not None:
+            stderr = worker.files.stderr.read_text(errors="replace")
+            raise RuntimeError(f"rank {worker.rank} did not start: {message.text}\n{stderr}")
+    raise RuntimeError(
+        f"rank {worker.rank} did not start within {START_TIMEOUT_S:g} s; its stacks:\n"
+        + _hung([worker], "")[0].text
+    )
+
+
+def _hung(workers: Sequence[Worker], since: str) -> list[Outcome]:
+    """Describe ranks that did not answer, with the Python stack of each."""
+    for worker in workers:
+        worker.show_stacks()
+    deadline = time.monotonic() + _STACK_S
+    while time.monotonic() < deadline and not all(worker.stacks() for worker in workers):
+        time.sleep(_POLL_S)
+    nothing = "no stack: the process does not react to signals\n"
+    return [
+        Outcome(worker.rank, "hung", f"still running {since}\n{worker.stacks() or nothing}")
+        for worker in workers
+    ]
+
+
+def _readable(stacks: str) -> str:
+    """Leave out of a stack dump the frames and the thread of this kit."""
+    kit = f'File "{Path(__file__).parent}'
+    threads = []
+    for thread in stacks.split("\n\n"):
+        above, found, _ = thread.partition(f"  {kit}")
+        if "in _listen" not in thread:
+            threads.append(above.rstrip() if found else thread.rstrip())
+    return "\n\n".join(threads)
+
+
+def _gravity(outcome: Outcome) -> tuple[int, float]:
+    order = {"died": 0, "failed": 1, "hung": 2}
+    return order.get(outcome.kind, 3), outcome.when
