@@ -5,7 +5,7 @@ object per prepared model, so nothing about a run is global, and it never asks w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -218,11 +218,11 @@ class Strategy(ABC, Generic[ConfigT]):
         """
 
     @abstractmethod
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward from a 0-d loss and synchronise the gradients.
 
         Inside ``accumulating()`` they stay local. Must work with a loss that does not reach this
-        model on some rank.
+        model on some rank. The options are those of ``Tensor.backward``, ``retain_graph`` above all.
         """
 
     @abstractmethod
@@ -234,11 +234,22 @@ class Strategy(ABC, Generic[ConfigT]):
         """
 
     @abstractmethod
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients to a global norm of at most max_norm.
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        only: Collection[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale gradients to a global norm of at most max_norm.
+
+        Args:
+            max_norm: the largest norm allowed; infinity measures without scaling.
+            norm_type: 2.0 for Euclid, infinity for the largest element.
+            only: the parameters whose gradients count and are scaled; None means all.
 
         Returns:
-            The norm before clipping, 0-d, of all gradients of the model, the same on all ranks.
+            The norm before clipping, 0-d, the same on all ranks.
         """
 
     @abstractmethod
@@ -265,8 +276,12 @@ class Strategy(ABC, Generic[ConfigT]):
         """Context in which a model is constructed without ever existing whole on one rank."""
         return nullcontext()
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Context in which backward keeps gradients local: no communication inside."""
+    def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Context in which backward keeps gradients local: no communication inside.
+
+        ``accumulating(False)`` inside it synchronises again; what counts is the innermost context
+        around backward.
+        """
         return nullcontext()
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:

@@ -206,4 +206,21 @@ def _without_recorded_origins(layer: Layer, path: Path) -> Layer:
         isinstance(entry, list) and len(entry) == 2 for entry in recorded.values()
     ):
         raise ConfigError(f"{path}: {ORIGINS_KEY} is written by 'drivetrain launch'; remove it")
-    return Layer(values, {key: Origin(*entry) for key, entry in recorded.items()})
+    origins = {key: Origin(*entry) for key, entry in recorded.items()}
+    return Layer(_chosen(values, origins), origins)
+
+
+def _chosen(
+    values: Mapping[str, Any], origins: Mapping[str, Origin], prefix: str = ""
+) -> dict[str, Any]:
+    """Keep the values that somebody chose: a default must not hide a weaker layer's choice."""
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = prefix + key
+        if dotted in origins:
+            kept[key] = value
+        elif isinstance(value, Mapping):
+            inner = _chosen(value, origins, dotted + ".")
+            if inner:
+                kept[key] = inner
+    return kept

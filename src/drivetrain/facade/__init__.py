@@ -1,0 +1,1 @@
+"""What the Accelerator is made of: one idea a file, put together in ``drivetrain.accelerator``."""

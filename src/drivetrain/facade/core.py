@@ -1,0 +1,145 @@
+"""What one Accelerator holds: its run, its prepared objects, its accumulation window."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.config import Resolved
+from drivetrain.errors import UsageError
+from drivetrain.facade.optimizer import PreparedOptimizer
+from drivetrain.facade.options import Handlers, ProjectConfiguration
+from drivetrain.facade.scheduler import PreparedScheduler
+from drivetrain.facade.window import WindowMean
+from drivetrain.parts.traffic import Traffic
+from drivetrain.processes import Processes
+from drivetrain.registry import strategies
+from drivetrain.runtime.data import PreparedLoader
+from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.scaler import LossScaler
+from drivetrain.runtime.world import World
+from drivetrain.strategy import Run, Strategy
+
+
+@dataclass(slots=True, eq=False)
+class ModelEntry:
+    """One prepared model and what belongs to it.
+
+    Attributes:
+        model: what the script holds.
+        strategy: the strategy object made for this model.
+        optimizers: what the strategy handed back, unwrapped, in the order given.
+        names: parameter name by identity, as the user's model has it.
+        scale: loss scale of the gradients at hand; None when there are none or they are unscaled.
+        overflow: whether the gradients at hand are infinite somewhere.
+    """
+
+    model: nn.Module
+    strategy: Strategy[Any]
+    optimizers: tuple[Optimizer, ...] = ()
+    names: dict[int, str] = field(default_factory=dict)
+    scale: float | None = None
+    overflow: bool = False
+
+
+class Core(Processes):
+    """The state that all facets of the Accelerator share.
+
+    Args:
+        resolved: the configuration of the run.
+        world: this process among all processes.
+        handlers: the option objects of the constructor.
+        gradient_state: the accumulation window.
+        project: where checkpoints and logs go.
+        device_placement: move what is prepared to the rank's device.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        world: World,
+        handlers: Handlers,
+        gradient_state: GradientState,
+        project: ProjectConfiguration,
+        *,
+        device_placement: bool = True,
+    ) -> None:
+        super().__init__(world)
+        self.config = resolved
+        self.world = world
+        self.handlers = handlers
+        self.gradient_state = gradient_state
+        self.project_configuration = project
+        self.device_placement = device_placement
+        self.traffic = Traffic()
+        self.precision = Precision.of(resolved.run.precision)
+        self.scaler = self._make_scaler()
+        self.step = 0
+        self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
+        self.run = self._make_run(resolved)
+        self._window = WindowMean(gradient_state, counted=False)
+        self._entries: list[ModelEntry] = []
+        self._last_run: ModelEntry | None = None
+        self._waiting: list[Optimizer] = []
+        self._models: list[nn.Module] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._dataloaders: list[PreparedLoader] = []
+        self._custom_objects: list[Any] = []
+
+    @property
+    def mesh(self) -> Mesh:
+        """The named axes of the run's strategy."""
+        return self.run.mesh
+
+    def strategy_of(self, model: nn.Module) -> Strategy[Any]:
+        """Return the strategy object of a prepared model.
+
+        Raises:
+            UsageError: the model was not prepared here.
+        """
+        return self._entry_of(model).strategy
+
+    def _entry_of(self, model: nn.Module) -> ModelEntry:
+        for entry in self._entries:
+            if entry.model is model or entry.strategy.unwrap(entry.model) is model:
+                return entry
+        raise UsageError(
+            f"expected a model that this Accelerator prepared, found {type(model).__name__}; "
+            "pass it to prepare() first and use what it returns"
+        )
+
+    def _entries_of(self, models: Sequence[nn.Module]) -> Iterable[ModelEntry]:
+        return [self._entry_of(model) for model in models] if models else list(self._entries)
+
+    def _entries_of_optimizer(self, optimizer: Optimizer) -> list[ModelEntry]:
+        return [entry for entry in self._entries if any(o is optimizer for o in entry.optimizers)]
+
+    def _make_run(self, resolved: Resolved) -> Run:
+        """Lay the world out as the strategy asks; equal layouts share their process groups."""
+        strategy = strategies().load(resolved.strategy)
+        sizes = strategy.axes(resolved.strategy_config, self.world.size)
+        key = tuple(sizes.items())
+        if key not in self._meshes:
+            self._meshes[key] = Mesh.build(sizes, self.world)
+        return Run(
+            world=self.world,
+            mesh=self._meshes[key],
+            precision=self.precision,
+            accumulation=self.gradient_state.num_steps,
+            traffic=self.traffic,
+        )
+
+    def _make_scaler(self) -> LossScaler:
+        options = self.handlers.scaler
+        return LossScaler(
+            enabled=options.enabled and self.precision.needs_scaling,
+            init_scale=options.init_scale,
+            growth_factor=options.growth_factor,
+            backoff_factor=options.backoff_factor,
+            growth_interval=options.growth_interval,
+        )

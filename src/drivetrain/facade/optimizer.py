@@ -1,0 +1,120 @@
+"""The optimizer that the script holds: the user's own, stepped only when a window is complete."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.runtime.gradient_state import GradientState
+
+
+class PreparedOptimizer(Optimizer):
+    """Wraps the user's optimizer; inside an unfinished accumulation window it does nothing.
+
+    Args:
+        optimizer: what the strategy handed back: the user's object, or one bound to shards.
+        state: the accumulation window.
+        before_step: called before each real step; returns False when the step must be skipped
+            because a gradient is infinite.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, state: GradientState, before_step: Callable[[Optimizer], bool]
+    ) -> None:
+        # Optimizer.__init__ is not called on purpose: groups and state are the wrapped object's.
+        self.optimizer = optimizer
+        self._window = state
+        self._before_step = before_step
+        self._skipped = False
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """State of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Parameter groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Defaults of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because of an infinite gradient."""
+        return self._skipped
+
+    @property
+    def is_overflow(self) -> bool:
+        """The same under DeepSpeed's name."""
+        return self._skipped
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, at the end of a window only."""
+        if self._window.sync_gradients:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters, at the end of a window only."""
+        if not self._window.sync_gradients:
+            return None
+        self._skipped = not self._before_step(self.optimizer)
+        if self._skipped:
+            return None
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def train(self) -> None:
+        """Switch a schedule-free optimizer to training; others have no such switch."""
+        _switch(self.optimizer, "train")
+
+    def eval(self) -> None:
+        """Switch a schedule-free optimizer to evaluation; others have no such switch."""
+        _switch(self.optimizer, "eval")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"Prepared({self.optimizer!r})"
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        """The parameters of all groups."""
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+
+def _switch(optimizer: Optimizer, name: str) -> None:
+    method = getattr(optimizer, name, None)
+    if callable(method):
+        method()

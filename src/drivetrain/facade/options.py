@@ -1,0 +1,237 @@
+"""Option objects of the Accelerator's constructor, under the names that Accelerate's users know."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from drivetrain.errors import UsageError
+
+
+@dataclass(kw_only=True, slots=True)
+class DataLoaderConfiguration:
+    """How loaders are divided over the ranks; None leaves the choice to the configuration.
+
+    Attributes:
+        split_batches: divide the loader's batch over the ranks instead of giving one to each.
+        dispatch_batches: rank 0 alone reads and sends.
+        even_batches: repeat the first samples so that every rank has as many full batches.
+        use_seedable_sampler: derive the shuffle order from the seed and the epoch.
+        data_seed: seed of the shuffle order.
+        non_blocking: copy batches to the device asynchronously.
+    """
+
+    split_batches: bool | None = None
+    dispatch_batches: bool | None = None
+    even_batches: bool | None = None
+    use_seedable_sampler: bool | None = None
+    data_seed: int | None = None
+    non_blocking: bool | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class GradientAccumulationPlugin:
+    """How micro-batches make up an optimizer step.
+
+    Attributes:
+        num_steps: micro-batches per optimizer step; None leaves it to the configuration.
+        sync_with_dataloader: end the window at the end of the loader, however short it is.
+        sync_each_batch: synchronise gradients on every micro-batch: more traffic, less memory for
+            strategies that shard gradients.
+        adjust_scheduler: kept for scripts that set it: a scheduler steps once per optimizer step.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class ProjectConfiguration:
+    """Where checkpoints and logs go.
+
+    Attributes:
+        project_dir: root folder of the run.
+        logging_dir: folder of the trackers; None means project_dir.
+        automatic_checkpoint_naming: ``save_state()`` without a name writes
+            ``project_dir/checkpoints/checkpoint_N``.
+        total_limit: how many automatically named checkpoints are kept.
+        iteration: number of the next automatic checkpoint.
+    """
+
+    project_dir: str | Path | None = None
+    logging_dir: str | Path | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class InitProcessGroupKwargs:
+    """How the ranks are joined.
+
+    Attributes:
+        backend: communication library; None takes the device's own.
+        init_method: kept for scripts that set it; only None and ``env://`` are accepted.
+        timeout: how long a collective may wait; None leaves it to the configuration.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.init_method not in (None, "env://"):
+            raise UsageError(
+                f"expected init_method None or 'env://', found {self.init_method!r}; initialise "
+                "torch.distributed yourself before the Accelerator and it will be used as it is"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class GradScalerKwargs:
+    """The dynamic loss scale of fp16, with torch's names.
+
+    Attributes:
+        init_scale: first scale.
+        growth_factor: factor after ``growth_interval`` steps without an infinite gradient.
+        backoff_factor: factor after a step with one.
+        growth_interval: steps between growths.
+        enabled: False computes in fp16 without a scale.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class AutocastKwargs:
+    """How forward computes.
+
+    Attributes:
+        enabled: False computes in the parameters' dtype.
+        cache_enabled: keep the casts of parameters for the length of the context.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class ProfileKwargs:
+    """Arguments of ``torch.profiler.profile``.
+
+    Attributes:
+        activities: names such as ``cpu`` and ``cuda``; None means what the machine has.
+        schedule_option: arguments of ``torch.profiler.schedule``; None profiles everything.
+        on_trace_ready: called with the profiler when a trace is ready.
+        record_shapes: record the shapes of inputs.
+        profile_memory: record allocations.
+        with_stack: record source lines.
+        with_flops: estimate floating point operations.
+        with_modules: record the module hierarchy.
+        output_trace_dir: folder for ``profile_RANK.json`` in Chrome's trace format.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[[Any], Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | Path | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class DistributedDataParallelKwargs:
+    """Options of torch's DistributedDataParallel, translated into options of our strategy.
+
+    ``find_unused_parameters``, ``static_graph``, ``gradient_as_bucket_view``,
+    ``check_reduction`` and ``dim`` need no counterpart: parameters without a gradient are always
+    handled, and gradients always are views of buckets.
+
+    Attributes:
+        bucket_cap_mb: size of a gradient bucket in MiB.
+        broadcast_buffers: broadcast buffers from rank 0 before a training forward.
+        comm_hook: ``no``, ``fp16``, ``bf16`` or ``power_sgd``.
+        comm_state_option: ``matrix_approximation_rank`` and ``start_powerSGD_iter`` of PowerSGD.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool | None = None
+    bucket_cap_mb: float | None = None
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    comm_hook: str = "no"
+    comm_state_option: Mapping[str, Any] | None = None
+
+    def strategy_options(self) -> dict[str, Any]:
+        """Return the options that differ from the strategy's defaults, by the strategy's names.
+
+        Raises:
+            UsageError: an unknown communication hook.
+        """
+        hooks = {"no": None, "fp16": "fp16", "bf16": "bf16", "power_sgd": "powersgd"}
+        hook = getattr(self.comm_hook, "value", self.comm_hook)
+        if hook not in hooks:
+            raise UsageError(f"expected a comm_hook of {', '.join(hooks)}, found {hook!r}")
+        state = self.comm_state_option or {}
+        buffers = {True: "broadcast", False: "none", None: None}[self.broadcast_buffers]
+        options = {
+            "bucket_mib": self.bucket_cap_mb,
+            "buffers": buffers,
+            "hook": hooks[hook],
+            "powersgd_rank": state.get("matrix_approximation_rank"),
+            "powersgd_start_step": state.get("start_powerSGD_iter"),
+        }
+        return {key: value for key, value in options.items() if value is not None}
+
+
+@dataclass(slots=True)
+class Handlers:
+    """The option objects of ``kwargs_handlers``, one of each class."""
+
+    process_group: InitProcessGroupKwargs
+    scaler: GradScalerKwargs
+    autocast: AutocastKwargs
+    profile: ProfileKwargs
+    ddp: DistributedDataParallelKwargs | None
+
+    @classmethod
+    def of(cls, handlers: list[Any] | None) -> "Handlers":
+        """Sort the handlers by class.
+
+        Raises:
+            UsageError: two of one class, or an object of an unknown class.
+        """
+        found: dict[type, Any] = {}
+        known = (
+            InitProcessGroupKwargs,
+            GradScalerKwargs,
+            AutocastKwargs,
+            ProfileKwargs,
+            DistributedDataParallelKwargs,
+        )
+        for handler in handlers or []:
+            if type(handler) not in known:
+                names = ", ".join(kind.__name__ for kind in known)
+                raise UsageError(f"expected kwargs_handlers of {names}, found {handler!r}")
+            if type(handler) in found:
+                raise UsageError(f"expected one {type(handler).__name__}, found two; merge them")
+            found[type(handler)] = handler
+        return cls(
+            found.get(InitProcessGroupKwargs) or InitProcessGroupKwargs(),
+            found.get(GradScalerKwargs) or GradScalerKwargs(),
+            found.get(AutocastKwargs) or AutocastKwargs(),
+            found.get(ProfileKwargs) or ProfileKwargs(),
+            found.get(DistributedDataParallelKwargs),
+        )

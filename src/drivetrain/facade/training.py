@@ -1,0 +1,282 @@
+"""The verbs of the training step: accumulate, backward, clip, and what belongs between them."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.errors import UsageError
+from drivetrain.facade.core import Core, ModelEntry
+from drivetrain.facade.options import AutocastKwargs, ProfileKwargs
+from drivetrain.facade.window import WindowMean
+
+
+class Training(Core):
+    """The training step of the Accelerator."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-batch at hand ends the accumulation window."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step; may be changed between steps."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        if value < 1:
+            raise UsageError(f"expected gradient_accumulation_steps of at least 1, found {value}")
+        self.gradient_state.num_steps = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any optimizer was skipped because of an infinite gradient."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Context of one micro-batch.
+
+        Inside, optimizer and scheduler do nothing and gradients stay local until the window is
+        complete: after ``gradient_accumulation_steps`` micro-batches or at the end of the loader.
+
+        Args:
+            models: the models that accumulate; none means all that were prepared.
+        """
+        state = self.gradient_state
+        if state.sync_gradients:
+            self._window = WindowMean(state, counted=True)
+        state.next_micro_batch()
+        self.step = state.micro_batch
+        with ExitStack() as stack:
+            if not state.sync_gradients and not state.sync_each_batch:
+                for entry in self._entries_of(models):
+                    stack.enter_context(entry.strategy.accumulating())
+            yield
+        if state.sync_gradients:
+            self.scaler.update()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context in which backward keeps this model's gradients local."""
+        return self._entry_of(model).strategy.accumulating()
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context inside ``no_sync`` in which backward synchronises after all."""
+        return self._entry_of(model).strategy.accumulating(False)
+
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, **options: Any) -> None:
+        """Run backward; at the end of a window the gradients are synchronised and exact means.
+
+        Args:
+            loss: 0-d, the mean over this rank's micro-batch.
+            weight: what this micro-batch counts for among all micro-batches of the window and all
+                ranks, for example its number of tokens; None for all alike.
+            options: those of ``Tensor.backward``, for example ``retain_graph=True``.
+
+        Raises:
+            UsageError: the loss is not a 0-d tensor that requires grad.
+        """
+        _check_loss(loss)
+        if self.gradient_state.micro_batch == 0:
+            self._window = WindowMean(self.gradient_state, counted=False)
+        scaled = self.scaler.scale(self._window.divide(loss, weight))
+        self._note_scale()
+        self._owner().backward(scaled, **options)
+        if self.sync_gradients:
+            factor = self._window.finish(self.mesh["dp"], self.device)
+            if factor is not None:
+                for entry in self._entries:
+                    _scale(entry, factor)
+
+    def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
+        """Divide gradients by the loss scale; happens by itself before clipping and stepping.
+
+        Args:
+            optimizer: prepared optimizers whose models' gradients are unscaled; None means all.
+        """
+        if optimizer is None:
+            chosen: list[Optimizer] = list(self._optimizers)
+        else:
+            chosen = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        for each in chosen:
+            for entry in self._entries_of_optimizer(getattr(each, "optimizer", each)):
+                self._unscale(entry)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Scale the gradients of a model to a global norm of at most max_norm.
+
+        Args:
+            parameters: ``model.parameters()``, or the model's parameters in any order.
+            max_norm: the largest norm allowed.
+            norm_type: 2.0 for Euclid, ``float("inf")`` for the largest element.
+
+        Returns:
+            The true global norm before clipping, 0-d, the same on every rank; None inside an
+            unfinished accumulation window, where nothing is clipped.
+
+        Raises:
+            UsageError: a parameter belongs to no prepared model.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not self.sync_gradients:
+            return None
+        entries = self._owners_of(given)
+        for entry in entries:
+            self._unscale(entry)
+        chosen = [_subset(entry, given) for entry in entries]
+        if len(entries) == 1:
+            return entries[0].strategy.clip_grad_norm(max_norm, norm_type, only=chosen[0])
+        norms = [
+            entry.strategy.clip_grad_norm(float("inf"), norm_type, only=only)
+            for entry, only in zip(entries, chosen, strict=True)
+        ]
+        total = torch.linalg.vector_norm(
+            torch.stack([norm.to(self.device) for norm in norms]), norm_type
+        )
+        # Scaling each model to its share of the limit scales all of them by one factor.
+        for entry, only, norm in zip(entries, chosen, norms, strict=True):
+            share = float(norm) * min(1.0, max_norm / (float(total) + 1e-6))
+            entry.strategy.clip_grad_norm(share, norm_type, only=only)
+        return total
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element of a model to [-clip_value, clip_value]."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not self.sync_gradients:
+            return
+        for entry in self._owners_of(given):
+            self._unscale(entry)
+            for piece in entry.strategy.gradients():
+                piece.clamp_(-clip_value, clip_value)
+
+    @contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """Context that computes in the run's precision, for code outside a model's forward."""
+        handler = autocast_handler or self.handlers.autocast
+        with self._autocast(handler):
+            yield
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """Context that profiles with ``torch.profiler`` and writes a Chrome trace per rank."""
+        options = profile_handler or self.handlers.profile
+        with _profiler(options) as profiler:
+            yield profiler
+        if options.output_trace_dir is not None:
+            folder = Path(options.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"profile_{self.process_index}.json"))
+            self.wait_for_everyone()
+
+    def _autocast(self, handler: AutocastKwargs) -> AbstractContextManager[object]:
+        return self.precision.autocast(
+            self.device, enabled=handler.enabled, cache_enabled=handler.cache_enabled
+        )
+
+    def _owner(self) -> Any:
+        """Return the strategy that runs backward: that of the model whose forward ran last."""
+        if not self._entries:
+            raise UsageError(
+                "expected a prepared model before backward(), found none; call "
+                "model = accelerator.prepare(model)"
+            )
+        entry = self._last_run or self._entries[-1]
+        return entry.strategy
+
+    def _owners_of(self, parameters: list[Tensor]) -> list[ModelEntry]:
+        wanted = {id(parameter) for parameter in parameters}
+        owners = [entry for entry in self._entries if wanted & entry.names.keys()]
+        known: set[int] = set().union(*(entry.names.keys() for entry in owners))
+        if not owners or wanted - known:
+            raise UsageError(
+                f"expected parameters of prepared models, found {len(wanted - known)} of "
+                f"{len(wanted)} that belong to none; pass model.parameters() of what prepare() "
+                "returned"
+            )
+        return owners
+
+    def _note_scale(self) -> None:
+        """Remember which scale the gradients of this window are made with."""
+        for entry in self._entries:
+            if entry.scale is None:
+                entry.scale = self.scaler.get_scale()
+
+    def _unscale(self, entry: ModelEntry) -> None:
+        if entry.scale is None or not self.scaler.is_enabled():
+            return
+        pieces = list(entry.strategy.gradients())
+        entry.overflow = self.scaler.unscale(pieces, entry.scale, ranks=self.world.size)
+        entry.scale = None
+
+    def _before_step(self, optimizer: Optimizer) -> bool:
+        """Unscale what is still scaled; return whether the step may be taken."""
+        if not self.scaler.is_enabled():
+            return True
+        entries = self._entries_of_optimizer(optimizer)
+        for entry in entries:
+            self._unscale(entry)
+        overflow = any(entry.overflow for entry in entries)
+        self.scaler.record(overflow=overflow)
+        if self.gradient_state.micro_batch == 0:
+            self.scaler.update()
+        return not overflow
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"expected the loss as a 0-d tensor, found {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise UsageError(
+            f"expected a scalar loss, found shape {tuple(loss.shape)}; take its mean() or sum() "
+            "before backward()"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "expected a loss that requires grad, found one that does not; it was computed under "
+            "no_grad, detached, or from a model without trainable parameters"
+        )
+
+
+def _scale(entry: ModelEntry, factor: float) -> None:
+    pieces = list(entry.strategy.gradients())
+    if pieces:
+        torch._foreach_mul_(pieces, factor)
+
+
+def _subset(entry: ModelEntry, given: list[Tensor]) -> list[nn.Parameter] | None:
+    """Return the model's parameters among those given; None when nothing trainable is missing."""
+    wanted = {id(parameter) for parameter in given}
+    trainable = [p for p in entry.strategy.unwrap(entry.model).parameters() if p.requires_grad]
+    chosen = [parameter for parameter in trainable if id(parameter) in wanted]
+    return None if len(chosen) == len(trainable) else chosen
+
+
+def _profiler(options: ProfileKwargs) -> Any:
+    schedule = options.schedule_option
+    names = options.activities
+    kinds = {kind.name.lower(): kind for kind in torch.profiler.supported_activities()}
+    unknown = [name for name in names or [] if name.lower() not in kinds]
+    if unknown:
+        raise UsageError(f"expected profiler activities of {sorted(kinds)}, found {unknown}")
+    return torch.profiler.profile(
+        activities=[kinds[name.lower()] for name in names] if names else None,
+        schedule=torch.profiler.schedule(**schedule) if schedule else None,
+        on_trace_ready=options.on_trace_ready,
+        record_shapes=options.record_shapes,
+        profile_memory=options.profile_memory,
+        with_stack=options.with_stack,
+        with_flops=options.with_flops,
+        with_modules=options.with_modules,
+    )
