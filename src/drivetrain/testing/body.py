@@ -22,7 +22,7 @@ from _pytest.assertion.rewrite import rewrite_asserts
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from drivetrain.testing.leaks import LeakGuard
-from drivetrain.testing.messages import Job, Outcome
+from drivetrain.testing.messages import Job, Kind, Outcome
 
 
 def execute(job: Job) -> Iterator[Outcome]:
@@ -36,12 +36,12 @@ def execute(job: Job) -> Iterator[Outcome]:
     try:
         with _warnings(job), _joined(job):
             yield _outcome_of(job)
-    except Exception:
-        yield Outcome(job.rank, "failed", traceback.format_exc())
+    except Exception as error:
+        yield _failure(job, error)
         return
     leaks = guard.leaks()
-    text = "".join(f"leaked: {leak}\n" for leak in leaks)
-    yield Outcome(job.rank, "failed" if leaks else "passed", text)
+    kind: Kind = "failed" if leaks else "passed"
+    yield Outcome(job.rank, kind, "the test left something behind", "\n".join(leaks))
 
 
 def _outcome_of(job: Job) -> Outcome:
@@ -52,10 +52,15 @@ def _outcome_of(job: Job) -> Outcome:
     except pytest.xfail.Exception as xfail:
         return Outcome(job.rank, "xfailed", str(xfail.msg))
     except BaseException as error:  # SystemExit of the code under test must not end this process
-        shown = _without_kit(error.__traceback__)
-        text = "".join(traceback.format_exception(type(error), error, shown))
-        return Outcome(job.rank, "failed", text)
+        return _failure(job, error)
     return Outcome(job.rank, "passed")
+
+
+def _failure(job: Job, error: BaseException) -> Outcome:
+    shown = _without_kit(error.__traceback__)
+    details = "".join(traceback.format_exception(type(error), error, shown))
+    first_line = (str(error).splitlines() or [""])[0]
+    return Outcome(job.rank, "failed", f"{type(error).__name__}: {first_line}", details)
 
 
 def _call(job: Job) -> None:
@@ -123,6 +128,7 @@ def _module(job: Job) -> ModuleType:
     if spec is None:
         raise ImportError(f"cannot import {job.path}")
     module = importlib.util.module_from_spec(spec)
+    _add_parents(job.module)
     sys.modules[job.module] = module
     try:
         _Loader(job.module, job.path).exec_module(module)
@@ -130,6 +136,16 @@ def _module(job: Job) -> ModuleType:
         del sys.modules[job.module]
         raise
     return module
+
+
+def _add_parents(name: str) -> None:
+    """Make the packages above a test file importable: pickle imports them before the file."""
+    parent = name.rpartition(".")[0]
+    if parent and parent not in sys.modules:
+        _add_parents(parent)
+        package = ModuleType(parent)
+        package.__path__ = []
+        sys.modules[parent] = package
 
 
 class _Loader(SourceFileLoader):

@@ -59,13 +59,15 @@ class Outcome:
     Attributes:
         rank: the rank.
         kind: ``died`` and ``hung`` are what the pytest process says about a silent rank.
-        text: traceback, reason, or stacks.
+        headline: one line: the exception, the reason of a skip, how the process ended.
+        details: traceback or stacks.
         when: wall clock in seconds, comparable between the processes of one machine.
     """
 
     rank: int
     kind: Kind
-    text: str = ""
+    headline: str = ""
+    details: str = ""
     when: float = field(default_factory=time.time)
 
     @property

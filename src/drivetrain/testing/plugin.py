@@ -150,10 +150,13 @@ def _report(outcomes: list[Outcome]) -> None:
     """End the test in the pytest process as it ended on the ranks."""
     failures = [outcome for outcome in outcomes if outcome.is_failure]
     if failures:
-        text = "\n".join(f"--- rank {one.rank} {one.kind} ---\n{one.text}" for one in failures)
-        pytest.fail(text, pytrace=False)
+        pytest.fail("\n\n".join(map(_described, failures)), pytrace=False)
     for outcome in outcomes:
         if outcome.kind == "skipped":
-            raise pytest.skip.Exception(outcome.text, _use_item_location=True)
+            raise pytest.skip.Exception(outcome.headline, _use_item_location=True)
         if outcome.kind == "xfailed":
-            pytest.xfail(outcome.text)
+            pytest.xfail(outcome.headline)
+
+
+def _described(failure: Outcome) -> str:
+    return f"rank {failure.rank} {failure.kind}: {failure.headline}\n{failure.details}".rstrip()

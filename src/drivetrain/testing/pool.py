@@ -52,7 +52,7 @@ class Worker:
         except (EOFError, OSError):
             self._process.join(_POLL_S)
             alive = self._process.is_alive()
-        return None if alive else Outcome(self.rank, "died", self._epitaph())
+        return None if alive else Outcome(self.rank, "died", self._cause(), self.stacks())
 
     def show_stacks(self) -> None:
         """Ask the process to write its Python stacks."""
@@ -70,10 +70,10 @@ class Worker:
         self._process.join()
         self._process.close()
 
-    def _epitaph(self) -> str:
+    def _cause(self) -> str:
         code = self._process.exitcode or 0
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"the process ended with {cause}\n{self.stacks()}"
+        return f"the process ended with {cause}"
 
 
 class Pool:
@@ -173,10 +173,10 @@ def _await_start(worker: Worker) -> None:
             return
         if message is not None:
             stderr = worker.files.stderr.read_text(errors="replace")
-            raise RuntimeError(f"rank {worker.rank} did not start: {message.text}\n{stderr}")
+            raise RuntimeError(f"rank {worker.rank} did not start: {message.headline}\n{stderr}")
     raise RuntimeError(
         f"rank {worker.rank} did not start within {START_TIMEOUT_S:g} s; its stacks:\n"
-        + _hung([worker], "")[0].text
+        + _hung([worker], "")[0].details
     )
 
 
@@ -187,16 +187,16 @@ def _hung(workers: Sequence[Worker], since: str) -> list[Outcome]:
     deadline = time.monotonic() + _STACK_S
     while time.monotonic() < deadline and not all(worker.stacks() for worker in workers):
         time.sleep(_POLL_S)
-    nothing = "no stack: the process does not react to signals\n"
+    nothing = "no stack: the process does not react to signals"
     return [
-        Outcome(worker.rank, "hung", f"still running {since}\n{worker.stacks() or nothing}")
+        Outcome(worker.rank, "hung", f"still running {since}", worker.stacks() or nothing)
         for worker in workers
     ]
 
 
 def _readable(stacks: str) -> str:
     """Leave out of a stack dump the frames and the thread of this kit."""
-    kit = f'File "{Path(__file__).parent}'
+    kit = f'File "{Path(__file__).with_name("body.py")}'
     threads = []
     for thread in stacks.split("\n\n"):
         above, found, _ = thread.partition(f"  {kit}")
