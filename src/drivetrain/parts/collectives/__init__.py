@@ -1,0 +1,26 @@
+"""Collectives over one mesh axis: ``connect`` picks the algorithm, a ``Communicator`` runs it.
+
+======== =========================== ==========================================================
+solo     one rank                    nothing to do: every handle is finished
+ring     CPU tensors over gloo       our pipelined ring on point-to-point messages, run by one
+                                     communication thread, so that it overlaps with compute
+native   everything else             the asynchronous operations of ``torch.distributed``
+======== =========================== ==========================================================
+
+Whatever the algorithm, operations run in the order in which they were submitted, which must be the
+same on every rank, and the ledger gets the bytes that the ring algorithm sends.
+"""
+
+from drivetrain.parts.collectives.communicator import Communicator, Handle, Reduction
+from drivetrain.parts.collectives.connect import connect
+from drivetrain.parts.collectives.volume import Operation, chunk_bounds, sent_elements
+
+__all__ = [
+    "Communicator",
+    "Handle",
+    "Operation",
+    "Reduction",
+    "chunk_bounds",
+    "connect",
+    "sent_elements",
+]

@@ -1,0 +1,121 @@
+"""What a communicator and the handle of an operation under way can do, whatever the algorithm."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.collectives.volume import Operation, chunk_bounds, sent_elements
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Axis
+
+Reduction: TypeAlias = Literal["sum", "max"]
+
+
+class Handle(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when the tensor holds the result; may be called more than once.
+
+        On an accelerator only the current stream waits.
+
+        Raises:
+            CollectiveError: the operation failed or timed out.
+        """
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+
+
+class Communicator(ABC):
+    """Collectives over one axis, in place, asynchronous, in the order of submission.
+
+    Every rank of the axis must submit the same operations in the same order, with tensors of equal
+    size and dtype. A tensor must not be read or written between submission and ``wait``. All ranks
+    end with bit-identical results. Sums are taken in the tensor's own dtype.
+
+    Args:
+        axis: the mesh axis.
+        traffic: the ledger; gets the payload bytes that this rank sends.
+        timeout: how long one operation may take.
+    """
+
+    def __init__(self, axis: Axis, traffic: Traffic, timeout: timedelta) -> None:
+        self.axis = axis
+        self.size = axis.size
+        self.rank = axis.rank
+        self.traffic = traffic
+        self.timeout = timeout
+        self.submitted = 0
+
+    def chunk(self, numel: int) -> list[tuple[int, int]]:
+        """Return the (start, stop) that each rank holds of a flat tensor of numel elements."""
+        return chunk_bounds(numel, self.size)
+
+    @abstractmethod
+    def all_reduce(
+        self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
+    ) -> Handle:
+        """Replace a contiguous tensor of any shape by the reduction over ranks, times scale."""
+
+    @abstractmethod
+    def reduce_scatter(self, flat: Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
+        """Put the sum over ranks, times scale, into this rank's chunk of a flat tensor.
+
+        The other chunks hold partial sums afterwards.
+        """
+
+    @abstractmethod
+    def all_gather(self, flat: Tensor, *, label: str = "") -> Handle:
+        """Fill a flat tensor from the chunks that the ranks hold of it."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
+        """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank of the axis has come here."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was submitted and release threads and memory; the group stays usable."""
+
+    def _sent_bytes(self, operation: Operation, tensor: Tensor, source: int = 0) -> int:
+        elements = sent_elements(
+            operation, tensor.numel(), size=self.size, rank=self.rank, source=source
+        )
+        return elements * tensor.element_size()
+
+    def _number(self) -> int:
+        """Return the sequence number of the operation that is being submitted."""
+        self.submitted += 1
+        return self.submitted
+
+
+def caller() -> str:
+    """Return file:line of the code that called a communicator's method."""
+    frame = sys._getframe(3)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def flatten(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return a 1-D view of a contiguous tensor, outside of autograd.
+
+    Raises:
+        UsageError: the tensor is not contiguous, or has the wrong shape.
+    """
+    if not tensor.is_contiguous():
+        raise UsageError(
+            f"expected a contiguous tensor for a collective, found shape {tuple(tensor.shape)} "
+            f"with strides {tensor.stride()}; pass tensor.contiguous() and copy the result back"
+        )
+    if shape is not None and tensor.shape != torch.Size(shape):
+        raise UsageError(f"expected shape {tuple(shape)}, found {tuple(tensor.shape)}")
+    return tensor.detach().view(-1)

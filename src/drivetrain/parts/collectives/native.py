@@ -1,0 +1,184 @@
+"""Collectives by ``torch.distributed`` itself: NCCL and every backend that is good at them."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.errors import CollectiveError
+from drivetrain.parts.collectives.communicator import (
+    Communicator,
+    Handle,
+    Reduction,
+    caller,
+    flatten,
+)
+from drivetrain.parts.collectives.solo import Finished
+from drivetrain.parts.collectives.volume import Operation
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Axis
+
+# torch 2.13 renamed the two operations on one flat tensor and deprecated the old names.
+_gather_flat: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_scatter_flat: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+class NativeHandle:
+    """An operation of the backend, and the scale that is applied after it.
+
+    Args:
+        work: the backend's own handle.
+        result: what the scale is applied to.
+        scale: the factor.
+        describe: turns an exception into the error to raise.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        result: Tensor,
+        scale: float,
+        describe: Callable[[BaseException], CollectiveError],
+    ) -> None:
+        self._work = work
+        self._result: Tensor | None = result
+        self._scale = scale
+        self._describe = describe
+
+    def wait(self) -> None:
+        """Let the current stream, or on the CPU this thread, wait for the result.
+
+        Raises:
+            CollectiveError: the backend reports a failure.
+        """
+        if self._result is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._describe(error) from error
+        if self._scale != 1.0:
+            self._result.mul_(self._scale)
+        self._result = None
+
+    def done(self) -> bool:
+        """Whether the backend has finished."""
+        return self._result is None or bool(self._work.is_completed())
+
+
+class NativeCommunicator(Communicator):
+    """Hands every operation to the axis' process group.
+
+    The ledger gets the bytes of the ring algorithm; how long an operation took on the device's
+    stream is not known without stopping it, so the seconds stay zero.
+    """
+
+    def __init__(
+        self, axis: Axis, traffic: Traffic, timeout: timedelta, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(axis, traffic, timeout)
+        self._group = group
+
+    def all_reduce(
+        self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
+    ) -> Handle:
+        """Replace a contiguous tensor by the reduction over ranks, times scale."""
+        flat = flatten(tensor)
+        op = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
+        return self._start(
+            "all_reduce",
+            lambda: dist.all_reduce(flat, op, self._group, async_op=True),
+            flat,
+            flat,
+            scale,
+            label,
+        )
+
+    def reduce_scatter(self, flat: Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
+        """Put the sum over ranks, times scale, into this rank's chunk of a flat tensor."""
+        flat = flatten(flat, (flat.numel(),))
+        chunks = self._chunks(flat)
+        mine = chunks[self.rank]
+
+        def scatter() -> Any:
+            if flat.numel() % self.size == 0:
+                return _scatter_flat(
+                    mine, flat, dist.ReduceOp.SUM, group=self._group, async_op=True
+                )
+            return dist.reduce_scatter(
+                mine, chunks, dist.ReduceOp.SUM, group=self._group, async_op=True
+            )
+
+        return self._start("reduce_scatter", scatter, flat, mine, scale, label)
+
+    def all_gather(self, flat: Tensor, *, label: str = "") -> Handle:
+        """Fill a flat tensor from the chunks that the ranks hold of it."""
+        flat = flatten(flat, (flat.numel(),))
+        chunks = self._chunks(flat)
+        mine = chunks[self.rank]
+
+        def gather() -> Any:
+            if flat.numel() % self.size == 0:
+                return _gather_flat(flat, mine, group=self._group, async_op=True)
+            return dist.all_gather(chunks, mine, group=self._group, async_op=True)
+
+        return self._start("all_gather", gather, flat, flat, 1.0, label)
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
+        """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
+        flat = flatten(tensor)
+        root = self.axis.ranks[source]
+        return self._start(
+            "broadcast",
+            lambda: dist.broadcast(flat, root, self._group, async_op=True),
+            flat,
+            flat,
+            1.0,
+            label,
+            source,
+        )
+
+    def barrier(self) -> None:
+        """Return when every rank of the axis has come here."""
+        dist.barrier(self._group)
+
+    def close(self) -> None:
+        """Nothing to release: the group belongs to the mesh."""
+
+    def _chunks(self, flat: Tensor) -> list[Tensor]:
+        return [flat[start:stop] for start, stop in self.chunk(flat.numel())]
+
+    def _start(
+        self,
+        operation: Operation,
+        launch: Callable[[], Any],
+        flat: Tensor,
+        result: Tensor,
+        scale: float,
+        label: str,
+        source: int = 0,
+    ) -> Handle:
+        if flat.numel() == 0:
+            return Finished()
+        number, label = self._number(), label or caller()
+
+        def describe(error: BaseException) -> CollectiveError:
+            return CollectiveError(
+                f"{operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
+                f"{self.rank} of {self.size}: {error}; look for the first rank that failed"
+            )
+
+        self.traffic.add(self.axis.name, operation, self._sent_bytes(operation, flat, source))
+        with torch.no_grad():
+            try:
+                work = launch()
+            except RuntimeError as error:
+                raise describe(error) from error
+        return NativeHandle(work, result, scale, describe)

@@ -1,0 +1,270 @@
+"""Collectives over gloo as pipelined rings of point-to-point messages, on a thread of their own.
+
+gloo's reduce-scatter is an all-reduce in disguise and its reduction is a scalar loop. Here every
+rank sends to its right neighbour and receives from its left one::
+
+    reduce-scatter   step s: send chunk r-s-1, receive chunk r-s-2 and add it to mine   (s < N-1)
+    all-gather       step s: send chunk r-s,   receive chunk r-s-1 in place             (s < N-1)
+
+so that rank r ends with the sum of chunk r, then with all sums. Chunks travel in pieces: while one
+piece is added, the next ones are on the wire, and a piece that is complete starts its way around
+the all-gather at once.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.errors import CollectiveError
+from drivetrain.parts.collectives.communicator import (
+    Communicator,
+    Handle,
+    Reduction,
+    caller,
+    flatten,
+)
+from drivetrain.parts.collectives.solo import Finished
+from drivetrain.parts.collectives.volume import Operation
+from drivetrain.parts.collectives.worker import Job, Worker
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Axis
+
+PIECE_BYTES = 2 << 20
+"""Largest message: big enough to amortise a message's cost, small enough to pipeline."""
+
+WINDOW = 2
+"""Pieces of a reduction that may be under way to this rank; each needs a receive buffer."""
+
+_SCATTER, _GATHER, _ALARM = 1, 2, 3
+"""Message tags: two streams may be under way at once, and one that nobody sends on."""
+
+
+class RingCommunicator(Communicator):
+    """Rings over one gloo group; one thread runs the operations in the order of submission.
+
+    Args:
+        axis: the mesh axis.
+        traffic: the ledger.
+        timeout: how long a rank waits for one message.
+        group: the axis' gloo group; nobody else may send point-to-point messages on it.
+    """
+
+    def __init__(
+        self, axis: Axis, traffic: Traffic, timeout: timedelta, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(axis, traffic, timeout)
+        self._group = group
+        self._right = (self.rank + 1) % self.size
+        self._left = (self.rank - 1) % self.size
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._worker = Worker(f"drivetrain-ring-{axis.name}")
+
+    def all_reduce(
+        self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
+    ) -> Handle:
+        """Replace a contiguous tensor by the reduction over ranks, times scale."""
+        flat = flatten(tensor)
+        return self._submit(
+            "all_reduce",
+            lambda: self._reduce(flat, scale, reduction, gather=True),
+            flat,
+            label,
+        )
+
+    def reduce_scatter(self, flat: Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
+        """Put the sum over ranks, times scale, into this rank's chunk of a flat tensor."""
+        flat = flatten(flat, (flat.numel(),))
+        return self._submit(
+            "reduce_scatter", lambda: self._reduce(flat, scale, "sum", gather=False), flat, label
+        )
+
+    def all_gather(self, flat: Tensor, *, label: str = "") -> Handle:
+        """Fill a flat tensor from the chunks that the ranks hold of it."""
+        flat = flatten(flat, (flat.numel(),))
+        return self._submit("all_gather", lambda: self._gather(flat), flat, label)
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
+        """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
+        flat = flatten(tensor)
+        return self._submit("broadcast", lambda: self._chain(flat, source), flat, label, source)
+
+    def barrier(self) -> None:
+        """Return when every rank of the axis has come here."""
+        token = torch.zeros(self.size, dtype=torch.uint8)
+        self._submit(
+            "barrier", lambda: self._reduce(token, 1.0, "sum", gather=True), token, "barrier"
+        ).wait()
+
+    def close(self) -> None:
+        """Finish what was submitted and join the thread."""
+        self._worker.close()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    # --- submission, on the caller's thread ---
+
+    def _submit(
+        self,
+        operation: Operation,
+        run: Callable[[], None],
+        flat: Tensor,
+        label: str,
+        source: int = 0,
+    ) -> Handle:
+        if flat.numel() == 0:
+            return Finished()
+        number, label = self._number(), label or caller()
+        nbytes = self._sent_bytes(operation, flat, source)
+
+        def timed() -> None:
+            start = time.perf_counter()
+            run()
+            self.traffic.add(self.axis.name, operation, nbytes, time.perf_counter() - start)
+
+        def describe(error: BaseException) -> CollectiveError:
+            self._alarm()
+            return CollectiveError(
+                f"{operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
+                f"{self.rank} of {self.size}, with neighbours {self._left} and {self._right} and "
+                f"a timeout of {self.timeout.total_seconds():g} s: {error}; the rank that failed "
+                "first says why, or does not answer"
+            )
+
+        job = Job(timed, describe)
+        self._worker.submit(job)
+        return job
+
+    # --- the algorithms, on the communication thread ---
+
+    def _reduce(self, flat: Tensor, scale: float, reduction: Reduction, *, gather: bool) -> None:
+        chunks = self._pieces(flat)
+        rank, size = self.rank, self.size
+        incoming = [chunks[(rank - step - 2) % size] for step in range(size - 1)]
+        arrivals = self._arrivals([piece for chunk in incoming for piece in chunk])
+        sends = [self._send(piece, _SCATTER) for piece in chunks[(rank - 1) % size]]
+        # Posted early, so that a neighbour's finished piece never waits for its buffer. It cannot
+        # come too early: the sum it carries needs the piece that lies in this place until then.
+        gathered = self._post_gather(chunks) if gather else []
+        combine = torch.add if reduction == "sum" else torch.maximum
+        for step, chunk in enumerate(incoming):
+            last = step == size - 2
+            for piece in chunk:
+                combine(piece, next(arrivals), out=piece)
+                if last and scale != 1.0:
+                    piece.mul_(scale)
+                if not last:
+                    sends.append(self._send(piece, _SCATTER))
+                elif gather:
+                    sends.append(self._send(piece, _GATHER))
+        sends += self._forward(gathered)
+        self._finish(sends)
+
+    def _gather(self, flat: Tensor) -> None:
+        chunks = self._pieces(flat)
+        gathered = self._post_gather(chunks)
+        sends = [self._send(piece, _GATHER) for piece in chunks[self.rank]]
+        self._finish(sends + self._forward(gathered))
+
+    def _chain(self, flat: Tensor, source: int) -> None:
+        """Pass a tensor from the source around the ring, piece by piece."""
+        pieces = self._split(flat)
+        last = (self.rank - source) % self.size == self.size - 1
+        sends = []
+        receives: list[Any] = []
+        if self.rank != source:
+            receives = [self._receive(piece, _GATHER) for piece in pieces]
+        for index, piece in enumerate(pieces):
+            if receives:
+                receives[index].wait(self.timeout)
+            if not last:
+                sends.append(self._send(piece, _GATHER))
+        self._finish(sends)
+
+    def _post_gather(self, chunks: list[list[Tensor]]) -> list[list[tuple[Tensor, Any]]]:
+        """Post the receives of an all-gather, in place, in the order of arrival."""
+        return [
+            [
+                (piece, self._receive(piece, _GATHER))
+                for piece in chunks[(self.rank - step - 1) % self.size]
+            ]
+            for step in range(self.size - 1)
+        ]
+
+    def _forward(self, gathered: list[list[tuple[Tensor, Any]]]) -> list[Any]:
+        """Wait for the pieces of an all-gather; pass on all but those of the last step."""
+        sends = []
+        for step, chunk in enumerate(gathered):
+            for piece, receive in chunk:
+                receive.wait(self.timeout)
+                if step < self.size - 2:
+                    sends.append(self._send(piece, _GATHER))
+        return sends
+
+    def _arrivals(self, pieces: list[Tensor]) -> Iterator[Tensor]:
+        """Yield what the left neighbour sends for each piece; valid until the next is asked for."""
+        buffers = self._buffers(pieces)
+        posted = []
+        for index, piece in enumerate(pieces[:WINDOW]):
+            buffer = buffers[index][: piece.numel()]
+            posted.append((buffer, self._receive(buffer, _SCATTER)))
+        return self._arriving(pieces, buffers, posted)
+
+    def _arriving(
+        self, pieces: list[Tensor], buffers: list[Tensor], posted: list[tuple[Tensor, Any]]
+    ) -> Iterator[Tensor]:
+        for index in range(len(pieces)):
+            buffer, receive = posted[index]
+            receive.wait(self.timeout)
+            yield buffer
+            following = index + WINDOW
+            if following < len(pieces):
+                buffer = buffers[following % WINDOW][: pieces[following].numel()]
+                posted.append((buffer, self._receive(buffer, _SCATTER)))
+
+    def _buffers(self, pieces: list[Tensor]) -> list[Tensor]:
+        """Return the reused receive buffers, as large as the largest piece needs."""
+        if not pieces:
+            return []
+        longest = max(piece.numel() for piece in pieces)
+        itemsize = pieces[0].element_size()
+        slot = -(-longest * itemsize // 64) * 64  # keep every buffer on its own cache line
+        if self._scratch.numel() < slot * WINDOW:
+            self._scratch = torch.empty(slot * WINDOW, dtype=torch.uint8)
+        dtype = pieces[0].dtype
+        return [
+            self._scratch[index * slot : (index + 1) * slot].view(dtype) for index in range(WINDOW)
+        ]
+
+    def _pieces(self, flat: Tensor) -> list[list[Tensor]]:
+        """Cut a flat tensor into a chunk per rank, and each chunk into messages."""
+        return [self._split(flat[start:stop]) for start, stop in self.chunk(flat.numel())]
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        if flat.numel() == 0:
+            return []
+        return list(flat.split(PIECE_BYTES // flat.element_size()))
+
+    def _send(self, piece: Tensor, tag: int) -> Any:
+        return self._group.send([piece], self._right, tag)
+
+    def _receive(self, piece: Tensor, tag: int) -> Any:
+        return self._group.recv([piece], self._left, tag)
+
+    def _finish(self, sends: list[Any]) -> None:
+        for send in sends:
+            send.wait(self.timeout)
+
+    def _alarm(self) -> None:
+        """Close this rank's connections, so that the failure reaches every rank at once.
+
+        Only the neighbours of a dead rank notice; the others wait for neighbours that live. gloo
+        closes all connections of a group when one wait times out: so let one time out.
+        """
+        try:
+            self._receive(torch.empty(1, dtype=torch.uint8), _ALARM).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return

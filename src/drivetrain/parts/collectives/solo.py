@@ -1,0 +1,55 @@
+"""The communicator of an axis with one rank: nothing to send, every handle is finished."""
+
+from torch import Tensor
+
+from drivetrain.parts.collectives.communicator import Communicator, Handle, Reduction, flatten
+
+
+class Finished:
+    """A handle of an operation that is over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+
+class SoloCommunicator(Communicator):
+    """Collectives among one rank: only the scale is applied."""
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        *,
+        scale: float = 1.0,
+        reduction: Reduction = "sum",
+        label: str = "",
+    ) -> Handle:
+        """Multiply by the scale."""
+        return self._scaled(tensor, scale)
+
+    def reduce_scatter(self, flat: Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
+        """Multiply by the scale."""
+        return self._scaled(flat, scale)
+
+    def all_gather(self, flat: Tensor, *, label: str = "") -> Handle:
+        """Return a finished handle: the only chunk is there."""
+        return Finished()
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
+        """Return a finished handle: this rank is the source."""
+        return Finished()
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _scaled(self, tensor: Tensor, scale: float) -> Handle:
+        flat = flatten(tensor)
+        if scale != 1.0:
+            flat.mul_(scale)
+        return Finished()

@@ -1,0 +1,95 @@
+"""One communication thread: runs submitted jobs strictly in order and keeps their outcome."""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+from drivetrain.errors import CollectiveError
+
+
+class Job:
+    """One submitted operation, and the handle that its submitter waits on.
+
+    Args:
+        run: does the work, on the communication thread.
+        describe: turns an exception into the error that the submitter sees.
+    """
+
+    __slots__ = ("_describe", "_error", "_finished", "_run")
+
+    def __init__(
+        self, run: Callable[[], None], describe: Callable[[BaseException], CollectiveError]
+    ) -> None:
+        self._run: Callable[[], None] | None = run
+        self._describe = describe
+        self._error: CollectiveError | None = None
+        # A lock is the cheapest thing one thread can wait on for another.
+        self._finished = threading.Lock()
+        self._finished.acquire()
+
+    def wait(self) -> None:
+        """Return when the job has run.
+
+        Raises:
+            CollectiveError: it failed, or an earlier one did.
+        """
+        with self._finished:
+            pass
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Whether the job has run or failed."""
+        return not self._finished.locked()
+
+    def execute(self, broken: CollectiveError | None) -> CollectiveError | None:
+        """Run the job, unless an earlier failure broke the communicator; return the failure."""
+        self._error = broken
+        if broken is None and self._run is not None:
+            try:
+                self._run()
+            except Exception as error:
+                self._error = self._describe(error)
+                self._error.__cause__ = error
+        self._run = None  # lets go of the tensors
+        self._finished.release()
+        return self._error
+
+
+class Worker:
+    """A thread with a queue of jobs; the first failure fails every later job.
+
+    Args:
+        name: the thread's name, for stack dumps.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._broken: CollectiveError | None = None
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job.
+
+        Raises:
+            CollectiveError: an earlier job failed.
+        """
+        if self._broken is not None:
+            raise CollectiveError(
+                f"this communicator is broken by an earlier failure: {self._broken}"
+            ) from self._broken
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Run what is queued, then end the thread; may be called more than once."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    @torch.no_grad()
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._broken = job.execute(self._broken)
+            del job  # a finished job must not keep its tensors alive until the next one comes
