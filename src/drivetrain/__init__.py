@@ -1,9 +1,108 @@
 """drivetrain: one loop, any parallelism.
 
 The public names are imported when they are first used, so that the command line starts without
-importing torch.
+importing torch. Every name that a training script written for Accelerate imports from
+``accelerate``, ``accelerate.utils`` or ``accelerate.logging`` is here, under the same name.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from drivetrain._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from drivetrain.accelerator import Accelerator as Accelerator
+    from drivetrain.strategy import Strategy as Strategy
+
+_HOMES = {
+    "drivetrain.accelerator": ("Accelerator",),
+    "drivetrain.availability": (
+        "is_bf16_available",
+        "is_cuda_available",
+        "is_datasets_available",
+        "is_deepspeed_available",
+        "is_mlflow_available",
+        "is_mps_available",
+        "is_peft_available",
+        "is_rich_available",
+        "is_tensorboard_available",
+        "is_tqdm_available",
+        "is_transformers_available",
+        "is_wandb_available",
+        "is_xpu_available",
+        "patch_environment",
+    ),
+    "drivetrain.checkpoint": ("load", "load_model", "save"),
+    "drivetrain.communication": (
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "pad_across_processes",
+        "reduce",
+        "wait_for_everyone",
+    ),
+    "drivetrain.config": ("option", "section"),
+    "drivetrain.errors": (
+        "CheckpointError",
+        "CollectiveError",
+        "ConfigError",
+        "DrivetrainError",
+        "PreflightError",
+        "RankMismatchError",
+        "UnknownPluginError",
+        "UsageError",
+    ),
+    "drivetrain.facade.options": (
+        "AutocastKwargs",
+        "DataLoaderConfiguration",
+        "DistributedDataParallelKwargs",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "ProfileKwargs",
+        "ProjectConfiguration",
+    ),
+    "drivetrain.log": ("get_logger", "progress", "tqdm"),
+    "drivetrain.memory": ("find_executable_batch_size", "release_memory"),
+    "drivetrain.nested": (
+        "concatenate",
+        "convert_to_fp32",
+        "find_batch_size",
+        "honor_type",
+        "recursively_apply",
+        "send_to_device",
+        "slice_tensors",
+    ),
+    "drivetrain.notebook": ("debug_launcher", "notebook_launcher"),
+    "drivetrain.processes": ("DistributedType", "PartialState"),
+    "drivetrain.runtime.data": ("prepare_data_loader", "skip_first_batches"),
+    "drivetrain.runtime.gradient_state": ("GradientState",),
+    "drivetrain.runtime.rng": ("set_seed", "synchronize_rng_states"),
+    "drivetrain.strategy": (
+        "Cost",
+        "ModelSpec",
+        "Part",
+        "Prepared",
+        "Reader",
+        "Run",
+        "Shard",
+        "Strategy",
+        "TensorStore",
+    ),
+    "drivetrain.tracking": ("Tracker",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605 - computed from the table above
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

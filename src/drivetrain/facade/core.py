@@ -85,6 +85,7 @@ class Core(Processes):
         self._entries: list[ModelEntry] = []
         self._last_run: ModelEntry | None = None
         self._waiting: list[Optimizer] = []
+        self._bound: list[tuple[Optimizer, Optimizer]] = []
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []

@@ -13,16 +13,22 @@ class PreparedOptimizer(Optimizer):
     """Wraps the user's optimizer; inside an unfinished accumulation window it does nothing.
 
     Args:
-        optimizer: what the strategy handed back: the user's object, or one bound to shards.
+        given: the user's object.
+        optimizer: what the strategy handed back: the same object, or one bound to shards.
         state: the accumulation window.
         before_step: called before each real step; returns False when the step must be skipped
             because a gradient is infinite.
     """
 
     def __init__(
-        self, optimizer: Optimizer, state: GradientState, before_step: Callable[[Optimizer], bool]
+        self,
+        given: Optimizer,
+        optimizer: Optimizer,
+        state: GradientState,
+        before_step: Callable[[Optimizer], bool],
     ) -> None:
         # Optimizer.__init__ is not called on purpose: groups and state are the wrapped object's.
+        self.given = given
         self.optimizer = optimizer
         self._window = state
         self._before_step = before_step

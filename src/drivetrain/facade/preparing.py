@@ -100,11 +100,12 @@ class Preparing(Training):
         for prepared in self._optimizers:
             if optimizer is prepared.given:
                 return prepared
-        if not self._entries_of_optimizer(optimizer) and not any(
-            optimizer is waiting for waiting in self._waiting
-        ):
+        bound = next((bound for given, bound in self._bound if given is optimizer), None)
+        if bound is None:
             self._waiting.append(optimizer)
-        prepared = PreparedOptimizer(optimizer, self.gradient_state, self._before_step)
+        prepared = PreparedOptimizer(
+            optimizer, bound or optimizer, self.gradient_state, self._before_step
+        )
         self._optimizers.append(prepared)
         return prepared
 
@@ -186,12 +187,22 @@ class Preparing(Training):
         strategy = strategies().load(resolved.strategy)(resolved.strategy_config, run)
         prepared, bound = strategy.prepare(model, mine)
         entry = ModelEntry(prepared, strategy, tuple(bound), names)
-        self._waiting = [o for o in self._waiting if not any(o is taken for taken in mine)]
+        self._bind(mine, bound)
         self._entries.append(entry)
         self._models.append(prepared)
         self._set_precision(prepared)
         prepared.register_forward_pre_hook(functools.partial(self._note_forward, entry))
         return prepared
+
+    def _bind(self, given: Sequence[Optimizer], bound: Sequence[Optimizer]) -> None:
+        """Remember what the strategy made of the optimizers, also for those wrapped already."""
+        pairs = list(zip(given, bound, strict=True))
+        self._bound = [pair for pair in self._bound if pair[0] not in given] + pairs
+        self._waiting = [waiting for waiting in self._waiting if waiting not in given]
+        for prepared in self._optimizers:
+            for before, after in pairs:
+                if prepared.given is before:
+                    prepared.optimizer = after
 
     def _note_forward(self, entry: ModelEntry, module: nn.Module, inputs: Any) -> None:
         del module, inputs

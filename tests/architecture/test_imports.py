@@ -1,0 +1,71 @@
+"""The dependency rule: the core knows no plugin, plugins know no other plugin, by syntax tree."""
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PLUGINS = sorted(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir())
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield str(node.module).split(".")[0]
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def offenders(folder: Path, forbidden: set[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted(folder.rglob("*.py"))
+        for name in imports_of(path)
+        if name in forbidden
+    ]
+
+
+def test_core_imports_neither_plugins_nor_launch():
+    assert not offenders(ROOT / "src", {*PLUGINS, "drivetrain_launch"})
+
+
+def test_launch_imports_no_plugin():
+    assert not offenders(ROOT / "launch", set(PLUGINS))
+
+
+def test_plugins_import_no_other_plugin():
+    for plugin in PLUGINS:
+        others = {*PLUGINS, "drivetrain_launch"} - {plugin}
+        assert not offenders(ROOT / "plugins" / plugin, others)
+
+
+def test_core_and_launch_name_no_strategy():
+    names = {
+        entry.name
+        for entry in entry_points(group="drivetrain.strategies")
+        if entry.value.split(":")[0].split(".")[0] in PLUGINS
+    }
+    assert names
+    for folder in ("src", "launch"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found = names & set(strings_of(path))
+            assert not found, f"{path.relative_to(ROOT)} holds the strategy name {found}"
+
+
+def test_only_world_and_launch_read_the_environment():
+    allowed = {"runtime/world.py", "availability.py", "notebook.py"}
+    for path in sorted((ROOT / "src" / "drivetrain").rglob("*.py")):
+        relative = path.relative_to(ROOT / "src" / "drivetrain").as_posix()
+        if relative in allowed or relative.startswith("testing/"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not names & {"environ", "getenv"}, relative

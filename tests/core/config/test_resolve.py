@@ -1,0 +1,144 @@
+"""Layers merge by precedence, remember their origin, and refuse what is wrong, all at once."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from drivetrain.config import Layer, code_layer, option, read_file, read_sets, resolve, section
+from drivetrain.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inner:
+    depth: int = option(1, help="Depth.", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    bucket_mib: float = option(25.0, help="Bucket size in MiB.", minimum=0.1, maximum=100)
+    mode: Literal["fast", "exact"] = option("exact", help="Mode.")
+    inner: Inner = section(Inner, help="Inner.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Other:
+    stage: int = option(1, help="Stage.")
+
+
+def find(name: str) -> tuple[str, type]:
+    return {"": ("mine", Config), "mine": ("mine", Config), "other": ("other", Other)}[name]
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults():
+    resolved = resolve(find_config=find)
+    assert resolved.strategy == "mine"
+    assert resolved.strategy_config == Config()
+    assert resolved.run.precision == "no"
+    assert all(origin.kind == "default" for _, _, origin in resolved.rows())
+
+
+def test_later_layers_win_and_origins_are_kept(tmp_path):
+    path = write(tmp_path, "strategy: {name: mine, bucket_mib: 50}\naccumulation: 2\n")
+    resolved = resolve(read_file(path), read_sets(["accumulation=8"]), find_config=find)
+    rows = {key: (value, origin.text) for key, value, origin in resolved.rows()}
+    assert rows["accumulation"] == (8, "--set accumulation=8")
+    assert rows["strategy.bucket_mib"] == (50.0, f"{path}:1")
+    assert rows["precision"] == ("no", "default")
+
+
+def test_code_beats_the_file_but_contradicting_the_command_line_is_an_error(tmp_path):
+    path = write(tmp_path, "accumulation: 2\n")
+    assert resolve(read_file(path), code_layer({"accumulation": 4}), find_config=find).run.accumulation == 4
+    with pytest.raises(ConfigError, match=r"Accelerator\(accumulation=4\).*--set accumulation=8"):
+        resolve(read_sets(["accumulation=8"]), code_layer({"accumulation": 4}), find_config=find)
+    same = resolve(read_sets(["accumulation=4"]), code_layer({"accumulation": 4}), find_config=find)
+    assert same.run.accumulation == 4
+
+
+def test_every_error_at_once_with_line_and_nearest_key(tmp_path):
+    path = write(
+        tmp_path,
+        "strategy:\n  name: mine\n  bucket_mb: 3\n  mode: slow\n  inner: {depth: -1}\n"
+        "accumulation: 0\nprecison: bf16\nlaunch:\n  nnodes: two\n",
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve(read_file(path), find_config=find)
+    message = str(caught.value)
+    assert f"{path}:3: unknown key strategy.bucket_mb; did you mean 'bucket_mib'?" in message
+    assert f"{path}:4: strategy.mode:" in message
+    assert "'fast' or 'exact'" in message
+    assert f"{path}:5: strategy.inner.depth: expected at least 0, found -1" in message
+    assert f"{path}:6: accumulation: expected at least 1, found 0" in message
+    assert f"{path}:7: unknown key precison; did you mean 'precision'?" in message
+    assert f"{path}:9: launch.nnodes:" in message
+
+
+def test_another_strategy_drops_the_options_of_the_one_below(tmp_path):
+    path = write(tmp_path, "strategy: {name: mine, bucket_mib: 50}\n")
+    resolved = resolve(read_file(path), read_sets(["strategy.name=other"]), find_config=find)
+    assert resolved.strategy_config == Other()
+
+
+def test_a_bare_name_is_a_strategy(tmp_path):
+    path = write(tmp_path, "strategy: other\n")
+    resolved = resolve(read_file(path), read_sets(["strategy.stage=3"]), find_config=find)
+    assert (resolved.strategy, resolved.strategy_config.stage) == ("other", 3)
+
+
+def test_resolved_file_stands_for_the_command_and_hides_no_weaker_choice(tmp_path):
+    resolved = resolve(read_sets(["accumulation=8"]), find_config=find)
+    path = write(tmp_path, resolved.to_yaml(with_origins=True))
+    weaker = Layer({"precision": "bf16"})
+    again = resolve(weaker, read_file(path), find_config=find)
+    assert (again.run.accumulation, again.run.precision) == (8, "bf16")
+    with pytest.raises(ConfigError, match="--set accumulation=8"):
+        resolve(read_file(path), code_layer({"accumulation": 2}), find_config=find)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b\n", "run.yaml:1: expected a mapping"),
+        ("just text\n", "expected a mapping"),
+        ("precision: bf16\nprecision: no\n", "run.yaml:2: precision is given twice"),
+        ("precision: [\n", "run.yaml:2: expected YAML"),
+        ("precision: !!python/object/apply:os.system ['true']\n", "line 1"),
+        ("launch: 3\n", "run.yaml:1: launch: expected a mapping"),
+        ("strategy: [a]\n", "expected a name or a mapping"),
+    ],
+)
+def test_wrong_files(tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve(read_file(write(tmp_path, text)), find_config=find)
+    assert message in str(caught.value)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="drivetrain config"):
+        read_file(tmp_path / "absent.yaml")
+
+
+def test_yaml_scalars_are_those_of_yaml_1_2(tmp_path):
+    path = write(tmp_path, "a: no\nb: 1e-4\nc: 010\nd: 12:30\ne: true\nf: ~\ng: -.5\n")
+    assert read_file(path).values == {
+        "a": "no", "b": 1e-4, "c": 10, "d": "12:30", "e": True, "f": None, "g": -0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["accumulation", "=3", "a..b=1", "a b=1"])
+def test_malformed_sets(text):
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        read_sets([text])
+
+
+def test_yaml_round_trip(tmp_path):
+    resolved = resolve(read_sets(["strategy.mode=fast", "seed=3"]), find_config=find)
+    again = resolve(read_file(write(tmp_path, resolved.to_yaml())), find_config=find)
+    assert (again.run, again.strategy_config) == (resolved.run, resolved.strategy_config)
