@@ -1,0 +1,33 @@
+"""One checkpoint format for all strategies: shards, manifest, save, load, export.
+
+Everything here works on plain data (shards, mappings, tensors) and knows neither the facade nor a
+strategy. The format is described in ``docs/checkpoint-format.md``.
+"""
+
+from drivetrain.checkpoint.difference import describe_difference
+from drivetrain.checkpoint.export import ExportPlan, ExportTensor, plan_export, write_export
+from drivetrain.checkpoint.exported import read_export
+from drivetrain.checkpoint.loading import CheckpointReader, ModelReader, open_checkpoint
+from drivetrain.checkpoint.naming import latest, next_name, prune
+from drivetrain.checkpoint.objects import load, save
+from drivetrain.checkpoint.plain import check_plain
+from drivetrain.checkpoint.saving import save_checkpoint
+
+__all__ = [
+    "CheckpointReader",
+    "ExportPlan",
+    "ExportTensor",
+    "ModelReader",
+    "check_plain",
+    "describe_difference",
+    "latest",
+    "load",
+    "next_name",
+    "open_checkpoint",
+    "plan_export",
+    "prune",
+    "read_export",
+    "save",
+    "save_checkpoint",
+    "write_export",
+]

@@ -1,0 +1,133 @@
+"""Puts any part of a tensor together from any parts of it: box algebra, nothing else.
+
+A part is a box of the global tensor, or a range of the flattened box. A flattened range of a box
+with d dims is itself at most 2d - 1 boxes, each contiguous in the part's memory. So every copy
+between two parts is a few copies between overlapping boxes, done by strided views.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from drivetrain.strategy import Part
+
+
+class Box(NamedTuple):
+    """A box of the global tensor that lies contiguous in a part's memory.
+
+    Attributes:
+        offsets: first global index, per dim.
+        sizes: extent, per dim.
+        start: where the box begins in the part's flat memory, in elements.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+
+def numel(part: Part) -> int:
+    """Return how many elements a part has."""
+    return prod(part.sizes) if part.flat is None else part.flat[1] - part.flat[0]
+
+
+def fits(part: Part, shape: Sequence[int]) -> bool:
+    """Return whether a part lies inside a tensor of this shape."""
+    if not len(part.offsets) == len(part.sizes) == len(shape):
+        return False
+    inside = all(
+        min(offset, size) >= 0 and offset + size <= extent
+        for offset, size, extent in zip(part.offsets, part.sizes, shape, strict=True)
+    )
+    return inside and (part.flat is None or 0 <= part.flat[0] <= part.flat[1] <= prod(part.sizes))
+
+
+def boxes(part: Part) -> Iterator[Box]:
+    """Yield the boxes that a part is made of, in the order of its memory; none when it is empty."""
+    first, last = (0, prod(part.sizes)) if part.flat is None else part.flat
+    start = 0
+    for offsets, sizes in _split(part.sizes, first, last):
+        at = tuple(a + b for a, b in zip(part.offsets, offsets, strict=True))
+        yield Box(at, sizes, start)
+        start += prod(sizes)
+
+
+def copy_overlap(target: Tensor, wanted: Part, source: Tensor, saved: Part) -> int:
+    """Copy the elements that two parts of one global tensor share.
+
+    Args:
+        target: 1-D, contiguous, the memory of the wanted part; written.
+        wanted: which part ``target`` is.
+        source: 1-D, contiguous, the memory of the saved part; only the shared elements are read.
+        saved: which part ``source`` is.
+
+    Returns:
+        How many elements were copied.
+    """
+    if _overlap(wanted.offsets, wanted.sizes, saved.offsets, saved.sizes) is None:
+        return 0
+    copied = 0
+    pieces = list(boxes(saved))
+    for goal in boxes(wanted):
+        for piece in pieces:
+            common = _overlap(goal.offsets, goal.sizes, piece.offsets, piece.sizes)
+            if common is not None:
+                _window(target, goal, *common).copy_(_window(source, piece, *common))
+                copied += prod(common[1])
+    return copied
+
+
+def _split(
+    sizes: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split the flat range [first, last) of a box into boxes (offsets, sizes), in order."""
+    if first >= last:
+        return
+    if last - first == prod(sizes):
+        yield (0,) * len(sizes), sizes
+        return
+    rest = sizes[1:]
+    row = prod(rest)
+    (top, head), (bottom, tail) = divmod(first, row), divmod(last, row)
+    if top == bottom:
+        yield from _in_row(top, rest, head, tail)
+        return
+    if head:
+        yield from _in_row(top, rest, head, row)
+        top += 1
+    if top < bottom:
+        yield (top, *(0,) * len(rest)), (bottom - top, *rest)
+    yield from _in_row(bottom, rest, 0, tail)
+
+
+def _in_row(
+    index: int, rest: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offsets, sizes in _split(rest, first, last):
+        yield (index, *offsets), (1, *sizes)
+
+
+def _overlap(
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    other_offsets: tuple[int, ...],
+    other_sizes: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the box that two boxes share, None when they share nothing."""
+    low = tuple(map(max, offsets, other_offsets))
+    high = (
+        min(a + n, b + m)
+        for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+    )
+    extent = tuple(end - begin for begin, end in zip(low, high, strict=True))
+    return (low, extent) if all(size > 0 for size in extent) else None
+
+
+def _window(memory: Tensor, box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    """Return the view of a box's memory that is the given smaller box, in global coordinates."""
+    view = memory[box.start : box.start + prod(box.sizes)].view(box.sizes)
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        view = view.narrow(dim, offset - box.offsets[dim], size)
+    return view

@@ -1,0 +1,129 @@
+"""The life of a checkpoint directory on disk: drafted beside its name, renamed, removed.
+
+A draft is ``.NAME.tmp-TOKEN`` and becomes ``NAME`` by one rename. To replace an old one, that is
+first renamed to ``.NAME.old-TOKEN`` and deleted only after. Whatever a killed process leaves is
+recognised by these names: an old one without its successor goes back, everything else is swept.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from drivetrain.checkpoint.manifest import FILE_NAME
+from drivetrain.checkpoint.tensorfile import sync_directory
+from drivetrain.errors import CheckpointError
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Return whether a directory is a complete checkpoint: the manifest is written last."""
+    return (directory / FILE_NAME).is_file()
+
+
+def begin(target: Path, token: str, *, overwrite: bool) -> Path:
+    """Make the directory that a checkpoint is written into.
+
+    Args:
+        target: the checkpoint's final place.
+        token: tells this save from others.
+        overwrite: whether an existing checkpoint will be replaced.
+
+    Raises:
+        CheckpointError: the target exists and may not be replaced.
+        OSError: the disk refuses.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    recover(target)
+    _check_free(target, overwrite)
+    for leftover in _leftovers(target, "tmp", "old"):
+        delete(leftover)
+    draft = _hidden(target, "tmp", token)
+    draft.mkdir()
+    return draft
+
+
+def commit(draft: Path, target: Path, token: str, *, overwrite: bool) -> None:
+    """Give a complete draft its name; an old checkpoint is deleted only after that.
+
+    Without overwrite a target that appeared meanwhile makes the rename fail, and stays.
+
+    Raises:
+        OSError: the disk refuses; the old checkpoint is at its place again.
+    """
+    sync_directory(draft)
+    old = _hidden(target, "old", token)
+    replaces = overwrite and target.exists()
+    if replaces:
+        target.rename(old)
+    try:
+        draft.rename(target)
+    except OSError:
+        if replaces:
+            old.rename(target)
+        raise
+    sync_directory(target.parent)
+    if replaces:
+        delete(old)
+
+
+def recover(target: Path) -> None:
+    """Put an old checkpoint back whose replacement was killed between the two renames.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    if target.exists():
+        return
+    for old in _leftovers(target, "old"):
+        if is_checkpoint(old):
+            old.rename(target)
+            return
+
+
+def retire(target: Path, token: str) -> None:
+    """Remove a checkpoint so that no half of it can ever be taken for one.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    old = _hidden(target, "old", token)
+    target.rename(old)
+    delete(old)
+
+
+def delete(directory: Path) -> None:
+    """Delete a directory, the manifest first: what is left by a kill is no checkpoint.
+
+    Files that cannot be deleted stay as leftovers, which the next save of the same name sweeps.
+    """
+    try:
+        (directory / FILE_NAME).unlink(missing_ok=True)
+    except OSError:
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _check_free(target: Path, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"{target} already exists; choose another name, or pass overwrite=True to replace it"
+        )
+    if not target.is_dir() or not (is_checkpoint(target) or not any(target.iterdir())):
+        raise CheckpointError(
+            f"{target} is not a checkpoint of this library, so overwrite=True does not delete it; "
+            "choose another name or remove it yourself"
+        )
+
+
+def _hidden(target: Path, kind: str, token: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}-{token}")
+
+
+def _leftovers(target: Path, *kinds: str) -> Iterator[Path]:
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.({'|'.join(kinds)})-[0-9a-f]+")
+    for path in sorted(target.parent.iterdir()) if target.parent.is_dir() else ():
+        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            yield path

@@ -1,0 +1,231 @@
+"""Exports a model as Hugging Face style safetensors, one file in memory at a time at most.
+
+First a plan is made from names, shapes and dtypes alone: which tensor goes to which file. Then the
+files are written in order, and the caller yields the tensors of one file at a time, so sharded
+parameters can be gathered one by one. Loaders that know ``model.safetensors`` and
+``model.safetensors.index.json`` read the result.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.agreement import share, together
+from drivetrain.checkpoint.tensorfile import TensorFile, file_order, sync_directory, write_text
+from drivetrain.errors import CheckpointError
+from drivetrain.runtime.world import World
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt"}
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?B|B?)\s*", re.IGNORECASE)
+_EXPORTED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_DRAFT = re.compile(rf"\.{_EXPORTED.pattern}\.tmp-[0-9a-f]{{16}}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTensor:
+    """A parameter or persistent buffer, as the plan sees it.
+
+    Attributes:
+        name: its name in the user's model.
+        shape: the global shape.
+        dtype: as it is exported.
+        identity: equal for tied tensors, which are stored once, under the first name.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    identity: Hashable
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "ExportTensor":
+        """Describe a tensor that is whole on this rank; tied names share the very same object."""
+        return cls(name, tuple(tensor.shape), tensor.dtype, id(tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """Which tensor goes to which file, in the order of writing.
+
+    Attributes:
+        files: file name -> its tensors.
+        aliases: names that are left out -> the name their tensor is stored under.
+    """
+
+    files: dict[str, tuple[ExportTensor, ...]]
+    aliases: dict[str, str]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors)
+
+    def index(self) -> str:
+        """Return the text of the index file: the file of every tensor."""
+        weight_map = {t.name: file for file, tensors in self.files.items() for t in tensors}
+        body = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        return json.dumps(body, indent=2) + "\n"
+
+
+Fetch = Callable[[Sequence[str]], Iterable[tuple[str, Tensor]]]
+"""Yields (name, whole tensor) for the given names, in their order."""
+
+
+def plan_export(tensors: Iterable[ExportTensor], max_shard_size: int | str = "10GB") -> ExportPlan:
+    """Divide tensors over files, in order; a tensor above the limit gets a file of its own.
+
+    Args:
+        tensors: all parameters and persistent buffers, tied ones under each of their names.
+        max_shard_size: bytes per file: a number, or text such as ``10GB`` or ``512MiB``.
+
+    Raises:
+        CheckpointError: the size cannot be read.
+    """
+    limit = parse_size(max_shard_size)
+    kept: dict[Hashable, str] = {}
+    aliases: dict[str, str] = {}
+    groups: list[list[ExportTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        first = kept.setdefault(tensor.identity, tensor.name)
+        if first != tensor.name:
+            aliases[tensor.name] = first
+            continue
+        if groups[-1] and filled + tensor.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.nbytes
+    return ExportPlan(
+        {_file_name(i, len(groups)): _ordered(group) for i, group in enumerate(groups)}, aliases
+    )
+
+
+def write_export(directory: Path, plan: ExportPlan, fetch: Fetch, *, world: World) -> None:
+    """Write an export. Collective: every rank fetches every tensor, rank 0 writes.
+
+    Files of an earlier export in the directory are replaced only when all new ones are whole;
+    those that the new export does not use are removed.
+
+    Args:
+        directory: made when it is missing.
+        plan: the same on all ranks.
+        fetch: called once per file with its names, on all ranks; tensors may be gathered one by
+            one, each is dropped before the next is asked for.
+        world: this process among all processes.
+
+    Raises:
+        CheckpointError: on every rank: a tensor without data or unlike the plan, or the disk
+            refuses. An earlier export is untouched then.
+    """
+    doing = f"export the model to {directory}"
+    token = share(world, secrets.token_hex(8))
+    drafts = {name: directory / f".{name}.tmp-{token}" for name in plan.files}
+    try:
+        together(world, doing, lambda: _prepare(directory) if world.is_main else None)
+        for name, tensors in plan.files.items():
+            write = partial(_write_file, drafts[name], tensors, fetch, writes=world.is_main)
+            together(world, doing, write)
+        publish = partial(_publish, directory, plan, drafts)
+        together(world, doing, lambda: publish() if world.is_main else None)
+    finally:
+        if world.is_main:
+            _discard(drafts.values())
+
+
+def parse_size(size: int | str) -> int:
+    """Return a size in bytes; GB is 10**9 bytes, GiB 2**30.
+
+    Raises:
+        CheckpointError: it is not a positive size.
+    """
+    match = _SIZE.fullmatch(str(size))
+    unit = match[2].upper() if match else ""
+    value = int(float(match[1]) * _UNITS["" if unit == "B" else unit]) if match else 0
+    if value < 1:
+        raise CheckpointError(
+            f"expected a file size such as '10GB', '512MiB' or a positive number of bytes, "
+            f"found {size!r}"
+        )
+    return value
+
+
+def _file_name(index: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _ordered(tensors: Sequence[ExportTensor]) -> tuple[ExportTensor, ...]:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return tuple(by_name[n] for n in file_order({n: t.dtype for n, t in by_name.items()}))
+
+
+def _prepare(directory: Path) -> None:
+    """Make the directory and sweep what a killed export left there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _discard(path for path in directory.iterdir() if _DRAFT.fullmatch(path.name))
+
+
+def _write_file(path: Path, tensors: Sequence[ExportTensor], fetch: Fetch, *, writes: bool) -> None:
+    """Fetch the tensors of one file; the rank that writes puts them into it.
+
+    After a failure it goes on fetching: fetching communicates, and the others would wait.
+    """
+    fetched = iter(fetch([tensor.name for tensor in tensors]))
+    try:
+        if writes:
+            announced = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+            with TensorFile(path, announced, METADATA) as file:
+                for name, tensor in fetched:
+                    file.add(name, tensor)
+    finally:
+        for _ in fetched:
+            pass
+
+
+def _publish(directory: Path, plan: ExportPlan, drafts: dict[str, Path]) -> None:
+    """Put the finished files in place.
+
+    The old index goes first: an export that is killed half way is one that does not load, never a
+    mixture of two models.
+    """
+    sharded = len(plan.files) > 1
+    index_draft = next(iter(drafts.values())).with_suffix(".index")
+    (directory / INDEX).unlink(missing_ok=True)
+    if sharded:
+        (directory / SINGLE).unlink(missing_ok=True)
+    for name, draft in drafts.items():
+        draft.replace(directory / name)
+    if sharded:
+        write_text(index_draft, plan.index())
+        index_draft.replace(directory / INDEX)
+    used = {*plan.files, *([INDEX] if sharded else [])}
+    for path in directory.iterdir():
+        if _EXPORTED.fullmatch(path.name) and path.name not in used:
+            path.unlink()
+    sync_directory(directory)
+
+
+def _discard(paths: Iterable[Path]) -> None:
+    """Remove drafts; one that resists is swept by the next export."""
+    for path in list(paths):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)

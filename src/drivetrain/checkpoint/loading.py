@@ -1,0 +1,253 @@
+"""Reads a checkpoint on any number of ranks: trusted first, then only the bytes that are needed.
+
+Files are mapped into memory, so a part touches the pages it lies on and no others. Every file is
+hashed once before anything is believed; the ranks share that work and hear one verdict.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from drivetrain.checkpoint import commit
+from drivetrain.checkpoint.agreement import together
+from drivetrain.checkpoint.assembly import copy_overlap, fits, numel
+from drivetrain.checkpoint.manifest import Manifest, SavedPart, SavedTensor, label
+from drivetrain.checkpoint.plain import decode
+from drivetrain.checkpoint.saving import STATE_FILE, STATE_TENSORS
+from drivetrain.checkpoint.scalars import Scalars
+from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
+from drivetrain.errors import CheckpointError
+from drivetrain.runtime.world import World
+from drivetrain.strategy import Part
+
+_TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
+
+
+def open_checkpoint(directory: Path, world: World, verify: str = "full") -> "CheckpointReader":
+    """Open a checkpoint that any number of ranks wrote. Collective.
+
+    Args:
+        directory: the checkpoint.
+        world: this process among all processes.
+        verify: ``full`` hashes every file, each on one rank; ``size`` looks at sizes only.
+
+    Raises:
+        CheckpointError: on every rank, when any finds no checkpoint, or a file that is missing or
+            not what was written.
+    """
+    target = Path(directory).absolute()
+    doing = f"load {target}"
+    if verify not in ("full", "size"):
+        raise CheckpointError(f"expected verify to be 'full' or 'size', found {verify!r}")
+    together(world, doing, lambda: commit.recover(target) if world.is_main else None)
+    manifest = together(world, doing, lambda: Manifest.read(target))
+    together(world, doing, lambda: _check_sizes(target, manifest.files))
+    if verify == "full":
+        together(world, doing, lambda: _check_digests(target, manifest.files, world))
+    return together(world, doing, lambda: CheckpointReader(target, manifest))
+
+
+class CheckpointReader:
+    """An open checkpoint; a context manager, which lets go of the mapped files at the end.
+
+    Attributes:
+        directory: where it is.
+        world_size: number of ranks that wrote it.
+        state: the plain values that were saved, with their tensors.
+        models: number of prepared models that were saved.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.directory = directory
+        self.world_size = manifest.world_size
+        self._rank_files = manifest.rank_files
+        self._files = _Files(directory)
+        body = self._read_state(manifest)
+        self.state: Mapping[str, Any] = body["state"]
+        self.models = len(manifest.models)
+        scalars = body["scalars"] or [{}] * self.models
+        self._readers = tuple(
+            ModelReader(self._files, tensors, own)
+            for tensors, own in zip(manifest.models, scalars, strict=True)
+        )
+
+    def model(self, index: int) -> "ModelReader":
+        """Return the reader of one prepared model, in the order of saving.
+
+        Raises:
+            CheckpointError: fewer models were saved.
+        """
+        if not 0 <= index < self.models:
+            raise CheckpointError(
+                f"expected model {index} in {self.directory}, found {self.models} models; prepare "
+                "the same models in the same order as the run that saved it"
+            )
+        return self._readers[index]
+
+    def rank_state(self, rank: int) -> dict[str, Tensor] | None:
+        """Return the tensors of one rank's own, None when that rank saved none."""
+        name = self._rank_files.get(rank)
+        return None if name is None else self._files.all_of(name)
+
+    def close(self) -> None:
+        """Let go of the mapped files; what was read stays valid."""
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _read_state(self, manifest: Manifest) -> dict[str, Any]:
+        path = self.directory / STATE_FILE
+        tensors = self._files.all_of(STATE_TENSORS) if STATE_TENSORS in manifest.files else {}
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+            return {key: decode(body[key], tensors) for key in ("state", "scalars")}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+class ModelReader:
+    """Reads one model of a checkpoint: implements ``drivetrain.strategy.Reader``."""
+
+    def __init__(self, files: "_Files", tensors: Sequence[SavedTensor], scalars: Scalars) -> None:
+        self._files = files
+        self._tensors = {(tensor.name, tensor.state): tensor for tensor in tensors}
+        self._scalars = scalars
+
+    def keys(self) -> Iterator[tuple[str, str]]:
+        """Yield the (name, state) pairs that the checkpoint holds."""
+        yield from self._tensors
+
+    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
+        """Return the global shape of one tensor.
+
+        Raises:
+            CheckpointError: the checkpoint lacks it.
+        """
+        return self._find(name, state).shape
+
+    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
+        """Return one part of a tensor (default: all of it), on the CPU, in the saved dtype.
+
+        Raises:
+            CheckpointError: the checkpoint lacks it, or the part lies outside of it.
+        """
+        saved = self._find(name, state)
+        wanted = part or Part.whole(saved.shape)
+        if not fits(wanted, saved.shape):
+            raise CheckpointError(
+                f"expected a part of {label(name, state)} inside its shape {saved.shape}, "
+                f"found {wanted}"
+            )
+        memory = torch.empty(numel(wanted), dtype=_TORCH_DTYPES[saved.dtype])
+        copied = sum(
+            copy_overlap(memory, wanted, self._files.tensor(one, saved.dtype), one.part)
+            for one in saved.parts
+        )
+        if copied != len(memory):
+            raise CheckpointError(
+                f"expected {len(memory)} elements of {label(name, state)} in {wanted}, found "
+                f"{copied}; the parts that were saved overlap or leave holes"
+            )
+        return memory.view(wanted.sizes) if wanted.flat is None else memory
+
+    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
+        """Return the optimizer state of a parameter that is no tensor; empty when it has none."""
+        return self._scalars.get(optimizer, {}).get(name, {})
+
+    def _find(self, name: str, state: str) -> SavedTensor:
+        found = self._tensors.get((name, state))
+        if found is None:
+            same = [other for other, kind in self._tensors if kind == state]
+            near = difflib.get_close_matches(name, same, n=3)
+            raise CheckpointError(
+                f"the checkpoint lacks {label(name, state)}; "
+                f"nearest of {len(same)} names: {', '.join(near) or 'none'}"
+            )
+        return found
+
+
+class _Files:
+    """The safetensors files of a checkpoint, mapped when first used."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: dict[str, Any] = {}
+
+    def tensor(self, saved: SavedPart, dtype: str) -> Tensor:
+        """Return a saved part's memory, 1-D: a view of the mapped file, not to be written."""
+        tensor = self._get(saved.file, saved.key)
+        if DTYPES.get(tensor.dtype) != dtype or tensor.numel() != numel(saved.part):
+            raise CheckpointError(
+                f"expected {numel(saved.part)} elements of {dtype} as {saved.key!r} in "
+                f"{self._directory / saved.file}, found {tensor.numel()} of {tensor.dtype}"
+            )
+        return tensor.view(-1)
+
+    def all_of(self, name: str) -> dict[str, Tensor]:
+        """Return copies of all tensors of a file."""
+        return {key: self._get(name, key).clone() for key in self._handle(name).keys()}  # noqa: SIM118
+
+    def close(self) -> None:
+        """Unmap the files that nothing uses any more."""
+        self._open.clear()
+
+    def _get(self, name: str, key: str) -> Tensor:
+        try:
+            tensor: Tensor = self._handle(name).get_tensor(key)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._directory / name}: {error}") from error
+        return tensor
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self._directory / name, framework="pt")
+            except SafetensorError as error:
+                raise CheckpointError(
+                    f"{self._directory / name} is not a whole safetensors file: {error}"
+                ) from error
+        return self._open[name]
+
+
+def _check_sizes(directory: Path, files: Mapping[str, FileRecord]) -> None:
+    for name, record in files.items():
+        path = directory / name
+        if not path.is_file():
+            raise CheckpointError(f"expected the file {path} of {record.size} bytes, found none")
+        found = path.stat().st_size
+        if found != record.size:
+            raise CheckpointError(
+                f"expected {record.size} bytes in {path}, found {found}; the file was changed "
+                "after it was written: take another checkpoint"
+            )
+
+
+def _check_digests(directory: Path, files: Mapping[str, FileRecord], world: World) -> None:
+    """Hash this rank's part of the files: the largest are dealt out first."""
+    order = sorted(files, key=lambda name: (-files[name].size, name))
+    for name in order[world.rank :: world.size]:
+        path = directory / name
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != files[name].sha256:
+            raise CheckpointError(
+                f"expected sha256 {files[name].sha256} of {path}, found {found}; the file was "
+                "changed after it was written: take another checkpoint"
+            )

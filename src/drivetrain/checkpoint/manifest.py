@@ -1,0 +1,288 @@
+"""The manifest of a checkpoint: which file holds which part of which tensor, and what to trust.
+
+It is written last, so a directory with a manifest is a complete checkpoint. It carries the size
+and SHA-256 of every other file and of itself. Reading it believes nothing: every name must be a
+plain file name, every part must lie inside its tensor, and all parts must add up to the tensor.
+"""
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drivetrain.checkpoint.assembly import fits, numel
+from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
+from drivetrain.errors import CheckpointError
+from drivetrain.strategy import Part
+
+FILE_NAME = "manifest.json"
+FORMAT = "drivetrain-checkpoint"
+VERSION = 1
+
+T = TypeVar("T")
+_BASENAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """One part of a tensor: the tensor ``key`` of the file ``file``."""
+
+    file: str
+    key: str
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A parameter, buffer or optimizer state with all its parts.
+
+    Attributes:
+        name: the parameter's or buffer's name in the user's model.
+        state: "" for the parameter or buffer, else ``INDEX.KEY`` of the optimizer's state.
+        dtype: as safetensors calls it, for example ``BF16``.
+        shape: the global shape.
+        parts: the pieces; together each element exactly once.
+    """
+
+    name: str
+    state: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[SavedPart, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint directory holds.
+
+    Attributes:
+        world_size: number of ranks that wrote it.
+        libraries: versions of what wrote it, for bug reports.
+        files: size and digest of every file but the manifest.
+        models: the tensors of each prepared model.
+        rank_files: the file with the state of a rank's own, of the ranks that have one.
+    """
+
+    world_size: int
+    libraries: Mapping[str, str]
+    files: Mapping[str, FileRecord]
+    models: tuple[tuple[SavedTensor, ...], ...]
+    rank_files: Mapping[int, str]
+
+    def to_text(self) -> str:
+        """Return the JSON text, with a digest of its own content."""
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "world_size": self.world_size,
+            "libraries": dict(self.libraries),
+            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
+            "models": [{"tensors": [_tensor_to_json(t) for t in model]} for model in self.models],
+            "rank_files": {str(rank): name for rank, name in sorted(self.rank_files.items())},
+        }
+        return json.dumps({**body, "sha256": _digest(body)}, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """Read and validate the manifest of a checkpoint directory.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, of another format or too new, or it
+                names files outside the directory.
+        """
+        path = directory / FILE_NAME
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(_missing(directory)) from None
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not JSON ({error}); the file is damaged") from error
+        _check_format(path, body)
+        try:
+            return cls._parse(body)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is not a valid manifest: {type(error).__name__}: {error}"
+            ) from error
+
+    @classmethod
+    def _parse(cls, body: Mapping[str, Any]) -> "Manifest":
+        files = {
+            basename(name): FileRecord(int(record["size"]), str(record["sha256"]))
+            for name, record in body["files"].items()
+        }
+        listed = _among(files)
+        return cls(
+            world_size=int(body["world_size"]),
+            libraries=dict(body["libraries"]),
+            files=files,
+            models=tuple(
+                tuple(_tensor_from_json(tensor, listed) for tensor in model["tensors"])
+                for model in body["models"]
+            ),
+            rank_files={int(rank): listed(name) for rank, name in body["rank_files"].items()},
+        )
+
+
+def basename(name: str) -> str:
+    """Return a file name that was read from somewhere, if it is a plain one.
+
+    Raises:
+        CheckpointError: it has a folder in it, or is otherwise not a plain file name.
+    """
+    if not isinstance(name, str) or not _BASENAME.fullmatch(name):
+        raise CheckpointError(
+            f"expected a plain file name inside the directory, found {name!r}; "
+            "the file that names it is damaged or was made to reach outside"
+        )
+    return name
+
+
+def merge_tensors(pieces: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
+    """Join what the ranks hold of each tensor.
+
+    Raises:
+        CheckpointError: ranks disagree on a dtype or shape, or the parts of a tensor do not add up
+            to the tensor.
+    """
+    merged: dict[tuple[str, str], SavedTensor] = {}
+    parts: dict[tuple[str, str], list[SavedPart]] = {}
+    for piece in pieces:
+        key = (piece.name, piece.state)
+        first = merged.setdefault(key, piece)
+        if (first.dtype, first.shape) != (piece.dtype, piece.shape):
+            raise CheckpointError(
+                f"ranks disagree on {label(*key)}: {first.dtype} {first.shape} and "
+                f"{piece.dtype} {piece.shape}; a strategy must save a tensor in one dtype and shape"
+            )
+        parts.setdefault(key, []).extend(piece.parts)
+    tensors = tuple(
+        SavedTensor(t.name, t.state, t.dtype, t.shape, tuple(parts[key]))
+        for key, t in merged.items()
+    )
+    for tensor in tensors:
+        _check_parts(tensor)
+    return tensors
+
+
+def libraries() -> dict[str, str]:
+    """Return the versions that a manifest records."""
+    names = ("drivetrain", "torch", "safetensors")
+    return {name: version(name) for name in names} | {"python": platform.python_version()}
+
+
+def label(name: str, state: str) -> str:
+    """Return how messages call a tensor: the parameter's name, and the state where it is one."""
+    return f"{name!r}, optimizer state {state!r}" if state else repr(name)
+
+
+def _check_format(path: Path, body: Any) -> None:
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        found = body.get("format") if isinstance(body, dict) else type(body).__name__
+        raise CheckpointError(f"expected the format {FORMAT!r} in {path}, found {found!r}")
+    if body.get("version") != VERSION:
+        raise CheckpointError(
+            f"expected format version {VERSION} in {path}, found {body.get('version')!r}, written "
+            f"by {body.get('libraries')}; install the version of drivetrain that wrote it or newer"
+        )
+    found = body.pop("sha256", None)
+    if found != _digest(body):
+        raise CheckpointError(
+            f"expected sha256 {found} of the content of {path}, found {_digest(body)}; the file "
+            "was changed after it was written: take another checkpoint"
+        )
+
+
+def _check_parts(tensor: SavedTensor) -> None:
+    for saved in tensor.parts:
+        if not fits(saved.part, tensor.shape):
+            raise CheckpointError(
+                f"{label(tensor.name, tensor.state)} of shape {tensor.shape} has a part outside "
+                f"of it: {saved.part}"
+            )
+    held = sum(numel(saved.part) for saved in tensor.parts)
+    if held != prod(tensor.shape):
+        raise CheckpointError(
+            f"expected the parts of {label(tensor.name, tensor.state)} to hold each of its "
+            f"{prod(tensor.shape)} elements exactly once, found {held}; this is a fault of the "
+            "strategy that saved it"
+        )
+
+
+def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "state": tensor.state,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "parts": [
+            {"file": saved.file, "key": saved.key, **asdict(saved.part)} for saved in tensor.parts
+        ],
+    }
+
+
+def _tensor_from_json(body: Mapping[str, Any], listed: Callable[[str], str]) -> SavedTensor:
+    tensor = SavedTensor(
+        name=str(body["name"]),
+        state=str(body["state"]),
+        dtype=str(body["dtype"]),
+        shape=_integers(body["shape"]),
+        parts=tuple(
+            SavedPart(
+                listed(saved["file"]),
+                str(saved["key"]),
+                Part(
+                    _integers(saved["offsets"]),
+                    _integers(saved["sizes"]),
+                    None if saved["flat"] is None else _range(saved["flat"]),
+                ),
+            )
+            for saved in body["parts"]
+        ),
+    )
+    if tensor.dtype not in DTYPES.values():
+        raise CheckpointError(
+            f"{label(tensor.name, tensor.state)} has the unknown dtype {tensor.dtype!r}"
+        )
+    _check_parts(tensor)
+    return tensor
+
+
+def _among(files: Mapping[str, FileRecord]) -> Callable[[str], str]:
+    """Return a check that a name is one of the files whose digest the manifest has."""
+
+    def listed(name: str) -> str:
+        if basename(name) not in files:
+            raise CheckpointError(f"the manifest uses the file {name!r} without listing its digest")
+        return name
+
+    return listed
+
+
+def _integers(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+def _range(values: Iterable[Any]) -> tuple[int, int]:
+    first, last = _integers(values)
+    return first, last
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _missing(directory: Path) -> str:
+    if not directory.exists():
+        return f"there is no checkpoint {directory}; check the path"
+    return (
+        f"expected {FILE_NAME} in {directory}, found none; it is not a checkpoint of this library, "
+        "or not a whole one"
+    )
