@@ -1,0 +1,178 @@
+"""Starts the ranks of this host with torch's elastic agent, watches them, and ends them all.
+
+The agent runs in this process. What is added to it: a private rendezvous, quick stops, a report of
+the first failure of every attempt, and the promise that no process is left at the end.
+"""
+
+import functools
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from drivetrain.config import LaunchConfig
+from drivetrain.errors import PreflightError
+from drivetrain_launch.failure import report
+from drivetrain_launch.logs import PREFIX, RankLogs
+from drivetrain_launch.place import LOOPBACK, Endpoint, address_towards, interface_of
+from drivetrain_launch.rendezvous import rendezvous
+
+STOP_S = 5
+"""How long a rank has after another one failed, or after Ctrl-C, before it is killed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What this host runs.
+
+    Attributes:
+        arguments: ``(SCRIPT, ...)`` or ``("-m", MODULE, ...)``.
+        ranks: number of processes on this host.
+        launch: the launch section of the configuration.
+        variables: environment variables that every rank gets besides this process's own.
+        private: folder of this run, readable by this user only, removed by the caller.
+    """
+
+    arguments: tuple[str, ...]
+    ranks: int
+    launch: LaunchConfig
+    variables: Mapping[str, str]
+    private: Path
+
+
+def run_ranks(job: Job) -> int:
+    """Run the job to its end and return the exit code; no process of it is left.
+
+    Raises:
+        PreflightError: the hosts cannot meet.
+    """
+    _quiet_agent()
+    address = _set_environment(job)
+    log_dir = Path(job.launch.log_dir) if job.launch.log_dir else None
+    agent = Agent(_spec(job, address), RankLogs(job.private, log_dir))
+    try:
+        result = agent.run()
+    except SignalException as error:
+        _say(f"stopped by {error.sigval.name}")
+        return 128 + int(error.sigval)
+    except RendezvousError as error:
+        raise PreflightError(
+            f"the {job.launch.nnodes} hosts did not meet at {job.launch.rdzv_endpoint}: {error}; "
+            "start the same command on every host, each with its own --node-rank"
+        ) from error
+    finally:
+        _ignore_signals()
+        _kill_leftovers(agent.started)
+        agent.leave()
+    if result is None or not result.is_failed():
+        return 0
+    text, code = report(result.failures)
+    _say(text)
+    return code
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, with quick stops and a report of each failed attempt.
+
+    Args:
+        spec: the ranks and how they meet.
+        logs: where their output goes.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs) -> None:
+        super().__init__(spec, logs, log_line_prefix_template=PREFIX)
+        self.started: set[int] = set()
+
+    def leave(self) -> None:
+        """Leave the rendezvous, so that other hosts do not wait for this one."""
+        self._worker_group.spec.rdzv_handler.shutdown()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        self.started.update(pids.values())
+        # The agent gives a rank 30 s to end after another one failed: too long to look at.
+        context = self._pcontext
+        if context is not None:
+            context.close = functools.partial(_close, context.close)  # type: ignore[method-assign]
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed() and self._remaining_restarts > 0:
+            text, _ = report(result.failures)
+            left = self._remaining_restarts - 1
+            _say(f"{text}\nstarting all ranks again; {left} restarts left after this one")
+        return result
+
+
+def _close(close: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    """Close the ranks; only SIGTERM, a scheduler's notice, leaves time to write a checkpoint."""
+    patient = death_sig is signal.SIGTERM
+    close(death_sig, timeout if patient else min(timeout, STOP_S))
+
+
+def _spec(job: Job, address: str) -> WorkerSpec:
+    # "$" is doubled because the agent substitutes ${local_rank} and the like in arguments; -P keeps
+    # the working directory from hiding modules of the standard library.
+    script = (argument.replace("$", "$$") for argument in job.arguments)
+    return WorkerSpec(
+        role="default",
+        local_world_size=job.ranks,
+        entrypoint=sys.executable,
+        args=("-P", "-u", "-m", "drivetrain_launch.worker", str(os.getpid()), *script),
+        rdzv_handler=rendezvous(job.launch, address),
+        max_restarts=job.launch.max_restarts,
+        monitor_interval=0.1,
+        local_addr=address,
+    )
+
+
+def _set_environment(job: Job) -> str:
+    """Set what the agent reads and the ranks inherit; return this host's address for the others."""
+    os.environ.update(job.variables)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    address = LOOPBACK
+    if job.launch.nnodes > 1:
+        address = address_towards(Endpoint.parse(job.launch.rdzv_endpoint))
+    interface = interface_of(address)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return address
+
+
+def _quiet_agent() -> None:
+    """Silence the agent's own log: this file says what the user needs, once."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _ignore_signals() -> None:
+    """Let nothing interrupt the last clean-up, which takes a moment and starts nothing."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _kill_leftovers(started: set[int]) -> None:
+    """Kill what the ranks left behind: each rank leads a session, so its processes are known."""
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        try:
+            if process.pid in children or os.getsid(process.pid) in started:
+                process.kill()
+        except (psutil.Error, OSError):
+            continue
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

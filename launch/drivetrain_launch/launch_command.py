@@ -1,0 +1,168 @@
+"""``drivetrain launch``: resolves the configuration and runs a script on its ranks."""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from drivetrain.config.resolve import Resolved
+from drivetrain.errors import ConfigError
+from drivetrain_launch.options import (
+    GroupedCommand,
+    GroupedOption,
+    knob_flags,
+    resolve_command_line,
+    source_options,
+)
+from drivetrain_launch.place import (
+    Endpoint,
+    accelerators,
+    check_hosts,
+    check_port,
+    cores,
+    local_ranks,
+    threads,
+)
+
+
+class Stopped(BaseException):
+    """A signal asked the launcher to end before the ranks were there."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number
+
+
+@click.command(
+    cls=GroupedCommand,
+    options_metavar="[OPTIONS]",
+    context_settings={
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+    },
+)
+@source_options()
+@knob_flags
+@click.option(
+    "-m",
+    "module",
+    cls=GroupedOption,
+    group="Script",
+    is_flag=True,
+    help="SCRIPT is the name of a module, as in 'python -m'.",
+)
+@click.option(
+    "--dry-run",
+    cls=GroupedOption,
+    group="Output",
+    is_flag=True,
+    help="Show the configuration, the mesh and the cost per rank; start nothing.",
+)
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+def command(
+    config: str | None,
+    assignments: tuple[str, ...],
+    module: bool,
+    dry_run: bool,
+    script: tuple[str, ...],
+    **flags: Any,
+) -> int:
+    """Run SCRIPT on several processes.
+
+    Everything after SCRIPT belongs to the script. Values on the command line win over the file.
+    """
+    resolved = resolve_command_line(config, assignments, flags)
+    check_hosts(resolved.run.launch)
+    if dry_run:
+        from drivetrain_launch.preview import preview
+
+        preview(resolved)
+        return 0
+    return launch(resolved, check_script(script, module=module))
+
+
+def launch(resolved: Resolved, arguments: tuple[str, ...]) -> int:
+    """Run a checked script on the ranks of this host and return the exit code.
+
+    Raises:
+        PreflightError: a port is busy, there are too few accelerators, or the hosts cannot meet.
+    """
+    settings = resolved.run.launch
+    if settings.rdzv_endpoint and settings.node_rank == 0:
+        check_port(Endpoint.parse(settings.rdzv_endpoint))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, _stop)
+    private = Path(tempfile.mkdtemp(prefix="drivetrain-"))
+    try:
+        return _run(resolved, arguments, private)
+    except Stopped as stopped:
+        return stopped.code
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def check_script(script: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
+    """Return the arguments of a rank.
+
+    Raises:
+        ConfigError: there is no script, or it cannot be found.
+    """
+    if not script:
+        raise ConfigError(
+            "expected a SCRIPT or -m MODULE to run, found none; "
+            "for example: drivetrain launch --nproc-per-node 2 train.py"
+        )
+    name = script[0]
+    if module:
+        top = name.partition(".")[0]
+        if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+            raise ConfigError(
+                f"no module named {top!r} in {Path.cwd()} or among the installed packages; "
+                "check the name, or run from the folder that holds it"
+            )
+        return ("-m", *script)
+    if not Path(name).is_file():
+        what = "it is a folder" if Path(name).is_dir() else "no such file"
+        raise ConfigError(
+            f"cannot run the script {name!r}: {what} in {Path.cwd()}; check the path, or use -m "
+            "for a module; options of 'drivetrain launch' stand before the script"
+        )
+    return script
+
+
+def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:
+    from drivetrain.runtime.world import CONFIG_VARIABLE
+    from drivetrain_launch.engine import Job, run_ranks
+
+    settings = resolved.run.launch
+    available = 0 if settings.device == "cpu" else accelerators()
+    ranks = local_ranks(settings, accelerators=available, cores=cores())
+    path = private / "config.yaml"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(resolved.to_yaml(with_origins=True))
+    variables = {CONFIG_VARIABLE: str(path)}
+    limit = threads(settings, ranks, cores=cores())
+    if limit is not None:
+        variables["OMP_NUM_THREADS"] = limit
+    return run_ranks(
+        Job(
+            arguments=arguments,
+            ranks=ranks,
+            launch=settings,
+            variables=variables,
+            private=private,
+        )
+    )
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)

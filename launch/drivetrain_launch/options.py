@@ -1,0 +1,213 @@
+"""The options of ``drivetrain launch``: each is a knob of the schema, with a flag for its name.
+
+Help text and default come from the ``option()`` declarations; what the user typed becomes one layer
+of configuration whose origins quote the command line.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from drivetrain.config import Layer, Option, Origin, RunConfig, options_of, read_file, read_sets
+from drivetrain.config.document import put
+from drivetrain.config.resolve import Resolved, resolve
+from drivetrain.errors import ConfigError
+from drivetrain.registry import strategies
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A command-line spelling of one knob.
+
+    Attributes:
+        group: heading under which ``--help`` shows it.
+        key: dotted key of the knob.
+        names: spellings, the usual one first.
+        value: what the flag sets when it takes no argument; None when it takes one.
+    """
+
+    group: str
+    key: str
+    names: tuple[str, ...]
+    value: str | None = None
+
+    @property
+    def parameter(self) -> str:
+        """Name of the flag's function argument."""
+        return self.names[0].lstrip("-").replace("-", "_")
+
+
+STRATEGY_KEY = "strategy.name"
+FLAGS = (
+    Flag("Training", STRATEGY_KEY, ("--strategy",)),
+    Flag("Training", "precision", ("--precision", "--mixed-precision")),
+    Flag("Processes", "launch.nproc_per_node", ("--nproc-per-node",)),
+    Flag("Processes", "launch.device", ("--cpu",), "cpu"),
+    Flag("Processes", "launch.max_restarts", ("--max-restarts",)),
+    Flag("Several hosts", "launch.nnodes", ("--nnodes",)),
+    Flag("Several hosts", "launch.node_rank", ("--node-rank",)),
+    Flag("Several hosts", "launch.rdzv_endpoint", ("--rdzv-endpoint",)),
+    Flag("Output", "launch.log_dir", ("--log-dir",)),
+)
+
+
+class GroupedOption(click.Option):
+    """An option that is shown under a heading."""
+
+    def __init__(self, *args: Any, group: str = "Other", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+class GroupedCommand(click.Command):
+    """A command that shows its options under headings, and takes ``_`` for ``-`` in their names."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one section of help for each heading."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = None
+            if isinstance(parameter, click.Option):
+                record = parameter.get_help_record(ctx)
+            if record is not None:
+                heading = parameter.group if isinstance(parameter, GroupedOption) else "Other"
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def knob_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command with every flag of a knob."""
+    knobs = dict(_knobs(RunConfig))
+    for flag in reversed(FLAGS):
+        function = _flag_option(flag, knobs)(function)
+    return function
+
+
+def source_options(group: str = "Configuration") -> Callable[..., Any]:
+    """Return a decorator that adds ``--config`` and ``--set`` under a heading."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        function = click.option(
+            "--set",
+            "assignments",
+            cls=GroupedOption,
+            group=group,
+            metavar="KEY=VALUE",
+            multiple=True,
+            help="Set any knob by its YAML key, for example accumulation=4; repeatable.",
+        )(function)
+        return click.option(
+            "--config",
+            "config",
+            cls=GroupedOption,
+            group=group,
+            metavar="FILE",
+            help="YAML file that 'drivetrain config' wrote. [default: none]",
+        )(function)
+
+    return decorate
+
+
+def resolve_command_line(
+    config: str | None, assignments: Iterable[str], flags: Mapping[str, Any] | None = None
+) -> Resolved:
+    """Merge the file and the command line.
+
+    Args:
+        config: path of the YAML file, or None.
+        assignments: the ``--set`` options.
+        flags: what click found for each flag's parameter.
+
+    Raises:
+        ConfigError: the file, a value or a key is wrong, or two options contradict each other.
+    """
+    file = read_file(config) if config else Layer()
+    return resolve(
+        file,
+        command_line_layer(flags or {}, assignments),
+        find_config=strategies().find_config,
+    )
+
+
+def command_line_layer(flags: Mapping[str, Any], assignments: Iterable[str]) -> Layer:
+    """Turn flags and ``--set`` assignments into one layer.
+
+    Raises:
+        ConfigError: an assignment is malformed, or contradicts a flag.
+    """
+    layer = read_sets(assignments)
+    values, origins = dict(layer.values), dict(layer.origins)
+    for flag in FLAGS:
+        text = flags.get(flag.parameter)
+        if text is None or text is False:
+            continue
+        value = _typed(flag, text)
+        given = f"{flag.names[0]} {text}" if flag.value is None else flag.names[0]
+        other = origins.get(flag.key)
+        if other is not None and _get(values, flag.key) != value:
+            raise ConfigError(
+                f"{flag.key}: '{given}' and '{other.text}' contradict each other; keep one"
+            )
+        put(values, flag.key, value)
+        origins[flag.key] = Origin("command line", given)
+    return Layer(values, origins)
+
+
+def _flag_option(flag: Flag, knobs: Mapping[str, Option]) -> Callable[..., Any]:
+    settings: dict[str, Any] = {"cls": GroupedOption, "group": flag.group, "default": None}
+    if flag.key == STRATEGY_KEY:
+        help_text = "How the step is spread over the ranks; 'drivetrain config' describes each."
+        settings |= {"metavar": "NAME", "shell_complete": _complete_strategy}
+        default = "the installed default"
+    else:
+        knob = knobs[flag.key]
+        help_text, default = knob.help, "none" if knob.default == "" else str(knob.default)
+        if flag.value is not None:
+            settings["is_flag"] = True
+            help_text = f"Sets {flag.key.rpartition('.')[2]} to {flag.value}: {knob.help}"
+        else:
+            settings["metavar"] = _metavar(knob)
+    yaml_key = "strategy" if flag.key == STRATEGY_KEY else flag.key
+    settings["help"] = f"{help_text} [default: {default}] [YAML: {yaml_key}]"
+    return click.option(*flag.names, flag.parameter, **settings)
+
+
+def _metavar(knob: Option) -> str:
+    kinds = {int: "N", float: "SECONDS", str: "TEXT"}
+    words = [str(choice) for choice in knob.choices]
+    if "int" in str(knob.type) and words:
+        return "N|" + "|".join(words)
+    return "|".join(words) if words else kinds.get(knob.type, "VALUE")
+
+
+def _typed(flag: Flag, text: Any) -> Any:
+    """Return an integer where one was typed; the schema judges everything else."""
+    if flag.value is not None:
+        return flag.value
+    return int(text) if str(text).lstrip("-").isdecimal() else text
+
+
+def _get(values: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = values
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _knobs(cls: type, prefix: str = "") -> Iterator[tuple[str, Option]]:
+    for knob in options_of(cls):
+        if knob.is_section:
+            yield from _knobs(knob.type, f"{prefix}{knob.name}.")
+        else:
+            yield prefix + knob.name, knob
+
+
+def _complete_strategy(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in strategies().names if name.startswith(incomplete)]

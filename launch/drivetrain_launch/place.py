@@ -1,0 +1,157 @@
+"""Where the ranks of this host go: how many, with how many threads, at which address."""
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+from drivetrain.config import LaunchConfig
+from drivetrain.errors import ConfigError, PreflightError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Host and port where several hosts meet."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Endpoint":
+        """Read ``HOST:PORT``; an IPv6 address stands in brackets.
+
+        Raises:
+            ConfigError: the text is something else.
+        """
+        match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\s]+)):(\d{1,5})", text)
+        if match is None or not 1 <= int(match[3]) <= 65535:
+            raise ConfigError(
+                "launch.rdzv_endpoint: expected HOST:PORT with a port from 1 to 65535, such as "
+                f"10.0.0.1:29400, found {text!r}"
+            )
+        return cls(match[1] or match[2], int(match[3]))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def accelerators() -> int:
+    """Return the number of accelerators of this host; imports torch."""
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def local_ranks(launch: LaunchConfig, *, accelerators: int, cores: int) -> int:
+    """Return how many ranks this host runs.
+
+    Raises:
+        PreflightError: there are accelerators, but fewer than ranks.
+    """
+    available = 0 if launch.device == "cpu" else accelerators
+    if launch.nproc_per_node == "auto":
+        return available or cores
+    if available and launch.nproc_per_node > available:
+        raise PreflightError(
+            f"expected an accelerator for each of the {launch.nproc_per_node} ranks of this host, "
+            f"found {available}; start at most {available} with --nproc-per-node, or compute on "
+            "the CPU with --cpu"
+        )
+    return launch.nproc_per_node
+
+
+def threads(launch: LaunchConfig, ranks: int, *, cores: int) -> str | None:
+    """Return the value of OMP_NUM_THREADS for each rank; None leaves what the user has set."""
+    if launch.threads_per_rank != "auto":
+        return str(launch.threads_per_rank)
+    return None if os.environ.get("OMP_NUM_THREADS") else str(max(1, cores // ranks))
+
+
+def check_hosts(launch: LaunchConfig) -> None:
+    """Check that the settings for several hosts fit together.
+
+    Raises:
+        ConfigError: the endpoint is missing or malformed, or the host's index is too large.
+    """
+    if launch.node_rank >= launch.nnodes:
+        raise ConfigError(
+            f"launch.node_rank: expected 0 to {launch.nnodes - 1} with nnodes {launch.nnodes}, "
+            f"found {launch.node_rank}; set --nnodes to the number of hosts"
+        )
+    if launch.nnodes > 1 and not launch.rdzv_endpoint:
+        raise ConfigError(
+            f"launch.rdzv_endpoint: expected HOST:PORT of host 0 with nnodes {launch.nnodes}, "
+            "found none; give every host the same --rdzv-endpoint"
+        )
+    if launch.rdzv_endpoint:
+        Endpoint.parse(launch.rdzv_endpoint)
+
+
+def check_port(endpoint: Endpoint) -> None:
+    """Check that this host can listen on the endpoint's port.
+
+    Raises:
+        PreflightError: another process listens there.
+    """
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", endpoint.port))
+            probe.listen(1)
+        except OSError as error:
+            raise PreflightError(
+                f"cannot listen on port {endpoint.port}: {error.strerror}{_holder(endpoint.port)}; "
+                "choose another port in --rdzv-endpoint or stop the process that has it"
+            ) from error
+
+
+def address_towards(endpoint: Endpoint) -> str:
+    """Return this host's address on the route to the endpoint; no packet is sent.
+
+    Raises:
+        PreflightError: the host is unknown or there is no route to it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PreflightError(
+            f"cannot find a route to {endpoint}: {error}; expected the address of host 0 in "
+            "--rdzv-endpoint, reachable from every host"
+        ) from error
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an address, None when none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def _holder(port: int) -> str:
+    """Say which process listens on a port, where the system tells us."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.Error:
+        return ""
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            return f" (process {connection.pid} has it)" if connection.pid else ""
+    return ""

@@ -1,0 +1,97 @@
+"""``launch --dry-run``: the resolved configuration, the mesh, and what a rank would pay."""
+
+from collections.abc import Iterator
+
+import torch
+
+from drivetrain.config.resolve import Resolved
+from drivetrain.parts.traffic import Traffic
+from drivetrain.registry import strategies
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
+from drivetrain.strategy import Cost, ModelSpec, Run, TensorSpec
+from drivetrain_launch.place import accelerators, cores, local_ranks
+from drivetrain_launch.tables import mebibytes, show_table
+
+LAYERS = 1000
+LAYER_SHAPE = (1000, 1000)
+EXAMPLE = "1e9 parameters in fp32 (1000 tensors of 1000 x 1000) with Adam"
+"""The model whose cost is shown: the dry run never sees the user's own."""
+
+
+def preview(resolved: Resolved) -> None:
+    """Print the three tables; nothing is started.
+
+    Raises:
+        ConfigError: the strategy does not fit this number of ranks.
+        PreflightError: there are too few accelerators.
+    """
+    settings = resolved.run.launch
+    available = 0 if settings.device == "cpu" else accelerators()
+    ranks = local_ranks(settings, accelerators=available, cores=cores())
+    run = plan(resolved, ranks)
+    strategy = strategies().load(resolved.strategy)
+    cost = strategy.cost(resolved.strategy_config, example_model(), run)
+    show_configuration(resolved)
+    show_table(
+        f"Mesh: {run.mesh} ({settings.nnodes} x {ranks} ranks)",
+        ("axis", "size", "ranks of the first line", "crosses hosts"),
+        [
+            (axis.name, str(axis.size), _ranks(axis.ranks), "yes" if axis.spans_hosts else "no")
+            for axis in run.mesh.values()
+        ],
+    )
+    show_table(
+        f"Cost of a model of {EXAMPLE}, on rank 0", ("what", "amount"), list(_cost_rows(cost))
+    )
+
+
+def show_configuration(resolved: Resolved) -> None:
+    """Print every knob with its value and where that came from."""
+    rows = [(key, _text(value), origin.text) for key, value, origin in resolved.rows()]
+    show_table("Configuration", ("key", "value", "origin"), rows)
+
+
+def plan(resolved: Resolved, ranks: int) -> Run:
+    """Return the run as rank 0 would see it, without a process group."""
+    settings = resolved.run.launch
+    hosts = tuple(f"host {host}" for host in range(settings.nnodes) for _ in range(ranks))
+    world = World(size=len(hosts), local_size=ranks, hosts=hosts)
+    axes = strategies().load(resolved.strategy).axes(resolved.strategy_config, world.size)
+    return Run(
+        world=world,
+        mesh=Mesh.plan(axes, world),
+        precision=Precision.of(resolved.run.precision),
+        accumulation=resolved.run.accumulation,
+        traffic=Traffic(),
+    )
+
+
+def example_model() -> ModelSpec:
+    """Describe the model that every strategy's cost is shown for."""
+    return ModelSpec(
+        tuple(
+            TensorSpec(f"layers.{index}.weight", LAYER_SHAPE, torch.float32, True)
+            for index in range(LAYERS)
+        ),
+        states=2,
+    )
+
+
+def _cost_rows(cost: Cost) -> Iterator[tuple[str, str]]:
+    for kind, count in cost.held.items():
+        yield f"held: {kind}", mebibytes(count)
+    yield "held: total", mebibytes(cost.total_held)
+    for (axis, operation), count in cost.sent.items():
+        yield f"sent per step: {operation} over {axis}", mebibytes(count)
+    yield "sent per step: total", mebibytes(cost.total_sent)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown + (", ..." if len(ranks) > 8 else "")
+
+
+def _text(value: object) -> str:
+    return '""' if value == "" else str(value)

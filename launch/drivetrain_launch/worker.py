@@ -1,0 +1,168 @@
+"""One rank: runs the user's script as ``__main__`` and reports how it ended.
+
+Started by the agent as ``python -m drivetrain_launch.worker PARENT (SCRIPT | -m MODULE) [ARGS]``.
+Imports nothing heavy, and not torch: what the script does not import is not loaded.
+"""
+
+import atexit
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from drivetrain.errors import CollectiveError, DrivetrainError
+
+INTERRUPTED = 130
+LINGER_S = 1.0
+"""A rank whose neighbour vanished waits this long, so that the neighbour's own error comes first."""
+
+LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "connectfullmesh failed",
+    "socket closed",
+    "remote process exited",
+    "failed to recv, got 0 bytes",
+)
+"""What gloo, NCCL and TCPStore say when another rank is gone."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run the script named on the command line, and exit as it did."""
+    parent, arguments = int(sys.argv[1]), sys.argv[2:]
+    die_with(parent)
+    faulthandler.enable()
+    try:
+        code = run(arguments)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except SystemExit as error:
+        code = code_of(error)
+    except BaseException as error:
+        leave(fail(error))
+    sys.exit(code)
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel for SIGTERM when the agent dies, so that no rank outlives it (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            sys.exit(128 + signal.SIGTERM)
+
+
+def run(arguments: list[str]) -> int:
+    """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` as python itself would."""
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+    leave_process_group()
+    return 0
+
+
+def leave_process_group() -> None:
+    """Destroy the process group of a script that ended well without doing so itself."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def code_of(error: SystemExit) -> int:
+    """Return the exit code that python gives to a SystemExit, printing its message if it has one."""
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def fail(error: BaseException) -> int:
+    """Write the error file, print the traceback, and return the exit code."""
+    collateral = lost_peer(error)
+    text = "".join(
+        traceback.format_exception(type(error), error, script_frames(error.__traceback__))
+    )
+    write_error_file(error, text, collateral)
+    if collateral:
+        time.sleep(LINGER_S)
+    print(text, file=sys.stderr, end="", flush=True)
+    return error.exit_code if isinstance(error, DrivetrainError) else 1
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether the error only says that another rank is gone or silent."""
+    return any(
+        isinstance(link, CollectiveError | ConnectionError)
+        or (isinstance(link, RuntimeError) and any(p in str(link).lower() for p in LOST_PEER))
+        for link in causes(error)
+    )
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def script_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of this file and of runpy from the top: the user's script comes first."""
+    hidden = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+    kept = frames
+    while kept is not None and kept.tb_frame.f_code.co_filename in hidden:
+        kept = kept.tb_next
+    return kept or frames
+
+
+def leave(code: int) -> NoReturn:
+    """End a failed rank at once.
+
+    The usual end of the interpreter joins threads and destroys process groups that still wait for
+    other ranks, which hangs or aborts and would replace the exit code.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def write_error_file(error: BaseException, text: str, collateral: bool) -> None:
+    """Write what torch's ``record`` writes, and the exact time, for the agent to read."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    details = {
+        "py_callstack": text,
+        "timestamp": str(int(now)),
+        "time": now,
+        "collateral": collateral,
+    }
+    summary = f"{type(error).__name__}: {error}".removesuffix(": ")
+    report = {"message": {"message": summary, "extraInfo": details}}
+    temporary = Path(f"{path}.{os.getpid()}")
+    temporary.write_text(json.dumps(report), encoding="utf-8")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A stranger's strategy: averages each gradient after backward, nothing hidden, nothing fast."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.config import option
+from drivetrain.strategy import Cost, ModelSpec, Part, Prepared, Reader, Run, Shard, Strategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToyConfig:
+    flavor: Literal["plain", "salted"] = option(
+        "plain", help="How it tastes.", question="Which flavor?"
+    )
+    spoons: int = option(
+        2, help="Spoons per bowl.", question="How many spoons?", minimum=1, maximum=9
+    )
+    hidden: float = option(0.5, help="A knob that the wizard leaves alone.")
+
+
+class Toy(Strategy[ToyConfig]):
+    summary = "averages each gradient by itself"
+    Config = ToyConfig
+
+    @classmethod
+    def axes(cls, config: ToyConfig, world_size: int) -> Mapping[str, int]:
+        return {"dp": world_size}
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        self._model = model
+        return Prepared(model, tuple(optimizers))
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
+        axis = self.run.mesh["dp"]
+        for gradient in self.gradients():
+            if axis.group is not None:
+                dist.all_reduce(gradient, group=axis.group)
+                gradient.div_(axis.size)
+
+    def gradients(self) -> Iterator[Tensor]:
+        return (p.grad for p in self._model.parameters() if p.grad is not None)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type)
+
+    def shards(self) -> Iterator[Shard]:
+        for name, p in self._model.named_parameters():
+            yield Shard(name, "", p.detach(), tuple(p.shape), Part.whole(p.shape))
+
+    def load(self, reader: Reader) -> None:
+        with torch.no_grad():
+            for name, p in self._model.named_parameters():
+                p.copy_(reader.read(name))
+
+    @classmethod
+    def cost(cls, config: ToyConfig, model: ModelSpec, run: Run) -> Cost:
+        size = sum(spec.nbytes for spec in model.parameters)
+        ranks = run.mesh["dp"].size
+        return Cost(
+            held={"parameters": size, "gradients": size, "optimizer": model.states * size},
+            sent={("dp", "all_reduce"): 2 * size * (ranks - 1) // ranks},
+        )
