@@ -246,7 +246,7 @@ class RingCommunicator(Communicator):
     def _split(self, flat: Tensor) -> list[Tensor]:
         if flat.numel() == 0:
             return []
-        return list(flat.split(PIECE_BYTES // flat.element_size()))
+        return list(torch.split(flat, PIECE_BYTES // flat.element_size()))
 
     def _send(self, piece: Tensor, tag: int) -> Any:
         return self._group.send([piece], self._right, tag)

@@ -1,0 +1,45 @@
+"""The interface between the reducer and what it sends for a bucket."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from drivetrain.parts.buckets import Bucket, BucketLayout
+from drivetrain.parts.collectives import Communicator
+
+
+class Exchange(Protocol):
+    """A bucket on its way."""
+
+    def finish(self) -> None:
+        """Return when the bucket's flat tensor, tail included, holds the mean over ranks."""
+
+
+class CommunicationHook(ABC):
+    """Turns a full bucket into its mean over the ranks.
+
+    ``start`` is called for the same buckets in the same order on every rank, and ``finish`` of the
+    exchanges in that order as well.
+    """
+
+    @abstractmethod
+    def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Exchange:
+        """Start to average a bucket over the ranks.
+
+        Args:
+            bucket: gradients and tail, complete; views without a gradient are zero.
+            missing: indices in the bucket of parameters without a gradient on this rank.
+            communicator: the data-parallel axis.
+        """
+
+    @abstractmethod
+    def sent(self, layout: BucketLayout, size: int) -> int:
+        """Return the bytes that rank 0 of ``size`` ranks sends for a bucket, per optimizer step."""
+
+    def held(self, layout: BucketLayout) -> int:
+        """Return the bytes that the hook keeps for a bucket between steps."""
+        return 0
+
+    def forget(self) -> None:
+        """Drop what is kept per bucket: the buckets are about to change."""
+        return

@@ -1,0 +1,213 @@
+"""PowerSGD: a matrix crosses the wire as two thin factors, what is lost is added next time.
+
+Paper: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+Distributed Optimization", NeurIPS 2019, algorithms 1 and 2. For a gradient as a matrix M (n, m),
+the error E and the factor Q (m, r) of the step before (the warm start)::
+
+    M <- M + E                      error feedback
+    P <- mean over ranks of M Q     (n, r), sent
+    P <- orthogonalised P           the same on every rank
+    Q <- mean over ranks of M' P    (m, r), sent
+    E <- M - P Q'                   stays on this rank
+    gradient <- P Q'
+
+Vectors, small matrices and the tail are sent whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from drivetrain.parts.buckets import Bucket, BucketLayout
+from drivetrain.parts.collectives import Communicator, Handle, sent_elements
+from drivetrain_ddp.compression.hook import CommunicationHook, Exchange
+from drivetrain_ddp.compression.plain import PlainHook
+
+
+@dataclass(slots=True)
+class _Matrix:
+    """The state of one compressed gradient.
+
+    Attributes:
+        place: index of the parameter in its bucket.
+        view: the gradient in the bucket, as (n, m).
+        p: (n, r), a view of the bucket's P factors.
+        q: (m, r), a view of the bucket's Q factors.
+        error: (n, m), what earlier steps did not send.
+    """
+
+    place: int
+    view: Tensor
+    p: Tensor
+    q: Tensor
+    error: Tensor
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What PowerSGD keeps for one bucket between steps: factors, errors, and the rest as one."""
+
+    ps: Tensor
+    qs: Tensor
+    rest: Tensor
+    matrices: list[_Matrix] = field(default_factory=list)
+    whole: list[Tensor] = field(default_factory=list)
+
+
+class _LowRank:
+    """A bucket under way: P and the rest are being summed, Q follows in ``finish``."""
+
+    def __init__(self, memory: _Memory, missing: Sequence[int], communicator: Communicator) -> None:
+        self._memory = memory
+        self._communicator = communicator
+        self._absent = frozenset(missing)
+        scale = 1.0 / communicator.size
+        torch.cat([tensor.flatten() for tensor in memory.whole], out=memory.rest)
+        self._rest = communicator.all_reduce(memory.rest, scale=scale, label="powersgd rest")
+        for matrix in memory.matrices:
+            # Without a gradient here the error waits: were the gradient missing on all ranks, the
+            # parameter would not be updated and the error would be lost.
+            if matrix.place not in self._absent:
+                matrix.view.add_(matrix.error)
+            torch.mm(matrix.view, matrix.q, out=matrix.p)
+        self._ps: Handle = communicator.all_reduce(memory.ps, scale=scale, label="powersgd P")
+
+    def finish(self) -> None:
+        """Wait for P, exchange Q, and write the low-rank mean into the bucket."""
+        self._ps.wait()
+        for matrix in self._memory.matrices:
+            matrix.p.copy_(torch.linalg.qr(matrix.p).Q)
+            torch.mm(matrix.view.T, matrix.p, out=matrix.q)
+        scale = 1.0 / self._communicator.size
+        handle = self._communicator.all_reduce(self._memory.qs, scale=scale, label="powersgd Q")
+        self._rest.wait()
+        self._restore()
+        handle.wait()
+        for matrix in self._memory.matrices:
+            self._settle(matrix)
+
+    def _settle(self, matrix: _Matrix) -> None:
+        approximation = matrix.p @ matrix.q.T
+        if matrix.place not in self._absent:
+            torch.sub(matrix.view, approximation, out=matrix.error)
+        matrix.view.copy_(approximation)
+
+    def _restore(self) -> None:
+        offset = 0
+        for tensor in self._memory.whole:
+            tensor.copy_(self._memory.rest[offset : offset + tensor.numel()].view(tensor.shape))
+            offset += tensor.numel()
+
+
+class PowerSgdHook(CommunicationHook):
+    """Compresses matrices to a given rank, with error feedback and warm start.
+
+    Args:
+        rank: columns of the factors.
+        start_step: how many exchanges of each bucket are plain before compression starts.
+    """
+
+    def __init__(self, rank: int, start_step: int) -> None:
+        self._rank = rank
+        self._start_step = start_step
+        self._plain = PlainHook()
+        self._steps: dict[BucketLayout, int] = {}
+        self._memories: dict[BucketLayout, _Memory] = {}
+
+    def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Exchange:
+        """Start the exchange of the bucket, whole at first, as factors later."""
+        layout = bucket.layout
+        step = self._steps[layout] = self._steps.get(layout, 0) + 1
+        if step <= self._start_step or not self._compressed(layout):
+            return self._plain.start(bucket, missing, communicator)
+        if layout not in self._memories:
+            self._memories[layout] = self._allocate(bucket)
+        return _LowRank(self._memories[layout], missing, communicator)
+
+    def sent(self, layout: BucketLayout, size: int) -> int:
+        """Return the bytes of the factors and the rest, once compression has started."""
+        ps, qs, rest = self._numels(layout)
+        parts = (ps, qs, rest) if ps else (layout.numel,)
+        elements = sum(sent_elements("all_reduce", part, size=size) for part in parts)
+        return elements * layout.dtype.itemsize
+
+    def held(self, layout: BucketLayout) -> int:
+        """Return the bytes of factors, errors and the rest."""
+        ps, qs, rest = self._numels(layout)
+        if not ps:
+            return 0
+        errors = sum(prod(layout.shapes[place]) for place in self._compressed(layout))
+        return (ps + qs + rest + errors) * layout.dtype.itemsize
+
+    def forget(self) -> None:
+        """Drop errors and factors, and start with whole gradients again."""
+        self._memories.clear()
+        self._steps.clear()
+
+    def _compressed(self, layout: BucketLayout) -> list[int]:
+        """Return the places of the gradients that are worth compressing."""
+        if layout.dtype not in (torch.float32, torch.float64):
+            return []  # factors of half-precision gradients would be noise
+        places = []
+        for place, shape in enumerate(layout.shapes):
+            if len(shape) < 2 or not prod(shape):
+                continue
+            rows, columns = _matrix_shape(shape)
+            if (rows + columns) * self._rank < rows * columns and self._rank <= min(rows, columns):
+                places.append(place)
+        return places
+
+    def _numels(self, layout: BucketLayout) -> tuple[int, int, int]:
+        """Return the elements of all P, of all Q, and of what is sent whole."""
+        shapes = [_matrix_shape(layout.shapes[place]) for place in self._compressed(layout)]
+        ps = sum(rows for rows, _ in shapes) * self._rank
+        qs = sum(columns for _, columns in shapes) * self._rank
+        return ps, qs, layout.numel - sum(rows * columns for rows, columns in shapes)
+
+    def _allocate(self, bucket: Bucket) -> _Memory:
+        places = self._compressed(bucket.layout)
+        ps, qs, rest = self._numels(bucket.layout)
+        flat = bucket.flat
+        memory = _Memory(flat.new_empty(ps), flat.new_empty(qs), flat.new_empty(rest))
+        # The same start on every rank, without a message.
+        generator = torch.Generator().manual_seed(0)
+        memory.qs.copy_(torch.randn(qs, generator=generator, dtype=flat.dtype))
+        start_p = start_q = 0
+        for place in places:
+            rows, columns = _matrix_shape(bucket.layout.shapes[place])
+            stop_p, stop_q = start_p + rows * self._rank, start_q + columns * self._rank
+            view = _as_matrix(bucket, place)
+            memory.matrices.append(
+                _Matrix(
+                    place,
+                    view,
+                    memory.ps[start_p:stop_p].view(rows, self._rank),
+                    memory.qs[start_q:stop_q].view(columns, self._rank),
+                    torch.zeros_like(view),
+                )
+            )
+            start_p, start_q = stop_p, stop_q
+        memory.whole = [view for place, view in enumerate(bucket.views) if place not in places]
+        memory.whole.append(bucket.flags)
+        return memory
+
+
+def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns: the first dim, and all others as one (paper, section 3)."""
+    return shape[0], prod(shape[1:])
+
+
+def _as_matrix(bucket: Bucket, place: int) -> Tensor:
+    """Return a gradient as a matrix that is a view of the bucket, whatever its strides."""
+    view = bucket.views[place]
+    rows, columns = _matrix_shape(bucket.layout.shapes[place])
+    try:
+        return view.view(rows, columns)
+    except RuntimeError:
+        # Strides that no matrix has (channels_last): the same elements in memory order, which is
+        # as good a matrix, since every rank reads it in the same order.
+        start = view.storage_offset() - bucket.flat.storage_offset()
+        return bucket.flat[start : start + view.numel()].view(rows, columns)

@@ -1,0 +1,331 @@
+"""Averages gradients over ranks while backward runs: hooks, readiness, launching, settling.
+
+One synchronised backward is a round::
+
+    first hook          begin: count down from all parameters of every bucket
+    each hook           move the fresh gradient into its bucket, count down
+    bucket at zero      launch it, and those after it that are complete: always in bucket order
+    end of backward     flush: zeros for what is missing, launch the rest, wait, settle
+
+The end of backward is noticed by a callback of the autograd engine, by ``Ddp.backward``, or at the
+latest before the optimizer steps; the first of them ends the round. A round that an exception cut
+short is ended when the next one begins, so that every rank has sent every bucket.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.buckets import MIB, Bucket, plan_buckets
+from drivetrain.parts.collectives import Communicator
+from drivetrain_ddp.compression import CommunicationHook, Exchange
+from drivetrain_ddp.config import DdpConfig
+
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Slot:
+    """One parameter's place in the buckets; it outlives a change of the buckets.
+
+    Attributes:
+        index: position in registration order among the trainable parameters.
+        name: the parameter's name, for messages.
+        parameter: the parameter.
+        view: where its gradient lives.
+        bucket: which bucket that is in.
+        place: which of the bucket's views.
+        round: the round in which its gradient last came.
+    """
+
+    __slots__ = ("bucket", "index", "name", "parameter", "place", "round", "view")
+
+    def __init__(self, index: int, name: str, parameter: nn.Parameter) -> None:
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.round = 0
+        self.place = 0
+        self.view: Tensor
+        self.bucket: _Round
+
+    def adopt(self, grad: Tensor) -> None:
+        """Make the bucket's view the parameter's gradient, with the values of ``grad``."""
+        if grad.requires_grad or grad.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {self.name!r} is "
+                + ("part of a graph" if grad.requires_grad else f"{grad.layout}")
+                + ", expected a dense one outside of autograd; use torch.autograd.grad for "
+                "gradients of gradients, and sparse=False for embeddings"
+            )
+        self.view.copy_(grad)
+        self.parameter.grad = self.view
+
+
+@dataclass(slots=True)
+class _Round:
+    """A bucket and how far it is in the current round.
+
+    Attributes:
+        bucket: the flat tensor and its views.
+        slots: its parameters.
+        pending: how many of its gradients have not come.
+        missing: places of parameters without any gradient on this rank.
+        exchange: the bucket on its way; None before launch.
+    """
+
+    bucket: Bucket
+    slots: list[Slot]
+    pending: int
+    missing: list[int]
+    exchange: Exchange | None = None
+
+
+class Reducer:
+    """Owns the buckets and the parameter hooks of one model.
+
+    Args:
+        parameters: the model's parameters by name, in registration order.
+        communicator: the data-parallel axis.
+        hook: what is sent for a bucket.
+        config: bucket sizes.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        communicator: Communicator,
+        hook: CommunicationHook,
+        config: DdpConfig,
+    ) -> None:
+        self.synchronizing = True
+        self.rounds = 0
+        self._parameters = [parameter for _, parameter in parameters]
+        self._names = [name for name, _ in parameters]
+        self._communicator = communicator
+        self._hook = hook
+        self._config = config
+        self._handles: list[RemovableHandle] = []
+        self._task: int | None = None
+        self._launched = 0
+        self._reentrant = False
+        self._trainable: list[bool] = []
+        self.refresh()
+
+    # --- what is reduced ---
+
+    def refresh(self) -> None:
+        """Follow changes of ``requires_grad``; every rank must make the same ones."""
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable == self._trainable:
+            return
+        self.finish()
+        self._detach()
+        self._trainable = trainable
+        chosen = [index for index, wanted in enumerate(trainable) if wanted]
+        self._slots = [
+            Slot(place, self._names[index], self._parameters[index])
+            for place, index in enumerate(chosen)
+        ]
+        self._handles = [_register(slot.parameter, self._make_hook(slot)) for slot in self._slots]
+        self._order = list(reversed(range(len(self._slots))))
+        self._observed: list[int] | None = None
+        self._observing = True
+        self._build()
+
+    def close(self) -> None:
+        """End the round and take the hooks off; gradients stay where they are."""
+        self.finish()
+        self._detach()
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _build(self) -> None:
+        self._buckets: list[_Round] = []
+        self._hook.forget()
+        parameters = [slot.parameter for slot in self._slots]
+        layouts = plan_buckets(
+            [tuple(parameter.shape) for parameter in parameters],
+            [(parameter.dtype, parameter.device) for parameter in parameters],
+            self._order,
+            bucket_bytes=int(self._config.bucket_mib * MIB),
+            first_bytes=int(self._config.first_bucket_mib * MIB),
+        )
+        for layout in layouts:
+            slots = [self._slots[member] for member in layout.members]
+            bucket = Bucket(layout, [slot.parameter for slot in slots])
+            state = _Round(bucket, slots, 0, [])
+            self._buckets.append(state)
+            for place, (slot, view) in enumerate(zip(slots, bucket.views, strict=True)):
+                slot.bucket, slot.place, slot.view = state, place, view
+
+    # --- during backward ---
+
+    def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        """Return a parameter's hook: a closure, since it runs once per parameter and step."""
+
+        def ready(parameter: Tensor) -> None:
+            if self.synchronizing and _current_task() != self._task:
+                self._enter(_current_task())
+            grad = parameter.grad
+            if grad is not slot.view and grad is not None:
+                slot.adopt(grad)
+            if self.synchronizing:
+                self._count_down(slot)
+
+        return ready
+
+    def _enter(self, task: int) -> None:
+        """Notice that a hook runs in another backward than the hook before it."""
+        nested = _inside_backward()
+        if self._task is not None and task > self._task:
+            if nested:  # reentrant checkpointing: gradients may come twice
+                self._reentrant = True
+                return
+            self.finish()  # an exception cut the round short
+        if self._task is None:
+            self._begin()
+        self._reentrant |= nested
+        self._task = task
+        if not nested:
+            Variable._execution_engine.queue_callback(self.finish)
+
+    def _begin(self) -> None:
+        if self._observed is not None:
+            self._order, self._observed = self._observed, None
+            self._build()
+        self.rounds += 1
+        self._launched = 0
+        self._came: list[int] = []
+        for state in self._buckets:
+            state.pending = len(state.slots)
+            state.missing.clear()
+            state.exchange = None
+
+    def _count_down(self, slot: Slot) -> None:
+        state = slot.bucket
+        if slot.round == self.rounds:
+            self._came_again(slot)
+            return
+        slot.round = self.rounds
+        self._came.append(slot.index)
+        state.pending -= 1
+        if not state.pending and not self._observing and not self._reentrant:
+            self._launch_complete()
+
+    def _came_again(self, slot: Slot) -> None:
+        """A gradient grew after it was complete: right as long as its bucket was not sent."""
+        self._reentrant = True
+        if slot.bucket.exchange is not None:
+            raise UsageError(
+                f"{slot.name!r} got its gradient twice in one backward, the second time after its "
+                "bucket was sent; use torch.utils.checkpoint with use_reentrant=False for a "
+                "module whose parameters are used elsewhere too"
+            )
+
+    def _launch_complete(self) -> None:
+        while self._launched < len(self._buckets):
+            state = self._buckets[self._launched]
+            if state.pending:
+                return
+            self._launch(state)
+
+    def _launch(self, state: _Round) -> None:
+        if state.pending:
+            self._fill(state)
+        state.bucket.flags.fill_(1)
+        for place in state.missing:
+            state.bucket.flags[place] = 0
+        self._launched += 1
+        state.exchange = self._hook.start(state.bucket, state.missing, self._communicator)
+
+    def _fill(self, state: _Round) -> None:
+        """Complete a bucket: what earlier micro-batches left counts, nothing at all is zero."""
+        for slot in state.slots:
+            if slot.round == self.rounds:
+                continue
+            grad = slot.parameter.grad
+            if grad is None:
+                slot.view.zero_()
+                state.missing.append(slot.place)
+            elif grad is not slot.view:
+                slot.adopt(grad)
+
+    # --- after backward ---
+
+    def synchronize(self) -> None:
+        """Take part in a round although this rank's loss reached no parameter."""
+        if self._task is None:
+            self._begin()
+            self._task = -1
+        self.finish()
+
+    def finish(self) -> None:
+        """End the round, if one is under way: send what was not sent, wait, hand out gradients.
+
+        Raises:
+            CollectiveError: a rank failed or did not answer in time.
+        """
+        if self._task is None:
+            return
+        try:
+            with torch.no_grad():
+                for state in self._buckets[self._launched :]:
+                    self._launch(state)
+                for state in self._buckets:
+                    self._settle(state)
+            if self._observing:
+                self._observe()
+        finally:
+            self._task = None
+
+    def _settle(self, state: _Round) -> None:
+        if state.exchange is None:
+            return
+        state.exchange.finish()
+        if not state.missing:
+            return
+        flags = state.bucket.flags.tolist()
+        for place in state.missing:
+            # Without a gradient on any rank it stays None: an optimizer must not move it.
+            if flags[place] != 0:
+                state.slots[place].parameter.grad = state.slots[place].view
+
+    def _observe(self) -> None:
+        """Agree on rank 0's order for the next rounds; one bucket per kind has no order."""
+        self._observing = False
+        kinds = {(slot.parameter.dtype, slot.parameter.device) for slot in self._slots}
+        if len(self._buckets) == len(kinds):
+            return
+        came = set(self._came)
+        rest = [index for index in self._order if index not in came]
+        order = torch.tensor(self._came + rest, device=self._slots[0].parameter.device)
+        self._communicator.broadcast(order, label="order of gradients").wait()
+        observed = order.tolist()
+        if observed != self._order:
+            self._observed = observed
+
+
+def _register(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _inside_backward() -> bool:
+    """Whether this backward runs inside a custom function's backward: reentrant checkpointing."""
+    code = BackwardCFunction.apply.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,89 @@
+"""Makes tensors equal to rank 0's: parameters and buffers at first, buffers before forward."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.autograd.grad_mode
+from torch import Tensor, nn
+
+from drivetrain.parts.collectives import Communicator
+
+_MOST_BYTES = 32 << 20
+"""Most bytes in one message: replicating a model must not need a second one in memory."""
+
+
+def replicate(tensors: Iterable[Tensor], communicator: Communicator, label: str) -> None:
+    """Copy tensors from rank 0, those of one dtype and device together.
+
+    Args:
+        tensors: any shapes and strides; the same on every rank.
+        communicator: over the ranks that hold a copy.
+        label: what the error says if it fails.
+    """
+    if communicator.size == 1:
+        return
+    with torch.no_grad():
+        for group in _groups(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            communicator.broadcast(flat, label=label).wait()
+            if communicator.rank != 0:
+                _scatter(flat, group)
+
+
+def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
+    offset = 0
+    for tensor in tensors:
+        piece = flat[offset : offset + tensor.numel()].view(tensor.shape)
+        # A buffer that autograd saved in an earlier forward stays valid for its backward.
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
+            tensor.copy_(piece)
+        offset += tensor.numel()
+
+
+def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.dtype, tensor.device].append(tensor.detach())
+    for group in kinds.values():
+        batch: list[Tensor] = []
+        nbytes = 0
+        for tensor in group:
+            if batch and nbytes + tensor.nbytes > _MOST_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(tensor)
+            nbytes += tensor.nbytes
+        yield batch
+
+
+class ForwardHook:
+    """A forward pre-hook that a copy of the model does not inherit.
+
+    Copies for moving averages and pickles of the model are ordinary models: they must neither
+    communicate nor drag the strategy along.
+
+    Args:
+        action: called before each training forward with gradients of the model.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """Act before a training forward, but not when a checkpoint recomputes it in backward."""
+        recomputing = torch._C._current_graph_task_id() != -1
+        if module.training and torch.is_grad_enabled() and not recomputing:
+            self._action()
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _inert, ()
+
+
+def _inert() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(module: nn.Module, inputs: Any) -> None:
+    return

@@ -1,0 +1,148 @@
+"""The training state of a replicated model: which rank saves what, and how all of it is loaded."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.checkpoint import describe_difference
+from drivetrain.errors import CheckpointError
+from drivetrain.parts.naming import named_parameters, persistent_buffers
+from drivetrain.strategy import Part, Reader, Shard
+
+_SHOWN = 5
+"""Most names that an error message lists."""
+
+
+class ReplicatedState:
+    """Parameters, persistent buffers and optimizer state that every rank holds whole.
+
+    Args:
+        model: the user's model.
+        optimizers: those that hold its parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = tuple(optimizers)
+
+    def shards(self, rank: int, size: int) -> Iterator[Shard]:
+        """Yield this rank's share: whole tensors, the largest first to the rank with least."""
+        entries = list(self._tensors())
+        load = [0] * size
+        owners = {}
+        by_size = sorted(range(len(entries)), key=lambda index: (-entries[index][2].nbytes, index))
+        for index in by_size:
+            owners[index] = load.index(min(load))
+            load[owners[index]] += entries[index][2].nbytes
+        for index, (name, state, tensor) in enumerate(entries):
+            if owners[index] == rank:
+                shape = tuple(tensor.shape)
+                yield Shard(name, state, tensor.detach(), shape, Part.whole(shape))
+
+    def load(self, reader: Reader) -> None:
+        """Copy a checkpoint into the tensors that are there; create missing optimizer state.
+
+        Raises:
+            CheckpointError: names or shapes differ; nothing was changed.
+        """
+        saved = set(reader.keys())
+        self._check(reader, saved)
+        with torch.no_grad():
+            for name, tensor in self._model_tensors().items():
+                tensor.copy_(reader.read(name))
+            for index, name, parameter in self._optimized():
+                self._load_state(reader, saved, index, name, parameter)
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        return {**named_parameters(self._model), **persistent_buffers(self._model)}
+
+    def _optimized(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """Yield (optimizer index, name, parameter) for the parameters of this model."""
+        names = {parameter: name for name, parameter in named_parameters(self._model).items()}
+        for index, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in names:
+                        yield index, names[parameter], parameter
+
+    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (name, state, tensor) of all that is saved, in the same order on every rank."""
+        for name, tensor in self._model_tensors().items():
+            yield name, "", tensor
+        for index, name, parameter in self._optimized():
+            state = self._optimizers[index].state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield name, f"{index}.{key}", value
+
+    def _check(self, reader: Reader, saved: set[tuple[str, str]]) -> None:
+        expected = {(name, ""): tuple(value.shape) for name, value in self._model_tensors().items()}
+        found = {(name, ""): tuple(reader.shape(name)) for name, state in saved if not state}
+        if expected != found:
+            raise CheckpointError(
+                "the checkpoint does not fit the model: " + describe_difference(expected, found)
+            )
+        known = {(index, name) for index, name, _ in self._optimized()}
+        foreign = sorted(
+            f"{name} ({state})"
+            for name, state in saved
+            if state and (int(state.partition(".")[0]), name) not in known
+        )
+        if foreign:
+            raise CheckpointError(
+                f"the checkpoint holds optimizer state for {', '.join(foreign[:_SHOWN])}"
+                + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
+                + ", which no optimizer given to prepare holds; prepare the optimizers that it was "
+                "saved with, in the same order"
+            )
+
+    def _load_state(
+        self,
+        reader: Reader,
+        saved: set[tuple[str, str]],
+        index: int,
+        name: str,
+        parameter: nn.Parameter,
+    ) -> None:
+        optimizer = self._optimizers[index]
+        prefix = f"{index}."
+        keys = sorted(
+            state.removeprefix(prefix)
+            for owner, state in saved
+            if owner == name and state.startswith(prefix)
+        )
+        scalars = reader.scalars(name, index)
+        present = optimizer.state.get(parameter, {})
+        loaded: dict[str, Any] = dict(scalars)
+        for key in keys:
+            values = reader.read(name, prefix + key)
+            kept = present.get(key)
+            if not isinstance(kept, Tensor) or kept.shape != values.shape:
+                kept = _allocate(values, key, parameter, _group_of(optimizer, parameter))
+            loaded[key] = kept.copy_(values)
+        if loaded:
+            optimizer.state[parameter] = loaded
+        else:
+            optimizer.state.pop(parameter, None)
+
+
+def _group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    return next(
+        group
+        for group in optimizer.param_groups
+        if any(member is parameter for member in group["params"])
+    )
+
+
+def _allocate(values: Tensor, key: str, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    """Return an empty state tensor, of the dtype and on the device that torch's optimizers use."""
+    if key == "step":
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        return torch.empty_like(values, device=parameter.device if on_device else "cpu")
+    if values.shape == parameter.shape:
+        dtype = parameter.dtype if values.is_floating_point() else values.dtype
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty_like(values, device=parameter.device)

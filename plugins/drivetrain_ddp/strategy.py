@@ -1,0 +1,148 @@
+"""The strategy ``ddp``: replicas whose gradients are averaged while backward runs."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.errors import ConfigError
+from drivetrain.parts.collectives import Communicator, connect
+from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.norms import clip_, global_norm
+from drivetrain.strategy import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy
+from drivetrain_ddp.compression import choose_hook
+from drivetrain_ddp.config import DdpConfig
+from drivetrain_ddp.cost import estimate
+from drivetrain_ddp.reducer import Reducer
+from drivetrain_ddp.replicate import ForwardHook, replicate
+from drivetrain_ddp.state import ReplicatedState
+
+
+class Ddp(Strategy[DdpConfig]):
+    """Data parallelism over the mesh axis ``dp``; one object per prepared model.
+
+    ``prepare`` returns the very objects it was given: everything happens in hooks.
+    """
+
+    summary: ClassVar[str] = "every rank holds the whole model; gradients are averaged"
+    Config: ClassVar[type] = DdpConfig
+    default: ClassVar[bool] = True
+
+    def __init__(self, config: DdpConfig, run: Run) -> None:
+        super().__init__(config, run)
+        precision = run.precision
+        if precision.param is not None or precision.master is not None:
+            raise ConfigError(
+                "ddp keeps parameters in the dtype they were given in, found a precision with "
+                f"{precision}; convert the model first or take a strategy that keeps master copies"
+            )
+        self._communicator: Communicator = connect(
+            run.mesh["dp"], run.traffic, run.world.device, run.world.timeout
+        )
+        self._reducer = Reducer([], self._communicator, choose_hook(config), config)
+        self._handles: list[RemovableHandle] = []
+
+    @classmethod
+    def axes(cls, config: DdpConfig, world_size: int) -> Mapping[str, int]:
+        """Return one axis, ``dp``, over all ranks."""
+        return {"dp": world_size}
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
+        self._model = model
+        self._state = ReplicatedState(model, optimizers)
+        replicate([*model.parameters(), *model.buffers()], self._communicator, "replicate model")
+        alone = self._communicator.size == 1
+        parameters = [] if alone else list(named_parameters(model).items())
+        self._reducer = Reducer(
+            parameters, self._communicator, choose_hook(self.config), self.config
+        )
+        self._handles = [
+            model.register_forward_pre_hook(ForwardHook(self._before_forward)),
+            *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
+        ]
+        return Prepared(model, tuple(optimizers))
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward; unless accumulating, return with averaged gradients."""
+        if not self._reducer.synchronizing:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+            return
+        self._reducer.refresh()
+        rounds = self._reducer.rounds
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+        if self._reducer.rounds == rounds:
+            self._reducer.synchronize()  # the loss reached no parameter here; others may wait
+        else:
+            self._reducer.finish()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield the gradient of every parameter that has one."""
+        self._reducer.finish()
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                yield parameter.grad
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        only: Collection[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale the gradients to a norm of at most max_norm; equal on all ranks as it stands."""
+        self._reducer.finish()
+        chosen = None if only is None else {id(parameter) for parameter in only}
+        gradients = [
+            parameter.grad
+            for parameter in self._model.parameters()
+            if parameter.grad is not None and (chosen is None or id(parameter) in chosen)
+        ]
+        norm = global_norm(gradients, norm_type, device=self.run.world.device)
+        clip_(gradients, norm, max_norm)
+        return norm
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield this rank's share of the tensors, balanced by bytes."""
+        return self._state.shards(self._communicator.rank, self._communicator.size)
+
+    def load(self, reader: Reader) -> None:
+        """Load everything on every rank, in place."""
+        self._state.load(reader)
+
+    @classmethod
+    def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:
+        """Return what ``drivetrain_ddp.cost`` works out."""
+        return estimate(config, model, run.mesh["dp"].size)
+
+    @contextmanager
+    def accumulating(self, enabled: bool = True) -> Iterator[None]:
+        """Keep gradients local: inside, backward only adds to the buckets."""
+        before = self._reducer.synchronizing
+        self._reducer.synchronizing = not enabled
+        try:
+            yield
+        finally:
+            self._reducer.synchronizing = before
+
+    def close(self) -> None:
+        """Take the hooks off and end the communication thread; gradients stay readable."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._reducer.close()
+        self._communicator.close()
+
+    def _before_forward(self) -> None:
+        if not self._reducer.synchronizing:
+            return
+        self._reducer.finish()  # what an exception in backward cut short
+        self._reducer.refresh()
+        if self.config.buffers == "broadcast":
+            replicate(self._model.buffers(), self._communicator, "buffers before forward")
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._reducer.finish()

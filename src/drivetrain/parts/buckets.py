@@ -1,0 +1,134 @@
+"""Flat gradient buckets: many parameters' gradients side by side in one tensor that is sent whole.
+
+A bucket's flat tensor ends in a tail of one element per parameter, 1 when this rank has a gradient
+for it and 0 when not. The tail is reduced with the rest, so that every rank learns without another
+message whether any rank had a gradient for a parameter::
+
+    | gradient of p0 | gradient of p1 | gradient of p2 | has p0 | has p1 | has p2 |
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """What a bucket holds, as cost estimates see it.
+
+    Attributes:
+        members: indices of its parameters in the sequence that was planned, in order.
+        shapes: their shapes.
+        dtype: their dtype.
+    """
+
+    members: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor, the tail included."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes) + len(self.shapes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat tensor."""
+        return self.numel * self.dtype.itemsize
+
+
+def plan_buckets(
+    shapes: Sequence[tuple[int, ...]],
+    kinds: Sequence[tuple[torch.dtype, Hashable]],
+    order: Sequence[int],
+    *,
+    bucket_bytes: int,
+    first_bytes: int,
+) -> list[BucketLayout]:
+    """Cut parameters into buckets of one kind each.
+
+    Args:
+        shapes: shape of each parameter.
+        kinds: dtype and device of each parameter; only equal kinds share a bucket.
+        order: indices of the parameters in the order in which their gradients become ready.
+        bucket_bytes: most bytes of gradients in a bucket; a larger parameter is alone in one.
+        first_bytes: the same for the first bucket of each kind, small so that it starts early.
+
+    Returns:
+        The buckets in the order in which their last gradient becomes ready.
+    """
+    groups: list[list[int]] = []
+    latest: dict[tuple[torch.dtype, Hashable], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, Hashable], int] = {}
+    limits: dict[tuple[torch.dtype, Hashable], int] = {}
+    for index in order:
+        kind = kinds[index]
+        nbytes = torch.Size(shapes[index]).numel() * kind[0].itemsize
+        if kind not in latest or sizes[kind] + nbytes > limits[kind]:
+            limits[kind] = bucket_bytes if kind in latest else first_bytes
+            latest[kind], sizes[kind] = [], 0
+            groups.append(latest[kind])
+        latest[kind].append(index)
+        sizes[kind] += nbytes
+    position = {index: place for place, index in enumerate(order)}
+    groups.sort(key=lambda members: position[members[-1]])
+    return [
+        BucketLayout(tuple(members), tuple(tuple(shapes[i]) for i in members), kinds[members[0]][0])
+        for members in groups
+    ]
+
+
+class Bucket:
+    """One flat tensor and its views.
+
+    Attributes:
+        layout: what it holds.
+        parameters: its parameters, in order.
+        flat: 1-D, the gradients and the tail.
+        views: a view of ``flat`` per parameter, with its shape and, when dense, its strides.
+        flags: the tail of ``flat``.
+    """
+
+    def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter]) -> None:
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.flat = torch.zeros(layout.numel, dtype=layout.dtype, device=parameters[0].device)
+        self.views: list[Tensor] = []
+        offset = 0
+        for parameter in parameters:
+            self.views.append(view_like(self.flat, offset, parameter))
+            offset += parameter.numel()
+        self.flags = self.flat[offset:]
+
+
+def view_like(flat: Tensor, offset: int, tensor: Tensor) -> Tensor:
+    """Return a view of a 1-D tensor with another tensor's shape.
+
+    It has the tensor's strides too when these are dense (as after ``channels_last`` or a
+    transposition); otherwise it is contiguous.
+
+    Args:
+        flat: 1-D.
+        offset: where the view starts.
+        tensor: whose shape and strides to take.
+    """
+    piece = flat[offset : offset + tensor.numel()]
+    if is_dense(tensor):
+        return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
+    return piece.view(tensor.shape)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlap, in any order of dims."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,32 @@
+"""The names that the training state has outside of a run: those of the user's own model."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+_COMPILED = "_orig_mod."
+"""What ``torch.compile`` puts before the names of the module it wraps."""
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without what ``torch.compile`` adds."""
+    return name.replace(_COMPILED, "")
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the distinct parameters in registration order; tied ones under their first name."""
+    return {clean_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the distinct buffers that a state dict would hold."""
+    fleeting = set(_fleeting(model))
+    return {
+        clean_name(name): buffer for name, buffer in model.named_buffers() if name not in fleeting
+    }
+
+
+def _fleeting(model: nn.Module) -> Iterator[str]:
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            yield f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,92 @@
+"""The norm of many tensors as one number, on one rank or over the axes that hold the pieces."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.collectives import Communicator
+
+
+def global_norm(
+    pieces: Iterable[Tensor],
+    norm_type: float = 2.0,
+    *,
+    over: Sequence[Communicator] = (),
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return the p-norm of all elements of all pieces, as if they were one vector.
+
+    Norms of pieces are taken in fp32, of fp64 pieces in fp64; no value leaves the device.
+
+    Args:
+        pieces: tensors of any shape and dtype.
+        norm_type: p, positive; ``inf`` for the largest absolute value.
+        over: axes over which distinct pieces lie: one scalar all-reduce each. Without any, the
+            pieces are all there is.
+        device: where the result lies; needed when a rank may hold no piece at all.
+
+    Returns:
+        0-d, fp32 or, with fp64 pieces on this rank or on others, fp64.
+
+    Raises:
+        UsageError: norm_type is not positive.
+    """
+    if not norm_type > 0:
+        raise UsageError(f"expected a positive norm_type, or inf, found {norm_type}")
+    norms = _norms(pieces, norm_type)
+    if norms:
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    else:
+        total = torch.zeros((), device=device)
+    if not over:
+        return total
+    return _combine(total, norm_type, over)
+
+
+def clip_(pieces: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale tensors in place so that their norm, which is given, becomes at most max_norm.
+
+    The factor is ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils``.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for (device, _), group in _grouped(pieces).items():
+        torch._foreach_mul_(group, factor.to(device))
+
+
+def _norms(pieces: Iterable[Tensor], norm_type: float) -> list[Tensor]:
+    norms: list[Tensor] = []
+    for (_, dtype), group in _grouped(pieces).items():
+        wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+        same = dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
+        norms += torch._foreach_norm(group, norm_type, None if same else wide)
+    if not norms:
+        return []
+    device = norms[0].device
+    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+    return [norm.to(device, widest) for norm in norms]
+
+
+def _combine(total: Tensor, norm_type: float, over: Sequence[Communicator]) -> Tensor:
+    # One dtype on every rank, whatever pieces each of them has.
+    total = total.to(torch.float64 if total.device.type == "cpu" else torch.float32)
+    if math.isinf(norm_type):
+        for communicator in over:
+            communicator.all_reduce(total, reduction="max", label="gradient norm").wait()
+        return total
+    total.pow_(norm_type)
+    for communicator in over:
+        communicator.all_reduce(total, label="gradient norm").wait()
+    total.pow_(1.0 / norm_type)
+    return total
+
+
+def _grouped(pieces: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for piece in pieces:
+        if piece.numel():
+            groups[piece.device, piece.dtype].append(piece.detach())
+    return groups
