@@ -1,0 +1,146 @@
+"""A checkpoint that is not what was written is refused, by file, with expected and found."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+
+from drivetrain.checkpoint import open_checkpoint, save_checkpoint
+from drivetrain.errors import CheckpointError
+from drivetrain.runtime.world import World
+from drivetrain.strategy import Part, Shard
+
+WORLD = World()
+WEIGHTS = "model-0-weights-00000-of-00001.safetensors"
+OTHER = "model-1-weights-00000-of-00001.safetensors"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    def shards(value):
+        tensor = torch.full((8,), value)
+        return [Shard("w", "", tensor, (8,), Part.whole((8,)))]
+
+    save_checkpoint(
+        tmp_path / "ck", world=WORLD, models=[shards(1.0), shards(2.0)], state={"epoch": 1}
+    )
+    return tmp_path / "ck"
+
+
+def refuses(directory, message, verify="full"):
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(directory, WORLD, verify=verify)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "state.json", "manifest.json"])
+def test_flipped_bit_anywhere(directory, name):
+    path = directory / name
+    content = bytearray(path.read_bytes())
+    digest = hashlib.sha256(content).hexdigest()
+    for at in (10, len(content) // 2, len(content) - 2):
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        if name == "manifest.json":
+            refuses(directory, "manifest.json")
+        else:
+            refuses(directory, f"expected sha256 {digest} of .*{name}, found [0-9a-f]{{64}}")
+    path.write_bytes(content)
+    open_checkpoint(directory, WORLD)
+
+
+@pytest.mark.parametrize("verify", ["full", "size"])
+def test_truncated_file(directory, verify):
+    content = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(content[:-4])
+    message = f"expected {len(content)} bytes in .*{WEIGHTS}, found {len(content) - 4}"
+    refuses(directory, message, verify)
+
+
+@pytest.mark.parametrize("verify", ["full", "size"])
+def test_missing_file(directory, verify):
+    (directory / WEIGHTS).unlink()
+    refuses(directory, f"expected the file .*{WEIGHTS} of .* bytes, found none", verify)
+
+
+def test_swapped_files_of_one_size(directory):
+    (directory / WEIGHTS).rename(directory / "x")
+    (directory / OTHER).rename(directory / WEIGHTS)
+    (directory / "x").rename(directory / OTHER)
+    refuses(directory, "expected sha256")
+
+
+def test_header_that_does_not_match_the_manifest(directory):
+    content = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(content.replace(b'"F32"', b'"I32"'))
+    found = open_checkpoint(directory, WORLD, verify="size").model(0)
+    with pytest.raises(CheckpointError, match=r"expected 8 elements of F32 .* torch.int32"):
+        found.read("w")
+    (directory / WEIGHTS).write_bytes(b"\xff" * len(content))
+    found = open_checkpoint(directory, WORLD, verify="size").model(0)
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        found.read("w")
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    refuses(tmp_path / "none", "there is no checkpoint .*none")
+    refuses(tmp_path, "expected manifest.json in")
+    (tmp_path / "manifest.json").write_text("{")
+    refuses(tmp_path, "is not JSON")
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    refuses(tmp_path, "is not JSON")
+    (tmp_path / "manifest.json").write_text('{"format": "other"}')
+    refuses(tmp_path, "expected the format 'drivetrain-checkpoint' .* found 'other'")
+
+
+def rewrite(directory, change):
+    """Change the manifest as somebody would who knows how to sign it."""
+    path = directory / "manifest.json"
+    body = json.loads(path.read_text())
+    body.pop("sha256")
+    change(body)
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    body["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(json.dumps(body))
+
+
+def part(body):
+    return body["models"][0]["tensors"][0]["parts"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: body.update(version=2), "expected format version 1 .* found 2.*newer"),
+        (lambda body: body["files"].update({"../x": {"size": 1, "sha256": ""}}), "plain file name"),
+        (lambda body: body["files"].update({"/etc/x": {"size": 1, "sha256": ""}}), "plain file"),
+        (lambda body: body["files"].update({"..": {"size": 1, "sha256": ""}}), "plain file name"),
+        (lambda body: part(body).update(file="../../x"), "plain file name"),
+        (lambda body: part(body).update(file="unlisted"), "without listing its digest"),
+        (lambda body: body["rank_files"].update({"0": "a/b"}), "plain file name"),
+        (lambda body: part(body).update(offsets=[1]), "has a part outside"),
+        (lambda body: part(body).update(sizes=[7]), "its 8 elements exactly once, found 7"),
+        (lambda body: part(body).update(flat=[0, 1, 2]), "not a valid manifest"),
+        (lambda body: part(body).pop("offsets"), "not a valid manifest: KeyError"),
+        (lambda body: body["models"][0]["tensors"][0].update(dtype="Q4"), "unknown dtype 'Q4'"),
+        (lambda body: body.pop("files"), "not a valid manifest"),
+        (lambda body: body.update(models=3), "not a valid manifest"),
+    ],
+)
+def test_manifest_that_was_made_to_mislead(directory, change, message):
+    rewrite(directory, change)
+    refuses(directory, message)
+
+
+def test_overlapping_parts_are_noticed_when_read(directory):
+    def overlap(body):
+        one, two = dict(part(body)), dict(part(body))
+        one.update(flat=[0, 4])
+        two.update(flat=[0, 4])
+        body["models"][0]["tensors"][0]["parts"] = [one, two]
+
+    rewrite(directory, overlap)
+    found = open_checkpoint(directory, WORLD).model(0)
+    with pytest.raises(CheckpointError, match="expected 4 elements of F32"):
+        found.read("w")

@@ -1,0 +1,178 @@
+"""Exports are what Hugging Face style loaders read, and never a mixture of two models."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from drivetrain.checkpoint import ExportTensor, plan_export, read_export, write_export
+from drivetrain.checkpoint.export import parse_size
+from drivetrain.errors import CheckpointError
+from drivetrain.runtime.world import World
+
+WORLD = World()
+
+
+def tensors_of(count, value=0.0):
+    return {f"layer.{i}": torch.full((10,), value + i) for i in range(count)}
+
+
+def write(directory, tensors, size="10GB"):
+    plan = plan_export([ExportTensor.of(name, t) for name, t in tensors.items()], size)
+    write_export(directory, plan, lambda names: ((n, tensors[n]) for n in names), world=WORLD)
+    return plan
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def same(found, expected):
+    found = dict(found)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
+
+def test_one_file(tmp_path):
+    tensors = tensors_of(3)
+    write(tmp_path / "out", tensors)
+    assert names(tmp_path / "out") == ["model.safetensors"]
+    assert same(read_export(tmp_path / "out"), tensors)
+    assert same(read_export(tmp_path / "out" / "model.safetensors"), tensors)
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_several_files_with_an_index(tmp_path):
+    tensors = tensors_of(5)
+    write(tmp_path, tensors, 80)
+    assert names(tmp_path) == [
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+    ]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 200}
+    assert index["weight_map"]["layer.4"] == "model-00003-of-00003.safetensors"
+    assert same(read_export(tmp_path), tensors)
+
+
+def test_a_tensor_above_the_limit_gets_its_own_file(tmp_path):
+    tensors = {"a": torch.ones(1), "b": torch.ones(100), "c": torch.ones(1)}
+    plan = write(tmp_path, tensors, 8)
+    assert [[t.name for t in file] for file in plan.files.values()] == [["a"], ["b"], ["c"]]
+
+
+def test_tied_tensors_are_stored_once(tmp_path):
+    tied = torch.ones(4)
+    plan = write(tmp_path, {"embedding": tied, "other": torch.ones(4), "head": tied})
+    assert plan.aliases == {"head": "embedding"}
+    assert plan.total_bytes == 32
+    assert dict(read_export(tmp_path)).keys() == {"embedding", "other"}
+
+
+def test_a_model_without_tensors(tmp_path):
+    write(tmp_path, {})
+    assert dict(read_export(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(("first", "second"), [(80, "10GB"), ("10GB", 80), (40, 80), (80, 80)])
+def test_an_earlier_export_leaves_nothing_behind(tmp_path, first, second):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_text("x")
+    (tmp_path / ".model.safetensors.tmp-0123456789abcdef").write_text("of a killed export")
+    write(tmp_path, tensors_of(5), first)
+    tensors = tensors_of(5, 10.0)
+    plan = write(tmp_path, tensors, second)
+    index = ["model.safetensors.index.json"] if len(plan.files) > 1 else []
+    kept = ["adapter_model.safetensors", "config.json"]
+    assert names(tmp_path) == sorted([*plan.files, *index, *kept])
+    assert same(read_export(tmp_path), tensors)
+
+
+def test_tensors_are_asked_for_one_file_at_a_time_and_none_is_kept(tmp_path):
+    asked = []
+    plan = plan_export([ExportTensor.of(n, t) for n, t in tensors_of(4).items()], 80)
+
+    def fetch(wanted):
+        asked.append(list(wanted))
+        for name in wanted:
+            yield name, torch.full((10,), 1.0)
+
+    write_export(tmp_path, plan, fetch, world=WORLD)
+    assert asked == [["layer.0", "layer.1"], ["layer.2", "layer.3"]]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(10, device="meta"), "to hold strided data, found device meta"),
+        (torch.ones(9), "expected .* next in .*, found"),
+        (torch.ones(10, dtype=torch.float64), "expected .* next in .*, found"),
+    ],
+)
+def test_a_tensor_unlike_the_plan_keeps_the_earlier_export(tmp_path, tensor, message):
+    write(tmp_path, tensors_of(2))
+    before = names(tmp_path)
+    plan = plan_export([ExportTensor("layer.0", (10,), torch.float32, 0)])
+    with pytest.raises(CheckpointError, match=message):
+        write_export(tmp_path, plan, lambda names: ((n, tensor) for n in names), world=WORLD)
+    assert names(tmp_path) == before
+    assert same(read_export(tmp_path), tensors_of(2))
+
+
+def test_fetching_goes_on_after_a_failure(tmp_path):
+    """Fetching communicates: a rank that stopped would leave the others waiting."""
+    seen = []
+    plan = plan_export([ExportTensor(n, (1,), torch.float32, n) for n in "abc"])
+
+    def fetch(wanted):
+        for name in wanted:
+            seen.append(name)
+            yield name, torch.ones(1, device="meta")
+
+    with pytest.raises(CheckpointError, match="hold strided data"):
+        write_export(tmp_path, plan, fetch, world=WORLD)
+    assert seen == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("10GB", 10**10), ("512MiB", 2**29), ("1.5 kb", 1500), (7, 7), ("7", 7), ("7B", 7)],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", 0, -5, "10 apples", "0MB"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(CheckpointError, match="expected a file size such as '10GB'"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a/b", "", 3, None])
+def test_an_index_cannot_reach_outside(tmp_path, file):
+    body = {"weight_map": {"w": file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match="expected a plain file name"):
+        list(read_export(tmp_path))
+
+
+def test_damaged_exports(tmp_path):
+    with pytest.raises(CheckpointError, match="found neither"):
+        list(read_export(tmp_path))
+    with pytest.raises(CheckpointError, match="there is no exported model"):
+        list(read_export(tmp_path / "none.safetensors"))
+    write(tmp_path, tensors_of(4), 80)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="1 are missing: model-00002-of-00002"):
+        list(read_export(tmp_path))
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(CheckpointError, match="is not whole"):
+        list(read_export(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="is not an index"):
+        list(read_export(tmp_path))

@@ -1,0 +1,213 @@
+"""Several ranks write one checkpoint, any number reads it, and they fail together."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.checkpoint import (
+    ExportTensor,
+    describe_difference,
+    open_checkpoint,
+    plan_export,
+    read_export,
+    save_checkpoint,
+    tensorfile,
+    write_export,
+)
+from drivetrain.errors import CheckpointError
+from drivetrain.runtime.world import World
+from drivetrain.strategy import Part, Shard
+
+WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
+
+
+def flat_shards(world, state=""):
+    """An uneven flat range on each rank, the last one empty on purpose."""
+    cuts = [0, 3, 22, 35, 35][: world.size] + [35]
+    first, last = cuts[world.rank], cuts[world.rank + 1]
+    part = Part((0, 0), (5, 7), (first, last))
+    yield Shard("w", state, WHOLE.reshape(-1)[first:last], (5, 7), part)
+
+
+def column_shards(world):
+    """A column block on each rank, as tensor parallelism holds it."""
+    width = -(-7 // world.size)
+    first, last = min(7, world.rank * width), min(7, (world.rank + 1) * width)
+    yield Shard("tp", "", WHOLE[:, first:last], (5, 7), Part((0, first), (5, last - first)))
+
+
+def save(directory, world, **options):
+    rank = world.rank
+    save_checkpoint(
+        directory,
+        world=world,
+        models=[[*flat_shards(world), *flat_shards(world, "0.m")], column_shards(world)],
+        scalars=[{0: {"w": {"step": 4}, f"only.{rank}": {"step": rank}}}, {}],
+        state={"epoch": 2},
+        rank_state={"r": torch.tensor([rank])},
+        **options,
+    )
+
+
+def check(directory, world):
+    with open_checkpoint(directory, world) as found:
+        first, second = found.model(0), found.model(1)
+        assert torch.equal(first.read("w"), WHOLE)
+        assert torch.equal(first.read("w", "0.m"), WHOLE)
+        assert torch.equal(second.read("tp"), WHOLE)
+        for shard in flat_shards(world):
+            assert torch.equal(second.read("tp", part=shard.part), shard.tensor)
+        for shard in column_shards(world):
+            assert torch.equal(first.read("w", part=shard.part), shard.tensor)
+        for rank in range(found.world_size):
+            assert first.scalars(f"only.{rank}", 0) == {"step": rank}
+            assert found.rank_state(rank)["r"].item() == rank
+        assert first.scalars("w", 0) == {"step": 4}
+        assert found.rank_state(found.world_size) is None
+        assert found.state == {"epoch": 2}
+        return found.world_size
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_save_and_any_number_loads(tmp_path):
+    world = World.discover(cpu=True)
+    save(tmp_path / "ck", world)
+    assert check(tmp_path / "ck", world) == 2
+    for size in (1, 3, 5):  # a lone world of each size: verification is not shared
+        for rank in range(size):
+            lone = World() if size == 1 else None
+            if lone:
+                assert check(tmp_path / "ck", lone) == 2
+                continue
+            found = open_checkpoint(tmp_path / "ck", World()).model(0)
+            other = World(rank=rank, size=size)
+            for shard in [*column_shards(other)]:
+                assert torch.equal(found.read("w", part=shard.part), shard.tensor)
+
+
+@pytest.mark.ranks(3)
+def test_one_rank_saves_and_three_load_and_the_other_way(tmp_path):
+    world = World.discover(cpu=True)
+    if world.is_main:
+        save(tmp_path / "one", World())
+    dist.barrier()
+    assert check(tmp_path / "one", world) == 1
+    save(tmp_path / "three", world)
+    assert check(tmp_path / "three", World()) == 3
+    save(tmp_path / "three", world, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "three"]
+
+
+def raises_the_same(world, message, work):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        work()
+    texts = [None] * world.size
+    dist.all_gather_object(texts, str(caught.value))
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_on_one_rank_is_raised_on_both(tmp_path, monkeypatch):
+    world = World.discover(cpu=True)
+    save(tmp_path / "ck", world)
+    walked = []
+
+    def shards():
+        for name in "abc":  # each shard is gathered: stopping early would hang the other rank
+            dist.all_reduce(torch.ones(1))
+            walked.append(name)
+            part = Part.whole((1,)) if world.is_main else Part((0,), (0,))
+            yield Shard(name, "", torch.ones(part.sizes), (1,), part)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error", "the file")
+
+    if world.rank == 1:
+        monkeypatch.setattr(tensorfile.HashedFile, "write", fail)
+
+    def work():
+        save_checkpoint(tmp_path / "ck", world=world, models=[shards()], overwrite=True)
+
+    raises_the_same(world, "rank 1: Input/output error: the file", work)
+    assert walked == ["a", "b", "c"]
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+    monkeypatch.undo()
+    assert check(tmp_path / "ck", world) == 2
+
+
+@pytest.mark.ranks(2)
+def test_existing_directory_is_told_to_both(tmp_path):
+    world = World.discover(cpu=True)
+    save(tmp_path / "ck", world)
+    raises_the_same(world, "already exists", lambda: save(tmp_path / "ck", world))
+
+
+@pytest.mark.ranks(2)
+def test_damage_that_one_rank_finds_is_told_to_both(tmp_path):
+    world = World.discover(cpu=True)
+    save(tmp_path / "ck", world)
+    files = sorted(json.loads((tmp_path / "ck" / "manifest.json").read_text())["files"])
+    for name in files:
+        dist.barrier()
+        content = (tmp_path / "ck" / name).read_bytes()
+        dist.barrier()
+        if world.is_main:
+            (tmp_path / "ck" / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        dist.barrier()
+        raises_the_same(
+            world, f"expected sha256 .*{name}", lambda: open_checkpoint(tmp_path / "ck", world)
+        )
+        if world.is_main:
+            (tmp_path / "ck" / name).write_bytes(content)
+    dist.barrier()
+    check(tmp_path / "ck", world)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_contradict_each_other(tmp_path):
+    world = World.discover(cpu=True)
+
+    def save_with(shards, scalars):
+        save_checkpoint(tmp_path / "ck", world=world, models=[shards], scalars=scalars)
+
+    shape = (2 + world.rank,)
+    shard = Shard("w", "", torch.ones(1), shape, Part((world.rank,), (1,)))
+    raises_the_same(world, "ranks disagree on 'w'", lambda: save_with([shard], [{}]))
+    scalars = [{0: {"w": {"step": world.rank}}}]
+    raises_the_same(world, r"ranks disagree on .*'step'.*rank 1", lambda: save_with([], scalars))
+    whole = Shard("w", "", torch.ones(2), (2,), Part.whole((2,)))
+    raises_the_same(world, "exactly once, found 4", lambda: save_with([whole], [{}]))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks(2)
+def test_export_gathers_on_all_and_writes_on_one(tmp_path):
+    world = World.discover(cpu=True)
+    plan = plan_export([ExportTensor(n, (2,), torch.float32, n) for n in "ab"], 8)
+
+    def fetch(names):
+        for name in names:
+            tensor = torch.full((2,), float(world.rank))
+            dist.all_reduce(tensor)
+            yield name, tensor
+
+    write_export(tmp_path, plan, fetch, world=world)
+    found = dict(read_export(tmp_path))
+    assert found.keys() == {"a", "b"}
+    assert found["a"].tolist() == [1.0, 1.0]
+
+
+def test_differences_are_described():
+    expected = {("a", ""): (2,), ("b", ""): (3, 4), ("c", "0.m"): (1,)}
+    assert describe_difference(expected, dict(expected)) == ""
+    text = describe_difference(expected, {("a", ""): (2,), ("b", ""): (4, 3), ("z", ""): (1,)})
+    assert "expected 3 tensors, found 3 in the checkpoint" in text
+    assert "1 missing from the checkpoint: 'c', optimizer state '0.m'" in text
+    assert "1 in the checkpoint only: 'z'" in text
+    assert "'b': expected (3, 4), found (4, 3)" in text
+    many = {(f"w{i}", ""): (1,) for i in range(20)}
+    assert "20 missing from the checkpoint: 'w0', 'w1', and 18 more" in describe_difference(
+        many, {}, first=2
+    )

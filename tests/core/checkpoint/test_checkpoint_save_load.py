@@ -1,0 +1,169 @@
+"""A checkpoint gives back what was saved, in any parts, and says what it does not have."""
+
+import json
+
+import pytest
+import torch
+
+from drivetrain.checkpoint import open_checkpoint, save_checkpoint, saving
+from drivetrain.errors import CheckpointError
+from drivetrain.runtime.world import World
+from drivetrain.strategy import Part, Reader, Shard
+
+WORLD = World()
+
+
+def whole(name, tensor, state=""):
+    return Shard(name, state, tensor, tuple(tensor.shape), Part.whole(tensor.shape))
+
+
+def save(directory, *models, **options):
+    save_checkpoint(directory, world=WORLD, models=models, **options)
+
+
+@pytest.fixture
+def weight():
+    return torch.arange(24, dtype=torch.float32).reshape(4, 6)
+
+
+def test_everything_comes_back(tmp_path, weight):
+    moments = whole("layer.weight", weight * 2, "0.exp_avg")
+    buffer = whole("steps", torch.tensor(7))
+    state = {"epoch": 3, "schedulers": [{"last_lr": (0.1,), "milestones": {5: 1}}]}
+    save(
+        tmp_path / "ck",
+        [whole("layer.weight", weight), buffer, moments],
+        [whole("other", weight[0])],
+        scalars=[{0: {"layer.weight": {"step": 7, "flag": None}}}, {}],
+        state=state,
+        rank_state={"random": torch.arange(5, dtype=torch.uint8)},
+    )
+    with open_checkpoint(tmp_path / "ck", WORLD) as found:
+        first: Reader = found.model(0)
+        assert found.models == 2
+        assert found.world_size == 1
+        assert found.state == state
+        assert set(first.keys()) == {
+            ("layer.weight", ""),
+            ("steps", ""),
+            ("layer.weight", "0.exp_avg"),
+        }
+        assert first.shape("layer.weight") == (4, 6)
+        assert torch.equal(first.read("layer.weight"), weight)
+        assert torch.equal(first.read("layer.weight", "0.exp_avg"), weight * 2)
+        assert first.read("steps").shape == ()
+        assert torch.equal(found.model(1).read("other"), weight[0])
+        assert first.scalars("layer.weight", 0) == {"step": 7, "flag": None}
+        assert first.scalars("layer.weight", 1) == {}
+        assert first.scalars("steps", 0) == {}
+        assert found.rank_state(0)["random"].tolist() == [0, 1, 2, 3, 4]
+        assert found.rank_state(1) is None
+
+
+def test_read_returns_parts_that_stay_valid_after_closing(tmp_path, weight):
+    save(tmp_path / "ck", [whole("w", weight)])
+    with open_checkpoint(tmp_path / "ck", WORLD) as found:
+        box = found.model(0).read("w", part=Part((1, 2), (2, 3)))
+        flat = found.model(0).read("w", part=Part((0, 0), (4, 6), (5, 8)))
+    box += 0
+    assert torch.equal(box, weight[1:3, 2:5])
+    assert flat.tolist() == [5, 6, 7]
+
+
+def test_parts_in_several_forms_make_one_tensor(tmp_path, weight):
+    def part(tensor, *where):
+        return Shard("w", "", tensor, (4, 6), Part(*where))
+
+    pieces = [
+        part(weight[:, :2], (0, 0), (4, 2)),
+        part(weight[:, 2:].reshape(-1)[:5], (0, 2), (4, 4), (0, 5)),
+        part(weight[:, 2:].reshape(-1)[5:], (0, 2), (4, 4), (5, 16)),
+    ]
+    save(tmp_path / "ck", pieces)
+    found = open_checkpoint(tmp_path / "ck", WORLD).model(0)
+    assert torch.equal(found.read("w"), weight)
+    assert torch.equal(found.read("w", part=Part((1, 1), (3, 3))), weight[1:, 1:4])
+
+
+def test_reading_a_part_maps_only_what_it_needs(tmp_path):
+    large = torch.zeros(64 * 2**20, dtype=torch.uint8)
+    save(tmp_path / "ck", [whole("w", large)])
+    reader = open_checkpoint(tmp_path / "ck", WORLD, verify="size").model(0)
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[2]) * 4096  # pages of files that are mapped in
+
+    before = resident()
+    reader.read("w", part=Part((0,), (large.numel(),), (1000, 2000)))
+    assert resident() - before < 8 * 2**20
+
+
+def test_files_are_cut_at_the_limit(tmp_path, weight, monkeypatch):
+    monkeypatch.setattr(saving, "FILE_BYTES", 200)
+    names = [f"w{i}" for i in range(5)]
+    save(tmp_path / "ck", [whole(name, weight + i) for i, name in enumerate(names)])
+    assert len(list((tmp_path / "ck").glob("model-0-weights-*"))) == 3  # 2 + 2 + 1 of 96 bytes
+    found = open_checkpoint(tmp_path / "ck", WORLD).model(0)
+    assert all(torch.equal(found.read(n), weight + i) for i, n in enumerate(names))
+
+
+def test_names_that_collide_or_are_reserved(tmp_path, weight):
+    shards = [whole("__metadata__", weight[0]), whole("__metadata__#1", weight[1])]
+    shards += [whole("0.m/w", weight[2], "0.n"), whole("w", weight[3], "0.n/0.m")]
+    save(tmp_path / "ck", shards)
+    found = open_checkpoint(tmp_path / "ck", WORLD).model(0)
+    for shard in shards:
+        assert torch.equal(found.read(shard.name, shard.state), shard.tensor)
+
+
+def test_nothing_but_what_is_needed_is_written(tmp_path, weight):
+    save(tmp_path / "ck", [whole("w", weight)])
+    assert sorted(path.name for path in (tmp_path / "ck").iterdir()) == [
+        "manifest.json",
+        "model-0-weights-00000-of-00001.safetensors",
+        "state.json",
+    ]
+    assert json.loads((tmp_path / "ck" / "manifest.json").read_text())["version"] == 1
+
+
+def test_what_the_checkpoint_lacks(tmp_path, weight):
+    save(tmp_path / "ck", [whole("layer.weight", weight)])
+    found = open_checkpoint(tmp_path / "ck", WORLD)
+    with pytest.raises(CheckpointError, match="lacks 'layer.weigth'; nearest .*: layer.weight"):
+        found.model(0).read("layer.weigth")
+    with pytest.raises(CheckpointError, match="optimizer state '0.exp_avg'"):
+        found.model(0).shape("layer.weight", "0.exp_avg")
+    with pytest.raises(CheckpointError, match=r"inside its shape \(4, 6\)"):
+        found.model(0).read("layer.weight", part=Part((0, 0), (4, 7)))
+    with pytest.raises(CheckpointError, match="expected model 1 .* found 1 models"):
+        found.model(1)
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([Shard("w", "", torch.ones(2), (4,), Part((0,), (2,)))], "its 4 elements .* found 2"),
+        ([whole("w", torch.ones(2))] * 2, "its 2 elements .* found 4"),
+        ([Shard("w", "", torch.ones(3), (4,), Part((0,), (2,)))], "'w' has 3 of 4 elements"),
+        ([Shard("w", "", torch.ones(2), (4,), Part((3,), (2,)))], "'w' has 2 of 4 elements"),
+        ([whole("w", torch.ones(2, dtype=torch.complex128))], "'w' has dtype torch.complex128"),
+    ],
+)
+def test_shards_that_make_no_tensor_are_refused(tmp_path, shards, message):
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path / "ck", shards)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_state_that_is_not_plain_is_refused(tmp_path, weight):
+    with pytest.raises(CheckpointError, match=r"state\.objects\[1\]\.fn is a .*function"):
+        save(tmp_path / "ck", [whole("w", weight)], state={"objects": [1, {"fn": print}]})
+    with pytest.raises(CheckpointError, match=r"scalars\[0\].*is a builtins.set"):
+        save(tmp_path / "ck", [whole("w", weight)], scalars=[{0: {"w": {"x": {1}}}}])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_verify_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="'full' or 'size', found 'none'"):
+        open_checkpoint(tmp_path, WORLD, verify="none")

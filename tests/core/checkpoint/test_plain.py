@@ -1,0 +1,130 @@
+"""Plain values survive JSON exactly; anything else is refused with its path."""
+
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drivetrain.checkpoint.plain import check_plain, decode, encode
+from drivetrain.errors import CheckpointError
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["$tensor", "$tuple", "$x"]), inner, max_size=2)
+    ),
+    max_leaves=12,
+)
+
+
+def there_and_back(value):
+    tensors = {}
+    text = json.dumps(encode(value, "state", tensors), allow_nan=False)
+    return decode(json.loads(text), tensors)
+
+
+def types(value):
+    if isinstance(value, (list, tuple)):
+        return type(value), [types(item) for item in value]
+    if isinstance(value, dict):
+        return type(value), [(type(key), types(item)) for key, item in value.items()]
+    return type(value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(values)
+def test_round_trip_with_types(value):
+    found = there_and_back(value)
+    assert found == value
+    assert types(found) == types(value)
+
+
+def test_nan_and_infinities():
+    found = there_and_back([math.nan, math.inf, -math.inf, -0.0])
+    assert math.isnan(found[0])
+    assert found[1:3] == [math.inf, -math.inf]
+    assert math.copysign(1, found[3]) == -1
+
+
+def test_tensors_inside_keep_dtype_and_value():
+    value = {"a": [torch.ones(2, dtype=torch.bfloat16)], "b": {3: torch.tensor(5)}}
+    found = there_and_back(value)
+    assert found["a"][0].dtype == torch.bfloat16
+    assert found["b"][3].item() == 5
+
+
+def test_paths_that_read_alike_keep_their_tensors_apart():
+    found = there_and_back({"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}})
+    assert found["a.b"].item() == 1
+    assert found["a"]["b"].item() == 2
+
+
+def test_counter_stays_a_counter_and_ordered_dicts_become_dicts():
+    assert type(there_and_back(Counter({3: 2}))) is Counter
+    value = [OrderedDict(a=1), defaultdict(list, b=[2]), torch.Size([3])]
+    assert there_and_back(value) == [{"a": 1}, {"b": [2]}, (3,)]
+
+
+def test_every_scheduler_of_torch_is_plain():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    make = torch.optim.lr_scheduler
+    schedulers = [
+        make.StepLR(optimizer, 2),
+        make.MultiStepLR(optimizer, [2, 4]),
+        make.LambdaLR(optimizer, lambda step: 0.5**step),
+        make.OneCycleLR(optimizer, 0.1, total_steps=10),
+        make.ReduceLROnPlateau(optimizer),
+        make.CosineAnnealingWarmRestarts(optimizer, 5),
+    ]
+    schedulers.append(make.SequentialLR(optimizer, schedulers[:2], [3]))
+    for scheduler in schedulers:
+        state = scheduler.state_dict()
+        assert there_and_back(state) == state
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("value", "culprit"),
+    [
+        (object(), "builtins.object"),
+        ({1, 2}, "builtins.set"),
+        (b"bytes", "builtins.bytes"),
+        (1j, "builtins.complex"),
+        (len, "builtins.builtin_function_or_method"),
+        (Pair(1, 2), "Pair"),
+        (deque([1]), "collections.deque"),
+        (torch.float32, "torch.dtype"),
+    ],
+)
+def test_other_objects_are_refused_by_path(value, culprit):
+    with pytest.raises(CheckpointError, match=r"objects\[0\]\.inner\[1\] is a .*" + culprit):
+        check_plain([{"inner": [0, value]}], "objects")
+
+
+@pytest.mark.parametrize("key", [None, 1.5, True, (1,)])
+def test_other_keys_are_refused(key):
+    with pytest.raises(CheckpointError, match="keys of a dict in a checkpoint must be str or int"):
+        check_plain({key: 1}, "state")
+
+
+def test_a_value_that_contains_itself_is_refused():
+    value = []
+    value.append(value)
+    with pytest.raises(CheckpointError, match="contains itself"):
+        check_plain(value, "state")
+
+
+@pytest.mark.parametrize("body", [{"$code": 1}, {"$tensor": "gone"}, {"$dict": 3}, {"$float": "x"}])
+def test_unknown_or_broken_tags_are_refused(body):
+    with pytest.raises(CheckpointError, match="expected a known tag"):
+        decode(body, {})
