@@ -1,4 +1,4 @@
-"""Runs the command as ``python -m drivetrain_launch``, for when the console script is not on PATH."""
+"""Runs the command as ``python -m drivetrain_launch``, when the script is not on PATH."""
 
 from drivetrain_launch.cli import main
 

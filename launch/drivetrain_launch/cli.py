@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import click
 
-from drivetrain import __version__
+from drivetrain._version import __version__
 from drivetrain.errors import DrivetrainError
 
 INTERRUPTED = 130

@@ -98,7 +98,7 @@ class Agent(LocalElasticAgent):
         self._worker_group.spec.rdzv_handler.shutdown()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids = super()._start_workers(worker_group)
+        pids: dict[int, Any] = super()._start_workers(worker_group)
         self.started.update(pids.values())
         # The agent gives a rank 30 s to end after another one failed: too long to look at.
         context = self._pcontext
@@ -107,7 +107,7 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed() and self._remaining_restarts > 0:
             text, _ = report(result.failures)
             left = self._remaining_restarts - 1

@@ -152,6 +152,6 @@ def _holder(port: int) -> str:
     except psutil.Error:
         return ""
     for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,):
             return f" (process {connection.pid} has it)" if connection.pid else ""
     return ""

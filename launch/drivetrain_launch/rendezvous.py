@@ -1,4 +1,4 @@
-"""How the ranks find each other: through a store on loopback on one host, through host 0 on several.
+"""How the ranks find each other: a store on loopback on one host, host 0 on several.
 
 torch's own single-host store listens on every interface, and its agent reuses one store over
 restarts, so restarted ranks read the addresses of dead ones. Here each attempt has a store of its
@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -110,7 +110,7 @@ class HostOrderRendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         """Tell all hosts that the run is over."""
-        self._inner.set_closed()
+        self._inner.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
         """Return how many hosts wait for the next attempt."""

@@ -23,7 +23,7 @@ from drivetrain.errors import CollectiveError, DrivetrainError
 
 INTERRUPTED = 130
 LINGER_S = 1.0
-"""A rank whose neighbour vanished waits this long, so that the neighbour's own error comes first."""
+"""A rank that lost a peer waits this long, so that the peer's own error comes first."""
 
 LOST_PEER = (
     "connection closed by peer",
@@ -86,7 +86,7 @@ def leave_process_group() -> None:
 
 
 def code_of(error: SystemExit) -> int:
-    """Return the exit code that python gives to a SystemExit, printing its message if it has one."""
+    """Return the exit code that python gives to a SystemExit, printing the message it may have."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):

@@ -1,6 +1,6 @@
 """A stranger's strategy: averages each gradient after backward, nothing hidden, nothing fast."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,0 +1,109 @@
+"""``drivetrain config``: writes, shows and checks the configuration file."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from drivetrain.config import Layer, dump_yaml, read_file
+from drivetrain.config.resolve import resolve
+from drivetrain.errors import ConfigError
+from drivetrain.registry import strategies
+from drivetrain_launch.options import resolve_command_line, source_options
+
+DEFAULT_PATH = Path("drivetrain.yaml")
+
+
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option(
+    "--default",
+    "use_default",
+    is_flag=True,
+    help="Write the defaults without asking, to standard output unless --output is given.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help=f"File to write. [default: {DEFAULT_PATH}]",
+)
+@click.pass_context
+def command(ctx: click.Context, use_default: bool, output: Path | None) -> int:
+    """Answer a few questions and write the configuration file."""
+    if ctx.invoked_subcommand is not None:
+        return 0
+    if use_default:
+        return write_defaults(output)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError(
+            "expected a terminal to ask questions on, found none; "
+            "'drivetrain config --default --output FILE' writes the defaults without asking"
+        )
+    return ask(output or DEFAULT_PATH)
+
+
+@command.command("show")
+@source_options()
+def show(config: str | None, assignments: tuple[str, ...]) -> None:
+    """Show every key with its value and where that came from."""
+    from drivetrain_launch.preview import show_configuration
+
+    show_configuration(resolve_command_line(config, assignments))
+
+
+@command.command("check")
+@click.argument("file", metavar="FILE")
+def check(file: str) -> None:
+    """Check a file: print 'ok', or every error in it and exit with 2."""
+    resolve_command_line(file, ())
+    click.echo("ok")
+
+
+def write_defaults(output: Path | None) -> int:
+    """Write every knob at its default; a file that exists is left alone.
+
+    Raises:
+        ConfigError: the file exists or cannot be written.
+    """
+    text = resolve(Layer(), find_config=strategies().find_config).to_yaml()
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        write(output, text, replace=False)
+        click.echo(f"wrote {output}")
+    return 0
+
+
+def ask(output: Path) -> int:
+    """Run the wizard on this terminal, and write what it found."""
+    from drivetrain_launch.prompts import ask_all, ask_where
+    from drivetrain_launch.wizard import Wizard
+
+    values = ask_all(Wizard(strategies()))
+    path = ask_where(values, output)
+    write(path, dump_yaml(values), replace=True)
+    # What was written is what a run will read: a mistake of ours must show here, not there.
+    resolve(read_file(path), find_config=strategies().find_config)
+    click.echo(f"wrote {path}\nrun: drivetrain launch --config {shlex.quote(str(path))} train.py")
+    return 0
+
+
+def write(path: Path, text: str, *, replace: bool) -> None:
+    """Write a whole file, or leave what was there.
+
+    Raises:
+        ConfigError: the file exists and may not be replaced, or cannot be written.
+    """
+    if path.exists() and not replace:
+        raise ConfigError(f"{path} exists; choose another --output or remove it first")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

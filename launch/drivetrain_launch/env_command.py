@@ -1,0 +1,139 @@
+"""``drivetrain env``: describes the machine for a bug report, without anything secret."""
+
+import json
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+
+from drivetrain._version import __version__
+from drivetrain.registry import Registry, stores, strategies, trackers
+from drivetrain_launch.place import cores
+
+PREFIXES = ("NCCL_", "GLOO_", "OMP_", "TORCH_", "DRIVETRAIN_")
+"""Variables outside these families are never shown: they may hold tokens."""
+
+SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
+
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+NO_LIMIT = 1 << 60
+"""cgroup v1 writes a number near 2**63 when there is no limit."""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of Markdown.")
+def command(as_json: bool) -> None:
+    """Describe this machine, for a bug report; paste it as it is."""
+    facts = collect()
+    click.echo(json.dumps(facts, indent=2) if as_json else markdown(facts))
+
+
+def collect() -> dict[str, dict[str, Any]]:
+    """Return the facts by section."""
+    import torch
+
+    return {
+        "versions": {
+            "drivetrain": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "plugins": {
+            registry.group: describe_plugins(registry)
+            for registry in (strategies(), stores(), trackers())
+        },
+        "machine": machine(),
+        "accelerators": accelerator_names(),
+        "limits": limits(),
+        "variables": shown_variables(os.environ),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Return system, cores, memory and disk."""
+    return {
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "cores for this process": cores(),
+        "memory": _gibibytes(psutil.virtual_memory().total),
+        "memory available": _gibibytes(psutil.virtual_memory().available),
+        "disk free here": _gibibytes(shutil.disk_usage(".").free),
+    }
+
+
+def accelerator_names() -> dict[str, Any]:
+    """Return the kind and the names of the accelerators."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return {"count": 0}
+    kind = torch.accelerator.current_accelerator()
+    device = torch.get_device_module(kind)
+    count = torch.accelerator.device_count()
+    names = {str(index): str(device.get_device_name(index)) for index in range(count)}
+    return {"kind": str(kind), "count": count, **names}
+
+
+def limits() -> dict[str, Any]:
+    """Return the limits that training runs hit: open files, locked memory, memory of the cgroup."""
+    return {
+        "open files": _limit(resource.RLIMIT_NOFILE),
+        "locked memory": _limit(resource.RLIMIT_MEMLOCK),
+        "processes": _limit(resource.RLIMIT_NPROC),
+        "cgroup memory": cgroup_memory(CGROUP_LIMITS),
+        "shared memory free": _gibibytes(shutil.disk_usage("/dev/shm").free)  # noqa: S108
+        if Path("/dev/shm").is_dir()  # noqa: S108
+        else "none",
+    }
+
+
+def cgroup_memory(paths: tuple[Path, ...]) -> str:
+    """Return the memory limit of this process's cgroup, "none" without one."""
+    for path in paths:
+        if path.is_file():
+            text = path.read_text().strip()
+            if text.isdecimal() and int(text) < NO_LIMIT:
+                return _gibibytes(int(text))
+    return "none"
+
+
+def describe_plugins(registry: Registry) -> str:
+    """Return the names in one registry."""
+    return ", ".join(registry.names) or "none"
+
+
+def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the known families, without any whose name sounds like a secret."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(PREFIXES) and not any(word in name for word in SECRET_WORDS)
+    }
+
+
+def markdown(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write the facts as Markdown lists."""
+    lines: list[str] = []
+    for title, section in facts.items():
+        lines += [f"### {title}", ""]
+        lines += [f"- {name}: {value}" for name, value in section.items()] or ["- none"]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _limit(kind: int) -> str:
+    soft, _ = resource.getrlimit(kind)
+    return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+
+
+def _gibibytes(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
