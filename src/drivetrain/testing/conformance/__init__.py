@@ -1,0 +1,28 @@
+"""Conformance: what every strategy must pass, ours and strangers' alike.
+
+A plugin's author subclasses one class in a test file::
+
+    from drivetrain.testing.conformance import StrategyConformance
+
+    class TestMine(StrategyConformance):
+        strategy = "mine"                            # or {"name": "mine", "option": 3}
+
+Every check runs on each number of ranks in ``worlds``, on the CPU over gloo, through the
+Accelerator alone. A check that cannot hold for a strategy is overridden by a method of the same
+name that says why in a ``pytest.skip`` or tests what holds instead.
+"""
+
+from drivetrain.testing.conformance.accounts import AccountChecks
+from drivetrain.testing.conformance.failures import FailureChecks
+from drivetrain.testing.conformance.loops import LoopChecks
+from drivetrain.testing.conformance.parity import ParityChecks
+from drivetrain.testing.conformance.several import SeveralChecks
+from drivetrain.testing.conformance.state import StateChecks
+
+__all__ = ["StrategyConformance"]
+
+
+class StrategyConformance(
+    ParityChecks, LoopChecks, SeveralChecks, AccountChecks, StateChecks, FailureChecks
+):
+    """All checks; subclass it and set ``strategy``."""

@@ -1,0 +1,139 @@
+"""Accounts: what a strategy says it sends and holds, its ledger, and what the kernel counted."""
+
+import gc
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain import Accelerator
+from drivetrain.strategy import Cost, ModelSpec
+from drivetrain.testing.conformance.suite import Suite
+from drivetrain.testing.conformance.tcp import is_supported, sent_bytes
+from drivetrain.testing.conformance.twins import Twins, adamw
+from drivetrain.testing.models import CASES
+
+STEPS = 3
+SCRATCH = 2**20
+"""Bytes that a strategy may keep besides what it promises: small buffers of collectives."""
+
+
+class AccountChecks(Suite):
+    """``cost()`` is a promise."""
+
+    def test_cost_equals_ledger(self, world: int) -> None:
+        """Bytes sent per step, exactly, by axis and operation, for every awkward model."""
+        wrong = {}
+        for name, case in CASES.items():
+            with self.accelerator() as accelerator:
+                twins = Twins(accelerator, case, adamw)
+                promised = _cost(accelerator, twins.model, case.build())
+
+                def train(step: int, twins: Twins = twins) -> None:
+                    accelerator.backward(
+                        twins.case.loss(twins.model, twins.case.batch(step, twins.axis.rank))
+                    )
+                    twins.step()
+
+                train(0)
+                before = accelerator.traffic.sent()
+                for step in range(1, 1 + STEPS):
+                    train(step)
+                after = accelerator.traffic.sent()
+                found = {key: after[key] - before.get(key, 0) for key in after}
+                expected = {key: count * STEPS for key, count in promised.sent.items() if count}
+                if accelerator.is_main_process and _nonzero(found) != expected:
+                    wrong[name] = f"cost() promised {expected}, the ledger has {_nonzero(found)}"
+        assert not wrong, f"bytes of {STEPS} steps: {wrong}"
+
+    def test_ledger_equals_kernel(self, world: int) -> None:
+        """The ledger has what the kernel counted on this process's own connections."""
+        if not is_supported():
+            pytest.skip("this system has no count of bytes per connection (Linux has)")
+        with self.accelerator() as accelerator:
+            train, _ = _million(accelerator)
+            train()
+            ledger, kernel = accelerator.traffic.total(), sent_bytes()
+            for _ in range(STEPS):
+                train()
+            ledger, kernel = accelerator.traffic.total() - ledger, sent_bytes() - kernel
+            assert abs(kernel - ledger) <= 0.02 * ledger + 2**16, (
+                f"in {STEPS} steps the ledger has {ledger} bytes, the kernel sent {kernel}"
+            )
+
+    def test_cost_equals_memory(self, world: int) -> None:
+        """Bytes held between steps, by kind, and nothing large besides them."""
+        gc.collect()
+        before = _live_bytes()
+        with self.accelerator() as accelerator:
+            train, model = _million(accelerator)
+            for _ in range(2):
+                train()
+            gc.collect()
+            live = _live_bytes() - before
+            strategy = accelerator.strategy_of(model)
+            promised = _cost(accelerator, model, accelerator.unwrap_model(model)).held
+            states = [
+                value
+                for optimizer in accelerator._optimizers
+                for state in optimizer.state.values()
+                for value in state.values()
+            ]
+            inner = accelerator.unwrap_model(model)
+            found = {
+                "parameters": _bytes(p.data for p in inner.parameters()),
+                "gradients": _bytes([*strategy.gradients(), *(p.grad for p in inner.parameters())]),
+                "optimizer": _bytes(states),
+                "buffers": _bytes(inner.buffers()),
+            }
+            for kind, count in found.items():
+                expected = promised.get(kind, 0)
+                assert abs(count - expected) <= 0.01 * expected + 256, (
+                    f"cost() promised {expected} bytes of {kind}, found {count}"
+                )
+            total = sum(promised.values())
+            assert live <= 1.01 * total + SCRATCH, (
+                f"cost() promised {total} bytes in all, found {live} alive"
+            )
+
+
+def _million(accelerator: Accelerator) -> tuple[Callable[[], None], nn.Module]:
+    """Return one training step of a model of a million parameters in fp32, and the model."""
+    model = nn.Sequential(nn.Linear(7, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 500))
+    prepared, optimizer = accelerator.prepare(model, adamw(model))
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    inputs = torch.randn(4, 7, generator=generator)
+
+    def train() -> None:
+        accelerator.backward(prepared(inputs).square().mean())
+        optimizer.step()
+
+    return train, prepared
+
+
+def _cost(accelerator: Accelerator, model: nn.Module, described: nn.Module) -> Cost:
+    strategy = accelerator.strategy_of(model)
+    return type(strategy).cost(strategy.config, ModelSpec.of(described, states=2), strategy.run)
+
+
+def _nonzero(counts: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+    return {key: count for key, count in counts.items() if count}
+
+
+def _bytes(tensors: Iterable[object]) -> int:
+    """Return the bytes of the storages behind tensors, shared ones once."""
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    storages.pop(0, None)
+    return sum(storages.values())
+
+
+def _live_bytes() -> int:
+    """Return the bytes of all storages that Python can reach in this process."""
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    gradients = [tensor.grad for tensor in tensors if tensor.is_leaf]
+    return _bytes([*tensors, *gradients])

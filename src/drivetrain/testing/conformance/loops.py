@@ -1,0 +1,188 @@
+"""Loops: what users do between two steps, each compared with the same loop in one process."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+from drivetrain.testing.conformance.suite import Suite
+from drivetrain.testing.conformance.twins import Twins, adamw, everyone
+from drivetrain.testing.models import CASES, OUT, WIDTH
+
+MLP = CASES["mlp"]
+WINDOW = 3
+
+
+class LoopChecks(Suite):
+    """Accumulation, clipping, and the ordinary ways in which loops differ."""
+
+    def test_accumulation_with_a_partial_window(self, world: int) -> None:
+        """Windows of 3 and 2 micro-batches are two means, and inside them nothing is sent."""
+        with self.accelerator(gradient_accumulation_steps=WINDOW) as accelerator:
+            twins = Twins(accelerator, MLP)
+            loader = accelerator.prepare(_loader(twins.axis.size, batches=5))
+            lengths, window = [], []
+            for inputs, targets in loader:
+                window.append((inputs, targets))
+                with accelerator.accumulate(twins.model):
+                    loss = F.mse_loss(twins.model(inputs), targets)
+                    before = _reduced_bytes(accelerator)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        _backward_window(twins, window)
+                        lengths.append(len(window))
+                        window = []
+                        twins.step()
+                    else:
+                        sent = _reduced_bytes(accelerator) - before
+                        assert sent == 0, f"{sent} bytes of gradient sent inside the window"
+                        twins.optimizer.step()
+                        twins.optimizer.zero_grad()
+            assert lengths == [WINDOW, 2]
+            twins.check()
+
+    def test_clipping_by_the_global_norm(self, world: int) -> None:
+        """The norm is that of the whole model, on every rank, and the step uses what is left."""
+        for case in ("mlp", "tied", "odd_shapes", "adapted"):
+            for norm_type in (2.0, float("inf")):
+                with self.accelerator() as accelerator:
+                    twins = Twins(accelerator, CASES[case])
+                    twins.backward(0)
+                    norm = accelerator.clip_grad_norm_(twins.model.parameters(), 0.01, norm_type)
+                    expected = nn.utils.clip_grad_norm_(twins.twin.parameters(), 0.01, norm_type)
+                    assert norm is not None
+                    torch.testing.assert_close(norm.double(), expected, rtol=1e-9, atol=0.0)
+                    assert len(set(everyone(norm.item()))) == 1, "ranks have different norms"
+                    twins.step()
+                    twins.check()
+
+    def test_backward_more_than_once(self, world: int) -> None:
+        """Two losses, one loss of two forwards, one graph twice, gradients cleared to zeros."""
+        with self.accelerator() as accelerator:
+            twins = Twins(accelerator, MLP)
+            for step in (0, 1):
+                twins.backward(step)
+            twins.step(set_to_none=False)
+            accelerator.backward(twins.loss(2) + twins.loss(3))
+            for step in (2, 3):
+                twins.backward_twin(step)
+            twins.step(set_to_none=False)
+            loss = twins.loss(4)
+            accelerator.backward(loss, retain_graph=True)
+            accelerator.backward(loss)
+            for _ in range(2):
+                twins.backward_twin(4)
+            twins.step()
+            twins.check()
+
+    def test_backward_by_the_user(self, world: int) -> None:
+        """``loss.backward()`` does the same as ``accelerator.backward(loss)``."""
+        with self.accelerator() as accelerator:
+            twins = Twins(accelerator, MLP)
+            for step in range(2):
+                twins.loss(step).backward()  # type: ignore[no-untyped-call]
+                twins.backward_twin(step)
+                twins.step()
+            twins.check()
+
+    def test_evaluation_between_steps(self, world: int) -> None:
+        """Forwards without gradients, first and in between, change nothing."""
+        with self.accelerator() as accelerator:
+            twins = Twins(accelerator, CASES["batchnorm"])
+            for step in range(3):
+                twins.model.eval()
+                with torch.no_grad():
+                    for _ in range(1 + twins.axis.rank):
+                        twins.case.loss(twins.model, twins.case.batch(99, 0))
+                twins.model.train()
+                twins.backward(step)
+                twins.step()
+            twins.check()
+
+    def test_gradients_can_be_changed_before_the_step(self, world: int) -> None:
+        """What ``gradients()`` yields is what the optimizer reads, each element once a rank."""
+        with self.accelerator() as accelerator:
+            twins = Twins(accelerator, CASES["tied"])
+            twins.backward(0)
+            for piece in accelerator.strategy_of(twins.model).gradients():
+                piece.mul_(0.5)
+            for parameter in twins.twin.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+            twins.step()
+            twins.check()
+
+    def test_optimizers_over_groups_and_subsets(self, world: int) -> None:
+        """Groups with their own rates and decay, a schedule, and parameters that no one trains."""
+
+        def groups(model: nn.Module) -> Optimizer:
+            matrices = [p for p in model.parameters() if p.dim() > 1]
+            vectors = [p for p in model.parameters() if p.dim() == 1]
+            return SGD(
+                [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.2}], lr=0.05
+            )
+
+        def subset(model: nn.Module) -> Optimizer:
+            return adamw(list(model.children())[-1])
+
+        def halving(optimizer: Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+        for make_optimizer in (groups, subset):
+            with self.accelerator() as accelerator:
+                twins = Twins(accelerator, MLP, make_optimizer, make_scheduler=halving)
+                for step in range(3):
+                    twins.backward(step)
+                    twins.step()
+                twins.check()
+
+    def test_loss_that_misses_the_model_on_one_rank(self, world: int) -> None:
+        """That rank's gradients count as zeros, and no rank waits for it."""
+        with self.accelerator() as accelerator:
+            twins = Twins(accelerator, MLP)
+            absent = twins.axis.size - 1
+            for step in range(2):
+                if twins.axis.rank == absent:
+                    accelerator.backward(torch.zeros((), dtype=torch.float64, requires_grad=True))
+                else:
+                    accelerator.backward(twins.loss(step))
+                twins.backward_twin(step, without=absent)
+                twins.step()
+            twins.check()
+
+    def test_compiled_model(self, world: int) -> None:
+        """A model compiled before ``prepare`` trains the same and keeps its names."""
+        with self.accelerator() as accelerator:
+            compiled = Twins(
+                accelerator, MLP, wrap=lambda model: torch.compile(model, backend="aot_eager")
+            )
+            for step in range(2):
+                compiled.backward(step)
+                compiled.step()
+            compiled.check()
+
+
+def _loader(ranks: int, *, batches: int) -> DataLoader[tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(5)
+    rows = 2 * ranks * batches
+    data = TensorDataset(
+        torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64),
+        torch.randn(rows, OUT, generator=generator, dtype=torch.float64),
+    )
+    return DataLoader(data, batch_size=2)
+
+
+def _backward_window(twins: Twins, window: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Run the twin on the window of every rank: the mean over micro-batches and ranks."""
+    windows = everyone(window)
+    for inputs, targets in [batch for each in windows for batch in each]:
+        loss = F.mse_loss(twins.twin(inputs), targets)
+        torch.autograd.backward(loss / (len(window) * len(windows)))
+
+
+def _reduced_bytes(accelerator: Accelerator) -> int:
+    """Return the bytes of reductions so far; gathers of parameters are not about gradients."""
+    sent = accelerator.traffic.sent()
+    return sum(count for (_, operation), count in sent.items() if operation != "all_gather")

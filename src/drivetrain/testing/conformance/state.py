@@ -1,0 +1,95 @@
+"""State: shards cover the model once, and a saved run goes on bit by bit where it stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.strategy import Shard
+from drivetrain.testing.conformance.suite import Suite
+from drivetrain.testing.conformance.twins import Twins, adamw, everyone, weights
+from drivetrain.testing.models import CASES
+
+
+class StateChecks(Suite):
+    """What ``shards`` yields, and save and load."""
+
+    def test_shards_hold_everything_once(self, world: int) -> None:
+        """Parameters, buffers and optimizer state, each element on exactly one rank."""
+        for name in ("tied", "odd_shapes", "transposed", "batchnorm", "adapted"):
+            with self.accelerator() as accelerator:
+                twins = Twins(accelerator, CASES[name], adamw)
+                twins.backward(0)
+                twins.step()
+                mine = [_sent(shard) for shard in accelerator.strategy_of(twins.model).shards()]
+                whole = _assembled([shard for shards in everyone(mine) for shard in shards])
+                parameters = weights(accelerator, twins.model)
+                for key, tensor in parameters.items():
+                    assert (key, "") in whole, f"{name}: no shard of the parameter {key}"
+                    torch.testing.assert_close(whole[key, ""], tensor, rtol=0.0, atol=0.0)
+                persistent = set(twins.twin.state_dict()) - {
+                    key for key, _ in twins.twin.named_parameters(remove_duplicate=False)
+                }
+                assert {key for key, state in whole if not state} == {*parameters, *persistent}
+                for key, parameter in twins.twin.named_parameters():
+                    for state, value in twins.twin_optimizer.state.get(parameter, {}).items():
+                        if value.shape == parameter.shape and parameter.dim():
+                            torch.testing.assert_close(
+                                whole[key, f"0.{state}"], value, rtol=1e-9, atol=1e-12
+                            )
+
+    def test_saved_run_goes_on_bit_by_bit(self, world: int, tmp_path: Path) -> None:
+        """After load the next steps give the same bits as without the stop."""
+        for name in ("tied", "odd_shapes", "mixed_dtypes", "batchnorm"):
+            case, folder = CASES[name], tmp_path / name
+            results = []
+            for resumed in (False, True):
+                with self.accelerator() as accelerator:
+                    twins = Twins(accelerator, case, adamw)
+                    if resumed:
+                        accelerator.load_state(folder)
+                    else:
+                        _train(twins, 0, 2)
+                        accelerator.save_state(folder)
+                    _train(twins, 2, 4)
+                    results.append(weights(accelerator, twins.model))
+            for key, tensor in results[0].items():
+                assert torch.equal(tensor, results[1][key]), f"{name}: {key} differs after load"
+
+
+def _train(twins: Twins, first: int, last: int) -> None:
+    for step in range(first, last):
+        batch = twins.case.batch(step, twins.axis.rank)
+        twins.accelerator.backward(twins.case.loss(twins.model, batch))
+        twins.optimizer.step()
+        twins.optimizer.zero_grad()
+
+
+def _sent(shard: Shard) -> tuple[Any, ...]:
+    """Return a shard as plain values, to be sent between ranks."""
+    part = shard.part
+    tensor = shard.tensor.detach().clone()
+    return shard.name, shard.state, shard.shape, part.offsets, part.sizes, part.flat, tensor
+
+
+def _assembled(shards: list[tuple[Any, ...]]) -> dict[tuple[str, str], Tensor]:
+    """Put shards together; raise when an element is missing or there twice."""
+    whole: dict[tuple[str, str], Tensor] = {}
+    counts: dict[tuple[str, str], Tensor] = {}
+    for name, state, shape, offsets, sizes, flat, tensor in shards:
+        key = (name, state)
+        box = tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))
+        values = whole.setdefault(key, torch.zeros(shape, dtype=tensor.dtype))
+        count = counts.setdefault(key, torch.zeros(shape, dtype=torch.int64))
+        held = torch.zeros(torch.Size(sizes), dtype=tensor.dtype)
+        here = torch.zeros(torch.Size(sizes), dtype=torch.int64)
+        start, stop = flat if flat is not None else (0, held.numel())
+        held.view(-1)[start:stop] = tensor.reshape(-1)
+        here.view(-1)[start:stop] = 1
+        values[box] += held
+        count[box] += here
+    for (name, state), count in counts.items():
+        times = sorted(set(count.flatten().tolist()))
+        assert times in ([1], []), f"elements of {name} {state} are held {times} times, not once"
+    return whole

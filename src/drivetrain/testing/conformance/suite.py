@@ -1,0 +1,54 @@
+"""What all conformance checks share: the strategy under test, the worlds, an Accelerator."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+
+from drivetrain import Accelerator
+from drivetrain.testing.models import CASES
+
+
+class Suite:
+    """The ground of the conformance class.
+
+    Attributes:
+        strategy: the name of the strategy, or its name and options.
+        worlds: the numbers of ranks it is tested on.
+        timeout_s: seconds that one check may take.
+    """
+
+    strategy: ClassVar[str | Mapping[str, Any]]
+    worlds: ClassVar[Sequence[int]] = (1, 2, 3, 4)
+    timeout_s: ClassVar[float] = 60.0
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run every check on every world, and checks that take a case on every awkward model."""
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", list(CASES))
+        if "world" in metafunc.fixturenames:
+            metafunc.parametrize(
+                "world",
+                [
+                    pytest.param(
+                        n, marks=pytest.mark.ranks(n, timeout=self.timeout_s), id=f"ranks{n}"
+                    )
+                    for n in self.worlds
+                ],
+            )
+
+    @contextmanager
+    def accelerator(self, **options: Any) -> Iterator[Accelerator]:
+        """Return an Accelerator with the strategy under test, taken off at the end.
+
+        After an error it is left as it is: the processes end, and taking it off could wait for
+        ranks that are gone while the error waits to be shown.
+        """
+        accelerator = self.make_accelerator(**options)
+        yield accelerator
+        accelerator.free_memory()
+
+    def make_accelerator(self, **options: Any) -> Accelerator:
+        """Return an Accelerator with the strategy under test."""
+        return Accelerator(strategy=self.strategy, cpu=True, **options)

@@ -1,0 +1,75 @@
+"""The conformance checks pass a correct strategy, and each finds the mistake it is there for."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+TOYS = Path(__file__).with_name("toys") / "toy_strategies.py"
+
+INI = """
+[pytest]
+addopts = --strict-markers --import-mode=importlib -p no:cacheprovider -q
+pythonpath = plugin
+filterwarnings = error
+"""
+
+MISTAKES = {
+    "ForgetsToDivide": ["test_training_equals_one_process", "test_backward_by_the_user"],
+    "ForgetsUnused": ["test_loss_that_misses_the_model_on_one_rank"],
+    "ForgetsToWait": ["test_accumulation_with_a_partial_window"],
+    "ClipsLocally": ["test_clipping_by_the_global_norm"],
+    "PromisesTooLittle": ["test_cost_equals_ledger", "test_cost_equals_memory"],
+    "SendsInSecret": ["test_ledger_equals_kernel"],
+    "SavesTwice": ["test_shards_hold_everything_once"],
+    "LosesMoments": ["test_saved_run_goes_on_bit_by_bit"],
+    "NeverLetsGo": ["test_taken_off"],
+}
+
+
+@pytest.fixture
+def project(pytester):
+    """A project with an installed stranger's distribution that provides the toy strategies."""
+    pytester.makefile(".ini", pytest=INI)
+    plugin = pytester.mkdir("plugin")
+    shutil.copy(TOYS, plugin)
+    info = plugin / "toy_strategies-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-strategies\nVersion: 1.0\n")
+    lines = [f"{name} = toy_strategies:{name}" for name in ("Toy", *MISTAKES)]
+    (info / "entry_points.txt").write_text("[drivetrain.strategies]\n" + "\n".join(lines) + "\n")
+    return pytester
+
+
+def suite(name):
+    return (
+        f"class Test{name}(StrategyConformance):\n"
+        f"    strategy = {name!r}\n    worlds = (2,)\n    timeout_s = 20.0\n"
+    )
+
+
+HEADER = "from drivetrain.testing.conformance import StrategyConformance\n"
+
+
+@pytest.mark.timeout(300)
+def test_a_correct_strategy_passes(project):
+    project.makepyfile(test_toy=HEADER + suite("Toy"))
+    result = project.runpytest_subprocess(timeout=280)
+    outcomes = result.parseoutcomes()
+    assert set(outcomes) == {"passed"}
+    assert outcomes["passed"] >= 30
+
+
+@pytest.mark.timeout(300)
+def test_each_mistake_is_found(project):
+    project.makepyfile(test_toys=HEADER + "".join(map(suite, MISTAKES)))
+    chosen = [
+        f"test_toys.py::Test{name}::{check}[{case}ranks2]"
+        for name, checks in MISTAKES.items()
+        for check in checks
+        for case in (["mlp-"] if check == "test_training_equals_one_process" else [""])
+    ]
+    result = project.runpytest_subprocess("-rA", *chosen, timeout=280)
+    result.assert_outcomes(failed=len(chosen))
