@@ -139,7 +139,7 @@ def write_export(directory: Path, plan: ExportPlan, fetch: Fetch, *, world: Worl
     """
     doing = f"export the model to {directory}"
     token = share(world, secrets.token_hex(8))
-    drafts = {name: directory / f".{name}.tmp-{token}" for name in plan.files}
+    drafts = {name: directory / f".{name}.tmp-{token}" for name in (*plan.files, INDEX)}
     try:
         together(world, doing, lambda: _prepare(directory) if world.is_main else None)
         for name, tensors in plan.files.items():
@@ -207,17 +207,13 @@ def _publish(directory: Path, plan: ExportPlan, drafts: dict[str, Path]) -> None
     The old index goes first: an export that is killed half way is one that does not load, never a
     mixture of two models.
     """
-    sharded = len(plan.files) > 1
-    index_draft = next(iter(drafts.values())).with_suffix(".index")
-    (directory / INDEX).unlink(missing_ok=True)
-    if sharded:
+    used = [*plan.files, INDEX] if len(plan.files) > 1 else [*plan.files]
+    if INDEX in used:
+        write_text(drafts[INDEX], plan.index())
         (directory / SINGLE).unlink(missing_ok=True)
-    for name, draft in drafts.items():
-        draft.replace(directory / name)
-    if sharded:
-        write_text(index_draft, plan.index())
-        index_draft.replace(directory / INDEX)
-    used = {*plan.files, *([INDEX] if sharded else [])}
+    (directory / INDEX).unlink(missing_ok=True)
+    for name in used:  # the index last: it is what makes the files a model
+        drafts[name].replace(directory / name)
     for path in directory.iterdir():
         if _EXPORTED.fullmatch(path.name) and path.name not in used:
             path.unlink()

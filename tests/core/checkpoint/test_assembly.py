@@ -1,5 +1,6 @@
 """Any part of a tensor comes out right from any parts of it."""
 
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -40,7 +41,7 @@ def partitions_of(draw, shape):
     for extent in shape:
         cuts = sorted(draw(st.sets(st.integers(1, max(extent - 1, 1)), max_size=2)) | {0, extent})
         cuts = [cut for cut in cuts if cut <= extent]
-        spans = [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        spans = [(a, b - a) for a, b in pairwise(cuts)]
         grid = [((*o, a), (*s, n)) for o, s in grid for a, n in spans]
     parts = []
     for offsets, sizes in grid:
@@ -49,7 +50,7 @@ def partitions_of(draw, shape):
         if len(cuts) == 2 and draw(st.booleans()):
             parts.append(Part(offsets, sizes))
         else:
-            ranges = zip(cuts, cuts[1:], strict=False)
+            ranges = pairwise(cuts)
             parts += [Part(offsets, sizes, (a, b)) for a, b in ranges]
     return draw(st.permutations(parts))
 

@@ -1,6 +1,7 @@
 """Exports are what Hugging Face style loaders read, and never a mixture of two models."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,3 +177,24 @@ def test_damaged_exports(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="is not an index"):
         list(read_export(tmp_path))
+
+
+def test_a_killed_export_never_mixes_two_models(tmp_path, monkeypatch):
+    write(tmp_path, tensors_of(4), 80)
+    real, moved = Path.replace, []
+
+    def stop(self, target):
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(target)
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, tensors_of(4, 10.0), 80)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="found neither"):
+        list(read_export(tmp_path))
+    write(tmp_path, tensors_of(4, 20.0), 80)
+    assert same(read_export(tmp_path), tensors_of(4, 20.0))
+    assert len(names(tmp_path)) == 3

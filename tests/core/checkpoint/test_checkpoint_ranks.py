@@ -24,8 +24,8 @@ WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 
 
 def flat_shards(world, state=""):
-    """An uneven flat range on each rank, the last one empty on purpose."""
-    cuts = [0, 3, 22, 35, 35][: world.size] + [35]
+    """An uneven flat range on each rank."""
+    cuts = [*[0, 3, 22][: world.size], 35]
     first, last = cuts[world.rank], cuts[world.rank + 1]
     part = Part((0, 0), (5, 7), (first, last))
     yield Shard("w", state, WHOLE.reshape(-1)[first:last], (5, 7), part)
@@ -75,16 +75,10 @@ def test_two_ranks_save_and_any_number_loads(tmp_path):
     world = World.discover(cpu=True)
     save(tmp_path / "ck", world)
     assert check(tmp_path / "ck", world) == 2
-    for size in (1, 3, 5):  # a lone world of each size: verification is not shared
-        for rank in range(size):
-            lone = World() if size == 1 else None
-            if lone:
-                assert check(tmp_path / "ck", lone) == 2
-                continue
-            found = open_checkpoint(tmp_path / "ck", World()).model(0)
-            other = World(rank=rank, size=size)
-            for shard in [*column_shards(other)]:
-                assert torch.equal(found.read("w", part=shard.part), shard.tensor)
+    assert check(tmp_path / "ck", World()) == 2
+    found = open_checkpoint(tmp_path / "ck", World()).model(0)
+    for shard in (s for rank in range(5) for s in column_shards(World(rank=rank, size=5))):
+        assert torch.equal(found.read("w", part=shard.part), shard.tensor)
 
 
 @pytest.mark.ranks(3)

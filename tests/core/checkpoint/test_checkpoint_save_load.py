@@ -1,6 +1,7 @@
 """A checkpoint gives back what was saved, in any parts, and says what it does not have."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,8 +92,8 @@ def test_reading_a_part_maps_only_what_it_needs(tmp_path):
     reader = open_checkpoint(tmp_path / "ck", WORLD, verify="size").model(0)
 
     def resident():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[2]) * 4096  # pages of files that are mapped in
+        pages = Path("/proc/self/statm").read_text().split()[2]  # of files that are mapped in
+        return int(pages) * 4096
 
     before = resident()
     reader.read("w", part=Part((0,), (large.numel(),), (1000, 2000)))
@@ -130,13 +131,13 @@ def test_nothing_but_what_is_needed_is_written(tmp_path, weight):
 def test_what_the_checkpoint_lacks(tmp_path, weight):
     save(tmp_path / "ck", [whole("layer.weight", weight)])
     found = open_checkpoint(tmp_path / "ck", WORLD)
-    with pytest.raises(CheckpointError, match="lacks 'layer.weigth'; nearest .*: layer.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks 'layer.weigth'; nearest .*: layer.weight"):
         found.model(0).read("layer.weigth")
-    with pytest.raises(CheckpointError, match="optimizer state '0.exp_avg'"):
+    with pytest.raises(CheckpointError, match=r"optimizer state '0.exp_avg'"):
         found.model(0).shape("layer.weight", "0.exp_avg")
     with pytest.raises(CheckpointError, match=r"inside its shape \(4, 6\)"):
         found.model(0).read("layer.weight", part=Part((0, 0), (4, 7)))
-    with pytest.raises(CheckpointError, match="expected model 1 .* found 1 models"):
+    with pytest.raises(CheckpointError, match=r"expected model 1 .* found 1 models"):
         found.model(1)
 
 

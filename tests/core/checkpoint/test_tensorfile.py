@@ -65,7 +65,7 @@ def test_no_tensors_at_all(tmp_path):
 
 
 def test_unknown_dtype_is_refused_before_a_file_is_made(tmp_path):
-    with pytest.raises(CheckpointError, match="'t' has dtype torch.complex128"):
+    with pytest.raises(CheckpointError, match=r"'t' has dtype torch.complex128"):
         write_tensors(tmp_path / "f", {"t": torch.ones(1, dtype=torch.complex128)})
     assert not (tmp_path / "f").exists()
 
@@ -84,7 +84,7 @@ def test_reserved_name_is_refused(tmp_path):
 def test_tensors_must_come_as_announced(tmp_path):
     plan = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
     with (
-        pytest.raises(CheckpointError, match="expected .*'a'.* found .*'b'"),
+        pytest.raises(CheckpointError, match=r"expected .*'a'.* found .*'b'"),
         TensorFile(tmp_path / "f", plan) as file,
     ):
         file.add("b", torch.ones(2))
