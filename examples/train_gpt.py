@@ -72,7 +72,9 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, length) -> (batch, length, 256)
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -190,8 +192,17 @@ def main() -> None:
     )
     with Progress(*columns, disable=not accelerator.is_main_process) as bar:
         task = bar.add_task("training", total=args.steps, completed=counter.step)
-        train(args, accelerator, model, optimizer, scheduler, loader, held_out_loader, counter,
-              lambda text: bar.update(task, completed=counter.step, description=text))
+        train(
+            args,
+            accelerator,
+            model,
+            optimizer,
+            scheduler,
+            loader,
+            held_out_loader,
+            counter,
+            lambda text: bar.update(task, completed=counter.step, description=text),
+        )
     final = evaluate(accelerator, model, held_out_loader)
     accelerator.print(f"held-out loss {final:.3f} nats per byte after {counter.step} steps")
     if accelerator.is_main_process:
@@ -199,8 +210,17 @@ def main() -> None:
     accelerator.end_training()
 
 
-def train(args: Any, accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any,
-          loader: Any, held_out_loader: Any, counter: Counter, show: Any) -> None:
+def train(
+    args: Any,
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    loader: Any,
+    held_out_loader: Any,
+    counter: Counter,
+    show: Any,
+) -> None:
     """The loop: an ordinary one."""
     started, first = time.perf_counter(), counter.step
     while counter.step < args.steps:

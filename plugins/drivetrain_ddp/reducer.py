@@ -115,7 +115,7 @@ class Reducer:
         self._task: int | None = None
         self._launched = 0
         self._reentrant = False
-        self._trainable: list[bool] = []
+        self._trainable: list[bool] | None = None
         self.refresh()
 
     # --- what is reduced ---

@@ -8,7 +8,7 @@ importing torch. Every name that a training script written for Accelerate import
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from drivetrain._version import __version__
+from drivetrain._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator as Accelerator
@@ -32,7 +32,7 @@ _HOMES = {
         "is_xpu_available",
         "patch_environment",
     ),
-    "drivetrain.checkpoint": ("load", "load_model", "save"),
+    "drivetrain.checkpoint": ("load", "read_export", "save"),
     "drivetrain.communication": (
         "broadcast",
         "broadcast_object_list",

@@ -200,7 +200,7 @@ class Accelerator(Preparing, Gathering, Checkpointing, Logging):
             self._waiting,
             self._bound,
         ):
-            kept.clear()  # type: ignore[attr-defined]
+            kept.clear()
         self._last_run = None
         self.step = 0
         gc.collect()

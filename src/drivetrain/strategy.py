@@ -222,7 +222,7 @@ class Strategy(ABC, Generic[ConfigT]):
         """Run backward from a 0-d loss and synchronise the gradients.
 
         Inside ``accumulating()`` they stay local. Must work with a loss that does not reach this
-        model on some rank. The options are those of ``Tensor.backward``, ``retain_graph`` above all.
+        model on some rank. The options are those of ``Tensor.backward``, such as ``retain_graph``.
         """
 
     @abstractmethod

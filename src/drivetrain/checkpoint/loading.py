@@ -43,7 +43,7 @@ def open_checkpoint(directory: Path, world: World, verify: str = "full") -> "Che
         CheckpointError: on every rank, when any finds no checkpoint, or a file that is missing or
             not what was written.
     """
-    target = Path(directory).absolute()
+    target = Path(directory).resolve()
     doing = f"load {target}"
     if verify not in ("full", "size"):
         raise CheckpointError(f"expected verify to be 'full' or 'size', found {verify!r}")

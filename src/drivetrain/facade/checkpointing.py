@@ -1,8 +1,8 @@
 """Saving and loading as the script sees it: the whole state of a run, or one model's weights."""
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain import checkpoint, communication
+from drivetrain import checkpoint
+from drivetrain.checkpoint.agreement import share, together
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.facade.core import Core, ModelEntry
 from drivetrain.log import get_logger
@@ -21,14 +22,6 @@ logger = get_logger(__name__)
 
 class Checkpointing(Core):
     """The checkpoints of the Accelerator."""
-
-    @property
-    def _save_hooks(self) -> "OrderedDict[int, Callable[..., Any]]":
-        return self.__dict__.setdefault("_save_hooks_", OrderedDict())
-
-    @property
-    def _load_hooks(self) -> "OrderedDict[int, Callable[..., Any]]":
-        return self.__dict__.setdefault("_load_hooks_", OrderedDict())
 
     @property
     def save_iteration(self) -> int:
@@ -125,7 +118,7 @@ class Checkpointing(Core):
             world=self.world,
             models=[entry.strategy.shards() for entry in entries],
             scalars=[_scalars(entry) for entry in entries],
-            state=self._state(),
+            state=self._state(entries),
             rank_state=rng.capture(),
             overwrite=overwrite,
         )
@@ -154,13 +147,13 @@ class Checkpointing(Core):
         for hook in self._load_hooks.values():
             hook(models, str(directory))
         entries = [entry for entry in self._entries if any(entry.model is m for m in models)]
-        reader = checkpoint.open_checkpoint(directory, self.world, verify=verify)
-        _same_number("prepared models", len(entries), reader.models)
-        for i, entry in enumerate(entries):
-            entry.strategy.load(reader.model(i))
-            _load_groups(entry, reader.state["groups"][i])
-        self._load_state(reader.state)
-        self._load_rng(reader)
+        with checkpoint.open_checkpoint(directory, self.world, verify=verify) as reader:
+            _same_number("prepared models", len(entries), reader.models)
+            for i, entry in enumerate(entries):
+                entry.strategy.load(reader.model(i))
+                _load_groups(entry, reader.state["groups"][i])
+            self._load_state(reader.state)
+            self._load_rng(reader)
         self.wait_for_everyone()
         return str(directory)
 
@@ -197,21 +190,26 @@ class Checkpointing(Core):
             CheckpointError: weights on the meta device, or the directory cannot be written.
         """
         if not safe_serialization:
-            raise UsageError("expected safe_serialization=True, found False; no pickles are written")
+            raise UsageError(
+                "expected safe_serialization=True, found False; no pickles are written"
+            )
         entry = self._entry_of(model)
         inner = self.unwrap_for_saving(entry)
         state = inner.state_dict(keep_vars=True)
-        plan = checkpoint.plan_export(
-            {name: t for name, t in state.items() if isinstance(t, Tensor)}, max_shard_size
-        )
+        described = [
+            checkpoint.ExportTensor.of(name, tensor)
+            for name, tensor in state.items()
+            if isinstance(tensor, Tensor)
+        ]
+        plan = checkpoint.plan_export(described, max_shard_size)
 
-        def tensors_of(names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
             held = [state[name] for name in names if isinstance(state[name], nn.Parameter)]
             with entry.strategy.gathered(held):
                 for name in names:
                     yield name, state[name].detach()
 
-        checkpoint.write_export(Path(save_directory), plan, tensors_of, world=self.world)
+        checkpoint.write_export(Path(save_directory), plan, fetch, world=self.world)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Save an object from the main process only.
@@ -232,15 +230,16 @@ class Checkpointing(Core):
 
     def _automatic_directory(self) -> Path:
         root = self._checkpoint_root()
-        name = checkpoint.next_name(root) if self.world.is_main else None
-        directory = root / communication.broadcast_object_list([name])[0]
+        name = checkpoint.next_name(root) if self.world.is_main else ""
+        directory: Path = root / share(self.world, name)
         self.project_configuration.iteration = int(directory.name.rpartition("_")[2])
         return directory
 
     def _last_directory(self) -> Path:
         root = self._checkpoint_root()
-        found = checkpoint.latest(root) if self.world.is_main else None
-        return Path(communication.broadcast_object_list([found])[0])
+        find = partial(checkpoint.latest, root)
+        found = together(self.world, f"load from {root}", find if self.world.is_main else Path)
+        return share(self.world, found)
 
     def _checkpoint_root(self) -> Path:
         folder = self.project_configuration.project_dir
@@ -251,11 +250,11 @@ class Checkpointing(Core):
             )
         return Path(folder) / "checkpoints"
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, entries: Sequence[ModelEntry]) -> dict[str, Any]:
         return {
             "step": self.step,
             "iteration": self.project_configuration.iteration,
-            "groups": [_groups(entry) for entry in self._entries],
+            "groups": [_groups(entry) for entry in entries],
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "loaders": [loader.state_dict() for loader in self._dataloaders],
             "scaler": self.scaler.state_dict(),
@@ -268,15 +267,15 @@ class Checkpointing(Core):
             ("prepared loaders", self._dataloaders, state["loaders"]),
             ("registered objects", self._custom_objects, state["objects"]),
         ):
-            _same_number(what, len(mine), len(theirs))  # type: ignore[arg-type]
-            for item, saved in zip(mine, theirs, strict=True):  # type: ignore[call-overload]
+            _same_number(what, len(mine), len(theirs))
+            for item, saved in zip(mine, theirs, strict=True):
                 item.load_state_dict(saved)
         self.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
         self.project_configuration.iteration = state["iteration"] + 1
         self.gradient_state.sync_gradients = True
 
-    def _load_rng(self, reader: Any) -> None:
+    def _load_rng(self, reader: checkpoint.CheckpointReader) -> None:
         """Restore this rank's generators; a rank that was not there gets a seed of its own."""
         mine = reader.rank_state(self.world.rank)
         if mine is not None:

@@ -1,6 +1,7 @@
 """What one Accelerator holds: its run, its prepared objects, its accumulation window."""
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +92,8 @@ class Core(Processes):
         self._schedulers: list[PreparedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
         self._custom_objects: list[Any] = []
+        self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
     @property
     def mesh(self) -> Mesh:

@@ -35,7 +35,7 @@ class PreparedOptimizer(Optimizer):
         self._skipped = False
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """State of the wrapped optimizer."""
         return self.optimizer.state
 
@@ -44,7 +44,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
@@ -53,7 +53,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.param_groups = groups
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """Defaults of the wrapped optimizer."""
         return self.optimizer.defaults
 
@@ -80,7 +80,7 @@ class PreparedOptimizer(Optimizer):
         if self._window.sync_gradients:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, at the end of a window only."""
         if not self._window.sync_gradients:
             return None

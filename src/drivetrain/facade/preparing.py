@@ -19,6 +19,7 @@ from drivetrain.facade.settings import StrategyChoice, settle_strategy
 from drivetrain.facade.training import Training
 from drivetrain.registry import strategies
 from drivetrain.runtime.data import PreparedLoader, prepare_data_loader
+from drivetrain.strategy import Strategy
 
 
 class Preparing(Training):
@@ -114,7 +115,9 @@ class Preparing(Training):
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         inner = getattr(scheduler, "optimizer", None)
-        mine = [o for o in self._optimizers if inner is o or inner is o.given or inner is o.optimizer]
+        mine = [
+            o for o in self._optimizers if inner is o or inner is o.given or inner is o.optimizer
+        ]
         by_samples = self.config.run.step_scheduler_with == "samples"
         split = self.config.run.data.split_batches
         prepared = PreparedScheduler(
@@ -184,7 +187,8 @@ class Preparing(Training):
         run = self.run if choice is None else self._make_run(resolved)
         names = _names_of(model)
         mine = [o for o in [*optimizers, *self._waiting] if _holds(o, names)]
-        strategy = strategies().load(resolved.strategy)(resolved.strategy_config, run)
+        kind: type[Strategy[Any]] = strategies().load(resolved.strategy)
+        strategy = kind(resolved.strategy_config, run)
         prepared, bound = strategy.prepare(model, mine)
         entry = ModelEntry(prepared, strategy, tuple(bound), names)
         self._bind(mine, bound)

@@ -61,9 +61,7 @@ def settle_strategy(choice: StrategyChoice, base: Resolved) -> Resolved:
     chosen: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     _put_strategy(chosen, origins, choice, "prepare")
-    return resolve(
-        layer, Layer(chosen, origins), find_config=registry.strategies().find_config
-    )
+    return resolve(layer, Layer(chosen, origins), find_config=registry.strategies().find_config)
 
 
 def _file_layer(config: str | Path | Mapping[str, Any] | None) -> Layer:

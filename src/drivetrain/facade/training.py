@@ -13,6 +13,7 @@ from drivetrain.errors import UsageError
 from drivetrain.facade.core import Core, ModelEntry
 from drivetrain.facade.options import AutocastKwargs, ProfileKwargs
 from drivetrain.facade.window import WindowMean
+from drivetrain.strategy import Strategy
 
 
 class Training(Core):
@@ -74,7 +75,9 @@ class Training(Core):
         """Context inside ``no_sync`` in which backward synchronises after all."""
         return self._entry_of(model).strategy.accumulating(False)
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, **options: Any) -> None:
+    def backward(
+        self, loss: Tensor, *, weight: float | Tensor | None = None, **options: Any
+    ) -> None:
         """Run backward; at the end of a window the gradients are synchronised and exact means.
 
         Args:
@@ -142,7 +145,7 @@ class Training(Core):
             entry.strategy.clip_grad_norm(float("inf"), norm_type, only=only)
             for entry, only in zip(entries, chosen, strict=True)
         ]
-        total = torch.linalg.vector_norm(
+        total: Tensor = torch.linalg.vector_norm(
             torch.stack([norm.to(self.device) for norm in norms]), norm_type
         )
         # Scaling each model to its share of the limit scales all of them by one factor.
@@ -185,7 +188,7 @@ class Training(Core):
             self.device, enabled=handler.enabled, cache_enabled=handler.cache_enabled
         )
 
-    def _owner(self) -> Any:
+    def _owner(self) -> Strategy[Any]:
         """Return the strategy that runs backward: that of the model whose forward ran last."""
         if not self._entries:
             raise UsageError(
@@ -266,7 +269,9 @@ def _subset(entry: ModelEntry, given: list[Tensor]) -> list[nn.Parameter] | None
 def _profiler(options: ProfileKwargs) -> Any:
     schedule = options.schedule_option
     names = options.activities
-    kinds = {kind.name.lower(): kind for kind in torch.profiler.supported_activities()}
+    kinds = {
+        kind.name.lower(): kind for kind in torch.profiler.ProfilerActivity.__members__.values()
+    }
     unknown = [name for name in names or [] if name.lower() not in kinds]
     if unknown:
         raise UsageError(f"expected profiler activities of {sorted(kinds)}, found {unknown}")

@@ -55,7 +55,10 @@ def test_later_layers_win_and_origins_are_kept(tmp_path):
 
 def test_code_beats_the_file_but_contradicting_the_command_line_is_an_error(tmp_path):
     path = write(tmp_path, "accumulation: 2\n")
-    assert resolve(read_file(path), code_layer({"accumulation": 4}), find_config=find).run.accumulation == 4
+    assert (
+        resolve(read_file(path), code_layer({"accumulation": 4}), find_config=find).run.accumulation
+        == 4
+    )
     with pytest.raises(ConfigError, match=r"Accelerator\(accumulation=4\).*--set accumulation=8"):
         resolve(read_sets(["accumulation=8"]), code_layer({"accumulation": 4}), find_config=find)
     same = resolve(read_sets(["accumulation=4"]), code_layer({"accumulation": 4}), find_config=find)

@@ -1,0 +1,182 @@
+"""Runs a function on several processes, from a notebook or from a script.
+
+A function that was written in a notebook cell cannot be pickled, so the processes are forked: they
+have it already. They meet through a file in a private folder; no port is opened for that.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from drivetrain.config import dump_yaml
+from drivetrain.errors import UsageError
+from drivetrain.runtime.world import CONFIG_VARIABLE
+
+STOP_S = 5.0
+"""How long a process has to end when another one failed, before it is killed."""
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    *,
+    start_method: str = "fork",
+    timeout: timedelta = timedelta(minutes=10),
+) -> None:
+    """Run a function on several processes and wait for all of them.
+
+    Inside, ``Accelerator()`` finds its rank as it does under ``drivetrain launch``.
+
+    Args:
+        function: called with ``args`` in every process; what it returns is dropped.
+        args: positional arguments.
+        num_processes: number of processes; None takes one per accelerator, or per core without.
+        start_method: ``fork`` for functions of a notebook; ``spawn`` for importable ones.
+        timeout: how long a collective may wait.
+
+    Raises:
+        UsageError: an accelerator is in use already, which a forked process cannot share; or this
+            process is itself a rank; or num_processes is not positive.
+        torch.multiprocessing.ProcessRaisedException: the function raised in a process; the message
+            holds the traceback of the first one that did. The others were stopped.
+        torch.multiprocessing.ProcessExitedException: a process died of a signal or left by itself.
+    """
+    count = num_processes if num_processes is not None else _places()
+    _check(count, start_method)
+    _start(function, tuple(args), count, start_method, timeout, variables={})
+
+
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> None:
+    """Run a function on a few processes on the CPU, to try out distributed code.
+
+    Args:
+        function: called with ``args`` in every process.
+        args: positional arguments.
+        num_processes: number of processes.
+
+    Raises:
+        UsageError: as in ``notebook_launcher``.
+        torch.multiprocessing.ProcessRaisedException: as in ``notebook_launcher``.
+        torch.multiprocessing.ProcessExitedException: as in ``notebook_launcher``.
+    """
+    _check(num_processes, "fork")
+    with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
+        config = Path(folder, "config.yaml")
+        config.write_text(dump_yaml({"launch": {"device": "cpu"}}), encoding="utf-8")
+        variables = {CONFIG_VARIABLE: str(config)}
+        _start(function, tuple(args), num_processes, "fork", timedelta(minutes=10), variables)
+
+
+def _start(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    count: int,
+    start_method: str,
+    timeout: timedelta,
+    variables: Mapping[str, str],
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
+        store = str(Path(folder, "store"))
+        context = multiprocessing.start_processes(
+            _run_rank,
+            args=(function, args, count, store, timeout, variables),
+            nprocs=count,
+            join=False,
+            start_method=start_method,
+        )
+        try:
+            while not context.join():
+                pass
+        finally:
+            _stop(context.processes)
+
+
+def _run_rank(
+    rank: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    count: int,
+    store: str,
+    timeout: timedelta,
+    variables: Mapping[str, str],
+) -> None:
+    """Become one rank: torchrun's variables, the process group, the function."""
+    os.environ.update(
+        variables,
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(count),
+        LOCAL_WORLD_SIZE=str(count),
+    )
+    # A forked process has none of its parent's compute threads, and waits for them forever when it
+    # is asked to use more than one.
+    torch.set_num_threads(1)
+    if count > 1:
+        dist.init_process_group(
+            _backend(variables),
+            store=dist.FileStore(store, count),
+            rank=rank,
+            world_size=count,
+            timeout=timeout,
+        )
+    function(*args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _backend(variables: Mapping[str, str]) -> str:
+    on_cpu = CONFIG_VARIABLE in variables or not torch.accelerator.is_available()
+    device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+    return str(dist.get_default_backend_for_device(device or torch.device("cpu")))
+
+
+def _check(count: int, start_method: str) -> None:
+    if count < 1:
+        raise UsageError(f"expected at least one process, found num_processes={count}")
+    if dist.is_available() and dist.is_initialized():
+        raise UsageError(
+            "this process is a rank already; call the function itself here, and the launcher from "
+            "a process that has no process group"
+        )
+    if start_method == "fork" and _accelerator_in_use():
+        raise UsageError(
+            "an accelerator is in use in this process, and a forked process cannot share it; "
+            "restart the notebook, build models and Accelerator() inside the function alone, and "
+            "call the launcher first"
+        )
+
+
+def _accelerator_in_use() -> bool:
+    if not torch.accelerator.is_available():
+        return False
+    device = torch.get_device_module(torch.accelerator.current_accelerator())
+    return bool(device.is_initialized())
+
+
+def _places() -> int:
+    if torch.accelerator.is_available():
+        return torch.accelerator.device_count()
+    return os.cpu_count() or 1
+
+
+def _stop(processes: Sequence[Any]) -> None:
+    """End what is left: none when all went well."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(STOP_S)
+        if process.is_alive():
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.join()

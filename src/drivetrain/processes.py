@@ -1,0 +1,223 @@
+"""Who am I among the processes, and doing things on one of them or in turn."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from drivetrain import communication
+from drivetrain.errors import UsageError
+from drivetrain.runtime.world import World
+
+
+class DistributedType(StrEnum):
+    """What the processes compute on; how the step is spread is the strategy's affair."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MPS = "MULTI_MPS"
+
+
+class Processes:
+    """Identity and control of one process among all.
+
+    Args:
+        world: this process among all processes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._processes_world = world
+
+    @property
+    def device(self) -> torch.device:
+        """The device this process computes on."""
+        return self._processes_world.device
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes."""
+        return self._processes_world.size
+
+    @property
+    def process_index(self) -> int:
+        """Index of this process among all, from 0."""
+        return self._processes_world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Index of this process on its host, from 0."""
+        return self._processes_world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self._processes_world.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its host."""
+        return self._processes_world.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_processes > 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What the processes compute on; NO for one process."""
+        if not self.use_distributed:
+            return DistributedType.NO
+        kind = {"cuda": "gpu"}.get(self.device.type, self.device.type)
+        return DistributedType(f"MULTI_{kind.upper()}")
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has come here."""
+        communication.wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process only."""
+        if self.is_main_process:
+            print(*args, **kwargs)  # noqa: T201 - this is the point
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on the main process; elsewhere it returns None."""
+        return self._only(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on the first process of each host."""
+        return self._only(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on the last process."""
+        return self._only(lambda: self.is_last_process, function)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on the process of one index; bare or with arguments."""
+        if process_index is None:
+            raise UsageError("expected process_index=N for on_process(), found none")
+        return self._decorator(lambda: self.process_index == process_index, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on the process of one index on each host."""
+        if local_process_index is None:
+            raise UsageError("expected local_process_index=N for on_local_process(), found none")
+        return self._decorator(lambda: self.local_process_index == local_process_index, function)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Context that the main process passes before the others enter it."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Context that the first process of each host passes before the others enter it."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Context with this process's share of the inputs.
+
+        Args:
+            inputs: a list, tuple, tensor, dataset, or a dict of equally long ones; the first
+                processes get what does not divide.
+            apply_padding: repeat the last element so that all shares are equally long.
+
+        Raises:
+            UsageError: dict values of different lengths, or inputs that cannot be cut.
+        """
+        yield self._share(inputs, apply_padding)
+
+    def _share(self, inputs: Any, pad: bool) -> Any:
+        if isinstance(inputs, Mapping):
+            lengths = {key: len(value) for key, value in inputs.items()}
+            if len(set(lengths.values())) > 1:
+                raise UsageError(f"expected dict values of one length, found {lengths}")
+            return {key: self._share(value, pad) for key, value in inputs.items()}
+        length, size, rank = _length(inputs), self.num_processes, self.process_index
+        base, extra = divmod(length, size)
+        start = rank * base + min(rank, extra)
+        stop = start + base + (rank < extra)
+        indices = list(range(start, stop))
+        if pad and length and len(indices) < base + (extra > 0):
+            indices.append(length - 1)
+        return _take(inputs, indices)
+
+    def _only(self, here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if here() else None
+
+        return wrapper
+
+    def _decorator(
+        self, here: Callable[[], bool], function: Callable[..., Any] | None
+    ) -> Callable[..., Any]:
+        decorate = functools.partial(self._only, here)
+        return decorate if function is None else decorate(function)
+
+    @contextmanager
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            # Also after an exception: the others wait for this barrier.
+            if is_first:
+                self.wait_for_everyone()
+
+
+class PartialState(Processes):
+    """The processes of a run, for scripts without an Accelerator.
+
+    Args:
+        cpu: compute on the CPU even when there is an accelerator.
+        backend: communication library; None takes the device's own.
+        timeout: how long a collective may wait.
+    """
+
+    def __init__(
+        self, cpu: bool = False, *, backend: str | None = None, timeout: timedelta | None = None
+    ) -> None:
+        super().__init__(World.discover(cpu=cpu, backend=backend, timeout=timeout))
+
+
+def _length(inputs: Any) -> int:
+    try:
+        return len(inputs)
+    except TypeError:
+        raise UsageError(
+            f"expected a list, tuple, tensor, dict or sized dataset, found {type(inputs).__name__}"
+        ) from None
+
+
+def _take(inputs: Any, indices: list[int]) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs[torch.tensor(indices, dtype=torch.long, device=inputs.device)]
+    if callable(getattr(inputs, "select", None)):
+        return inputs.select(indices)
+    if isinstance(inputs, Dataset):
+        return Subset(inputs, indices)
+    taken = [inputs[i] for i in indices]
+    return tuple(taken) if isinstance(inputs, tuple) else taken

@@ -1,0 +1,199 @@
+"""Random number generators of this process: seed, capture, restore, fork, agree over ranks.
+
+Covered are Python's ``random``, NumPy's global generator when something has imported NumPy (it is
+never imported here), torch's CPU generator, and the generator of the current accelerator.
+"""
+
+import random
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.errors import UsageError
+
+_PYTHON_WORDS = 625
+_NUMPY_WORDS = 624
+_NUMPY_SEED_LIMIT = 1 << 32
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed every generator of this process.
+
+    Args:
+        seed: the seed.
+        device_specific: add the rank, so that ranks draw different numbers.
+        deterministic: let torch use deterministic algorithms only.
+    """
+    if device_specific and dist.is_initialized():
+        seed += dist.get_rank()
+    random.seed(seed)
+    torch.manual_seed(seed)  # the CPU and every accelerator
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % _NUMPY_SEED_LIMIT)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def capture() -> dict[str, Tensor]:
+    """Return the state of every generator as CPU tensors of uint8 or int64.
+
+    Keys: ``python`` and ``torch``; ``numpy`` when NumPy is loaded; ``accelerator`` when there is
+    one (the current device's generator).
+
+    Raises:
+        UsageError: NumPy's global generator is not its default one.
+    """
+    state = {"python": _capture_python(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = _capture_numpy(numpy)
+    accelerator = _accelerator()
+    if accelerator is not None:
+        state["accelerator"] = accelerator.get_rng_state()
+    return state
+
+
+def restore(state: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Set the generators to a captured state.
+
+    Returns:
+        The keys that this process has no generator for: ``numpy`` while NumPy is not loaded,
+        ``accelerator`` on a machine without one. The caller decides whether that matters.
+
+    Raises:
+        UsageError: a key is unknown.
+    """
+    left_out = []
+    for key, value in state.items():
+        if key == "python":
+            _restore_python(value)
+        elif key == "torch":
+            torch.set_rng_state(value)
+        elif key == "numpy":
+            numpy = sys.modules.get("numpy")
+            left_out += ["numpy"] if numpy is None else []
+            _restore_numpy(numpy, value)
+        elif key == "accelerator":
+            accelerator = _accelerator()
+            left_out += ["accelerator"] if accelerator is None else []
+            if accelerator is not None:
+                accelerator.set_rng_state(value)
+        else:
+            raise UsageError(
+                f"expected states of python, torch, numpy and accelerator, found {key!r}; "
+                "restore what capture() returned"
+            )
+    return tuple(left_out)
+
+
+@contextmanager
+def fork(seed: int) -> Iterator[None]:
+    """Seed every generator inside the block, and put the former states back after it."""
+    before = capture()
+    set_seed(seed)
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+def synchronize_rng_states(
+    rng_types: Sequence[str], generator: torch.Generator | None = None
+) -> None:
+    """Give every rank the generator states of rank 0; collective, does nothing with one rank.
+
+    Args:
+        rng_types: any of ``python``, ``numpy``, ``torch``, ``accelerator`` (or the accelerator's
+            own name, as ``cuda``), and ``generator`` for the generator that is passed.
+        generator: a CPU generator; without one, ``generator`` has nothing to do.
+
+    Raises:
+        UsageError: a type is unknown.
+    """
+    known = {"python", "numpy", "torch", "accelerator", "generator"}
+    current = torch.accelerator.current_accelerator()
+    aliases = {} if current is None else {current.type: "accelerator"}
+    keys = [aliases.get(name, name) for name in rng_types]
+    if not known.issuperset(keys):
+        raise UsageError(
+            f"expected rng_types among {sorted(known | set(aliases))}, found {list(rng_types)}"
+        )
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    state = capture()
+    restore({key: broadcast_from_main(state[key]) for key in keys if key in state})
+    if "generator" in keys and generator is not None:
+        generator.set_state(broadcast_from_main(generator.get_state()))
+
+
+def broadcast_from_main(tensor: Tensor) -> Tensor:
+    """Return rank 0's tensor, on the CPU, on every rank; shapes and dtypes must agree."""
+    backend = str(dist.get_backend())
+    device = torch.device("cpu")
+    if "gloo" not in backend:
+        device = torch.accelerator.current_accelerator() or device
+    moved = tensor.to(device, copy=True)
+    dist.broadcast(moved, src=0)
+    return moved.cpu()
+
+
+def _accelerator() -> Any:
+    """Return the module of the current accelerator, as torch.cuda, or None."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return None if current is None else torch.get_device_module(current)
+
+
+def _capture_python() -> Tensor:
+    """Pack as (628,) int64: version, 625 words, whether a Gaussian is kept, its bits."""
+    version, words, gauss = random.getstate()
+    return torch.tensor([version, *words, gauss is not None, _bits(gauss or 0.0)])
+
+
+def _restore_python(state: Tensor) -> None:
+    version, *words, has_gauss, bits = state.tolist()
+    if len(words) != _PYTHON_WORDS:
+        raise UsageError(
+            f"expected {_PYTHON_WORDS} words of Python's generator, found {len(words)}; "
+            "restore what capture() returned"
+        )
+    random.setstate((version, tuple(words), _float(bits) if has_gauss else None))
+
+
+def _capture_numpy(numpy: Any) -> Tensor:
+    """Pack as (627,) int64: 624 words, position, whether a Gaussian is kept, its bits."""
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        raise UsageError(
+            "expected NumPy's default global generator MT19937, found "
+            f"{state['bit_generator']}; use a numpy.random.Generator object of your own instead"
+        )
+    inner = state["state"]
+    numbers = [*inner["key"].tolist(), inner["pos"], state["has_gauss"], _bits(state["gauss"])]
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _restore_numpy(numpy: Any, state: Tensor) -> None:
+    if numpy is None:
+        return
+    *words, position, has_gauss, bits = state.tolist()
+    if len(words) != _NUMPY_WORDS:
+        raise UsageError(
+            f"expected {_NUMPY_WORDS} words of NumPy's generator, found {len(words)}; "
+            "restore what capture() returned"
+        )
+    numpy.random.set_state(("MT19937", words, position, has_gauss, _float(bits)))
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
