@@ -158,6 +158,15 @@ def test_killed_process_leaves_one_whole_checkpoint(tmp_path, point, survivor):
     assert names(tmp_path) == ["ck"]
 
 
+def test_a_save_puts_the_old_one_back_before_it_sweeps(tmp_path):
+    save(tmp_path / "ck", 1)
+    (tmp_path / "ck").rename(tmp_path / ".ck.old-0123456789abcdef")
+    with pytest.raises(CheckpointError, match="already exists"):
+        save(tmp_path / "ck", 2)
+    assert value_in(tmp_path / "ck") == 1
+    assert names(tmp_path) == ["ck"]
+
+
 def test_only_leftovers_of_the_same_name_are_swept(tmp_path):
     keep = [".ck.tmp-", ".ck.tmp-xyz", ".other.tmp-0123456789abcdef", ".ck.new-01"]
     for name in [*keep, ".ck.tmp-0123456789abcdef"]:
