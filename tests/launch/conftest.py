@@ -1,0 +1,113 @@
+"""Fixtures that run the command in a process of its own and see what it leaves behind."""
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+THIRD_PARTY = Path(__file__).parent / "thirdparty"
+"""A folder on the path with a distribution that is not ours: it provides the strategy ``toy``."""
+
+MARK = "LAUNCH_TEST_MARK"
+
+
+@dataclass
+class Sandbox:
+    """A folder, an environment with a mark of its own, and the processes that carry the mark."""
+
+    folder: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "tmp"
+
+    def script(self, text: str, name: str = "train.py") -> str:
+        path = self.folder / name
+        path.write_text(text)
+        return name
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("DRIVETRAIN_", "TORCHELASTIC_", "GLOO_"))
+        }
+        return kept | {
+            "PYTHONPATH": str(THIRD_PARTY),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.temporary),
+            MARK: self.mark,
+            **(extra or {}),
+        }
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "drivetrain_launch", *arguments]
+
+    def start(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=self.environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(
+        self, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=self.environment(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def launch(
+        self, *arguments: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return self.run("launch", "--strategy", "toy", *arguments, env=env)
+
+    def alive(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if self._is_mine(process)]
+
+    def _is_mine(self, process: psutil.Process) -> bool:
+        try:
+            return (
+                process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get(MARK) == self.mark
+            )
+        except psutil.Error:
+            return False
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    """Run commands here; afterwards no process and no temporary file of theirs may be left."""
+    box = Sandbox(tmp_path)
+    box.temporary.mkdir()
+    yield box
+    left = box.alive()
+    for process in left:
+        process.kill()
+    assert not left, f"processes left behind: {left}"
+    assert list(box.temporary.iterdir()) == []
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Make the strategy ``toy`` importable in this process."""
+    monkeypatch.syspath_prepend(str(THIRD_PARTY))
+    return lambda: None

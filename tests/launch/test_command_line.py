@@ -1,0 +1,144 @@
+"""What the user types: help, options, configuration errors, the dry run; few of these need torch."""
+
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from drivetrain.errors import ConfigError
+from drivetrain_launch.options import FLAGS, command_line_layer
+
+
+def test_help_does_not_import_torch_and_is_quick(sandbox):
+    code = (
+        "import sys\n"
+        "from drivetrain_launch.cli import run\n"
+        "assert run(['--help']) == 0\n"
+        "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=sandbox.environment())
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        assert sandbox.run("--help").returncode == 0
+        seconds.append(time.perf_counter() - begin)
+    # It takes 0.08 s; the bound leaves room for a machine that does other things as well.
+    assert statistics.median(seconds) < 0.6
+
+
+def test_launch_help_does_not_import_torch(sandbox):
+    code = (
+        "import sys\n"
+        "from drivetrain_launch.cli import run\n"
+        "assert run(['launch', '--help']) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=sandbox.environment())
+
+
+def test_launch_help_states_default_and_yaml_key_of_every_flag(sandbox):
+    text = " ".join(sandbox.run("launch", "--help").stdout.split())
+    for flag in FLAGS:
+        assert flag.names[0] in text
+        assert f"[YAML: {flag.key.removesuffix('.name')}]" in text
+    assert text.count("[default: ") >= len(FLAGS)
+    for heading in ("Configuration:", "Training:", "Processes:", "Several hosts:", "Output:"):
+        assert heading in text
+
+
+def test_version(sandbox):
+    assert sandbox.run("--version").stdout.startswith("drivetrain, version ")
+
+
+def test_flags_become_a_layer_that_quotes_them():
+    layer = command_line_layer({"nproc_per_node": "2", "cpu": True, "strategy": "x"}, ["seed=3"])
+    assert layer.values == {
+        "seed": 3,
+        "strategy": {"name": "x"},
+        "launch": {"nproc_per_node": 2, "device": "cpu"},
+    }
+    texts = {key: origin.text for key, origin in layer.origins.items()}
+    assert texts == {
+        "seed": "--set seed=3",
+        "strategy.name": "--strategy x",
+        "launch.nproc_per_node": "--nproc-per-node 2",
+        "launch.device": "--cpu",
+    }
+    assert {origin.kind for origin in layer.origins.values()} == {"command line"}
+
+
+def test_flag_and_set_that_contradict_are_refused():
+    with pytest.raises(ConfigError, match="'--precision bf16' and '--set precision=fp16'"):
+        command_line_layer({"precision": "bf16"}, ["precision=fp16"])
+
+
+def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(sandbox):
+    sandbox.script("accumulation: 4\nstrategy: {name: toy, spoons: 3}\n", "run.yaml")
+    done = sandbox.run(
+        "launch", "--config", "run.yaml", "--nproc_per_node", "3", "--mixed-precision", "bf16",
+        "--dry-run", "no-such-script.py",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {tuple(line.split()[:2]): line for line in done.stdout.splitlines() if line.split()}
+    assert rows["accumulation", "4"].endswith("run.yaml:1")
+    assert rows["launch.nproc_per_node", "3"].endswith("--nproc-per-node 3")
+    assert rows["precision", "bf16"].endswith("--precision bf16")
+    assert rows["seed", "0"].endswith("default")
+    assert "Mesh: dp=3 (1 x 3 ranks)" in done.stdout
+    assert "0, 1, 2" in done.stdout
+    # 1e9 fp32 elements: 4e9 bytes of parameters, twice that of Adam's state.
+    assert rows["held:", "parameters"].split()[-2:] == ["3,814.7", "MiB"]
+    assert rows["held:", "optimizer"].split()[-2:] == ["7,629.4", "MiB"]
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--set", "precison=bf16", "x.py"], "did you mean 'precision'"),
+        (["--nproc-per-node", "0", "x.py"], "--nproc-per-node 0: launch.nproc_per_node: expected"),
+        (["--nproc-per-node", "two", "x.py"], "found 'two'"),
+        (["--strategy", "tooy", "x.py"], "did you mean 'toy'? installed: "),
+        (["--nnodes", "2", "x.py"], "rdzv_endpoint: expected HOST:PORT of host 0"),
+        (["--node-rank", "2", "--nnodes", "2", "x.py"], "expected 0 to 1 with nnodes 2, found 2"),
+        (["--rdzv-endpoint", "here", "x.py"], "expected HOST:PORT with a port"),
+        (["missing.py"], "no such file"),
+        ([], "expected a SCRIPT"),
+        (["-m", "no_such_package.module"], "no module named 'no_such_package'"),
+        (["--config", "missing.yaml", "x.py"], "cannot read the configuration missing.yaml"),
+        (["--config", "list.yaml", "x.py"], "list.yaml:1: expected a mapping"),
+        (["--config", "keys.yaml", "x.py"], "keys.yaml:3: unknown key launch.nnode; did you mean"),
+        (["--wrong-option", "x.py"], "No such option"),
+    ],
+)
+def test_bad_input_exits_with_2_and_says_why(sandbox, arguments, text):
+    sandbox.script("", "x.py")
+    sandbox.script("- a\n- b\n", "list.yaml")
+    sandbox.script("seed: 1\nlaunch:\n  nnode: 2\n", "keys.yaml")
+    done = sandbox.launch(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert text in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_name_the_command(sandbox, shell):
+    done = sandbox.run("completion", shell)
+    assert done.returncode == 0, done.stderr
+    assert "_DRIVETRAIN_COMPLETE" in done.stdout
+
+
+def test_completion_offers_commands_and_installed_strategies(sandbox):
+    def complete(words, position):
+        return sandbox.run(
+            env={
+                "_DRIVETRAIN_COMPLETE": "bash_complete",
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(position),
+            }
+        ).stdout
+
+    assert "launch" in complete("drivetrain la", 1)
+    assert "toy" in complete("drivetrain launch --strategy to", 3)

@@ -1,0 +1,176 @@
+"""Launches that end badly: whose error is shown, which exit code, and that nothing is left."""
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+GLOO = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+value = torch.ones(1)
+dist.all_reduce(value)
+"""
+
+LOOP = GLOO + "open(f'ready-{rank}', 'w').close()\nwhile True:\n    dist.all_reduce(value)\n"
+
+
+def wait_for(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.05)
+
+
+def root(done):
+    """Return the report's first line: who failed first, and how."""
+    found = re.findall(r"^rank \d+ failed first .*$", done.stderr, flags=re.MULTILINE)
+    assert len(found) == 1, done.stderr
+    return found[0]
+
+
+def test_exception_on_one_rank_ends_all_and_is_shown(sandbox):
+    script = sandbox.script(
+        GLOO + "if rank == 1:\n    raise ValueError('the cause')\ndist.all_reduce(value)\n"
+    )
+    begin = time.monotonic()
+    done = sandbox.launch("--nproc-per-node", "2", script)
+    assert time.monotonic() - begin < 20
+    assert done.returncode == 1
+    assert "rank 1" in root(done)
+    assert "exit code 1" in root(done)
+    report = done.stderr[done.stderr.index("rank 1 failed first") :]
+    assert "ValueError: the cause" in report
+    assert 'train.py", line' in report
+    assert "runpy" not in done.stderr
+    assert "stopped with it: rank 0" in report
+    assert "elastic" not in done.stderr
+
+
+def test_rank_that_lost_its_peer_does_not_hide_the_peer_that_was_killed(sandbox):
+    script = sandbox.script(
+        GLOO + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while True:\n    dist.all_reduce(value)\n"
+    )
+    done = sandbox.launch("--nproc-per-node", "2", script)
+    assert done.returncode == 6
+    assert "rank 1" in root(done)
+    assert "SIGKILL" in root(done)
+    assert "out of memory" in root(done)
+
+
+def test_slow_traceback_still_wins_over_the_lost_connection(sandbox):
+    # The process group is gone a second before the error reaches the launcher.
+    script = sandbox.script(
+        GLOO + "if rank == 1:\n"
+        "    try:\n"
+        "        raise KeyError('the cause')\n"
+        "    finally:\n"
+        "        dist.destroy_process_group()\n"
+        "        time.sleep(0.5)\n"
+        "dist.all_reduce(value)\n"
+    )
+    done = sandbox.launch("--nproc-per-node", "2", script)
+    assert done.returncode == 1
+    assert "rank 1" in root(done)
+    assert "KeyError: 'the cause'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("import sys; sys.exit(3)", 3),
+        ("import sys; sys.exit('a message')", 1),
+        ("from drivetrain.errors import CheckpointError as E; raise E('bad checkpoint')", 4),
+        ("import os; os.abort()", 6),
+        ("import os; os._exit(9)", 9),
+        ("def f(:", 1),
+    ],
+)
+def test_exit_code_is_the_scripts(sandbox, line, code):
+    done = sandbox.launch("--nproc-per-node", "1", sandbox.script(line))
+    assert done.returncode == code, done.stderr
+    assert "rank 0" in root(done)
+
+
+def test_exit_zero_from_the_script_is_success(sandbox):
+    done = sandbox.launch("--nproc-per-node", "1", sandbox.script("import sys; sys.exit()"))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_stops_every_rank_quietly(sandbox, number, code):
+    script = sandbox.script(LOOP)
+    process = sandbox.start("launch", "--strategy", "toy", "--nproc-per-node", "2", script)
+    wait_for((sandbox.folder / "ready-1").exists)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert sandbox.alive() == []
+
+
+def test_ranks_end_when_the_launcher_is_killed(sandbox):
+    process = sandbox.start(
+        "launch", "--strategy", "toy", "--nproc-per-node", "2", sandbox.script(LOOP)
+    )
+    wait_for((sandbox.folder / "ready-1").exists)
+    process.kill()
+    process.communicate(timeout=20)
+    wait_for(lambda: not sandbox.alive(), 10)
+    for folder in sandbox.temporary.iterdir():
+        shutil.rmtree(folder)
+
+
+def test_rank_that_ignores_sigterm_and_its_children_are_stopped_in_seconds(sandbox):
+    script = sandbox.script(
+        "import os, signal, subprocess, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not os.path.exists('ready'): time.sleep(0.05)\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
+        "    raise ValueError('the cause')\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open('ready', 'w').close()\n"
+        "time.sleep(300)\n"
+    )
+    begin = time.monotonic()
+    done = sandbox.launch("--nproc-per-node", "2", script)
+    assert time.monotonic() - begin < 20
+    assert done.returncode == 1
+    assert "rank 1" in root(done)
+    assert sandbox.alive() == []
+
+
+def test_store_and_ranks_listen_on_loopback_alone(sandbox):
+    if shutil.which("ss") is None:
+        pytest.skip("needs the command ss")
+    process = sandbox.start(
+        "launch", "--strategy", "toy", "--nproc-per-node", "2", sandbox.script(LOOP)
+    )
+    wait_for((sandbox.folder / "ready-1").exists)
+    mine = {member.pid for member in sandbox.alive()}
+    listing = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    addresses = [
+        line.split()[3]
+        for line in listing.splitlines()
+        if mine & {int(pid) for pid in re.findall(r"pid=(\d+)", line)}
+    ]
+    # The launcher's store, and one listener of gloo in each rank.
+    assert len(addresses) == 3, listing
+    assert all(address.startswith("127.0.0.1:") for address in addresses), addresses
+
+
+def test_busy_port_is_named(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = sandbox.launch("--rdzv-endpoint", f"127.0.0.1:{port}", sandbox.script(""))
+    assert done.returncode == 3
+    assert f"cannot listen on port {port}" in done.stderr
