@@ -1,0 +1,109 @@
+"""Loaders of every rank in one process: no communication, each rank an axis made by hand."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from drivetrain.config import DataConfig
+from drivetrain.runtime.data import prepare_data_loader
+from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.world import World
+
+
+class CountingDataset(Dataset):
+    """The numbers 0 to n - 1; remembers which were read in this process."""
+
+    def __init__(self, n):
+        self.n = n
+        self.read = []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+class Recorder:
+    """An observer that writes down what it is told."""
+
+    def __init__(self):
+        self.events = []
+        self.stack = []
+
+    def begin(self, loader):
+        self.events.append(("begin", loader))
+        self.stack.append(loader)
+
+    def end(self, loader):
+        self.events.append(("end", loader))
+        self.stack.remove(loader)
+
+
+@pytest.fixture
+def counting():
+    return CountingDataset
+
+
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+@pytest.fixture
+def prepare() -> Callable:
+    """Prepare a loader for one rank of an axis, without communication."""
+
+    def make(loader, rank=0, size=1, *, seed=0, observer=None, device=None, **config):
+        hosts = ("localhost",) * size
+        axis = Axis(name="dp", size=size, rank=rank, ranks=tuple(range(size)), hosts=hosts)
+        return prepare_data_loader(
+            loader,
+            axis=axis,
+            world=World(),
+            config=DataConfig(**config),
+            seed=seed,
+            device=device,
+            observer=observer,
+        )
+
+    return make
+
+
+@pytest.fixture
+def read_all(prepare):
+    """Read an epoch on every rank; returns, per rank, lists of samples, and the loaders."""
+
+    def read(make_loader, size, state=None, **config):
+        loaders = [prepare(make_loader(), rank, size, **config) for rank in range(size)]
+        batches = []
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+            batches.append([as_list(batch) for batch in loader])
+        return batches, loaders
+
+    return read
+
+
+def as_list(batch):
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+@pytest.fixture
+def gathered():
+    """Put the batches of all ranks together as gather_for_metrics does."""
+
+    def gather(batches, remainder=-1):
+        rounds = max(map(len, batches), default=0)
+        samples = []
+        for i in range(rounds):
+            step = [sample for rank in batches if i < len(rank) for sample in rank[i]]
+            is_last = i == rounds - 1
+            samples += step[:remainder] if is_last and remainder >= 0 else step
+        return samples
+
+    return gather

@@ -1,0 +1,210 @@
+"""Loaders on real ranks: dispatch from rank 0, one order on all, cells that share a batch."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from drivetrain.config import DataConfig
+from drivetrain.errors import CollectiveError, RankMismatchError
+from drivetrain.runtime.data import prepare_data_loader
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.world import World
+
+
+class Numbers(Dataset):
+    def __init__(self, n):
+        self.n = n
+        self.read = 0
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        self.read += 1
+        return index
+
+
+class Stream(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+        self.read = 0
+
+    def __iter__(self):
+        for i in range(self.n):
+            self.read += 1
+            yield i
+
+
+def prepare(loader, sizes=None, rng_types=(), **config):
+    world = World.discover(cpu=True)
+    axis = Mesh.build(sizes or {"dp": world.size}, world)["dp"]
+    return prepare_data_loader(
+        loader,
+        axis=axis,
+        world=world,
+        config=DataConfig(**config),
+        seed=0,
+        device=None,
+        rng_types=rng_types,
+    )
+
+
+def everybody(value):
+    held = [None] * dist.get_world_size()
+    dist.all_gather_object(held, value)
+    return held
+
+
+def lists(loader):
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.ranks(2)
+def test_dispatch_gives_what_each_rank_would_read():
+    for kind in (Stream, Numbers):
+        for n in (0, 2, 3, 5, 8):
+            for even in (True, False):
+                for drop_last in (True, False):
+                    data = DataLoader(kind(n), batch_size=2, drop_last=drop_last)
+                    sent = prepare(data, dispatch_batches=True, even_batches=even)
+                    own = prepare(data, dispatch_batches=False, even_batches=even)
+                    case = (kind, n, even, drop_last)
+                    assert lists(sent) == lists(own), case
+                    assert sent.remainder == own.remainder, case
+                    assert sent.epoch == own.epoch == 1
+
+
+@pytest.mark.ranks(2)
+def test_only_rank_0_reads_and_streams_are_dispatched_unless_told():
+    data = Stream(8)
+    loader = prepare(DataLoader(data, batch_size=2))
+    ends = []
+    for _ in loader:
+        ends.append(loader.end_of_dataloader)
+        assert loader.state_dict()["position"] == [4, 0][len(ends) - 1]
+    assert ends == [False, True]
+    assert everybody(data.read) == [8, 0]
+
+
+class Row(NamedTuple):
+    x: torch.Tensor
+    tag: str
+
+
+@pytest.mark.ranks(2)
+def test_dispatched_batches_keep_their_shape_and_objects():
+    class Rows(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return {
+                "row": Row(torch.full((3,), i, dtype=torch.bfloat16), f"tag {i}"),
+                "mask": torch.tensor(i % 2 == 0),
+                "nested": [(torch.empty(0), i), None],
+            }
+
+    def collate(samples):
+        first = samples[0]
+        return {**first, "rows": [sample["row"] for sample in samples], "ragged": len(samples)}
+
+    loader = prepare(DataLoader(Rows(), batch_size=2, collate_fn=collate), dispatch_batches=True)
+    (batch,) = list(loader)
+    first = 2 * dist.get_rank()
+    assert [row.tag for row in batch["rows"]] == [f"tag {first}", f"tag {first + 1}"]
+    assert isinstance(batch["row"], Row)
+    assert batch["row"].x.dtype == torch.bfloat16
+    assert batch["rows"][1].x.tolist() == [first + 1] * 3
+    assert batch["mask"].shape == ()
+    assert batch["mask"].item() is True
+    assert batch["nested"][0][0].shape == (0,)
+    assert batch["nested"][0][1] == first
+    assert batch["nested"][1] is None
+    assert batch["ragged"] == 2
+
+
+@pytest.mark.ranks(2)
+def test_dispatch_resumes_from_rank_0s_state_and_leaves_by_break():
+    def make():
+        return prepare(DataLoader(Numbers(20), batch_size=2, shuffle=True), dispatch_batches=True)
+
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    state = everybody(loader.state_dict())[0]
+    rest = [batch.tolist() for batch in batches]
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert lists(resumed) == rest
+    for _ in resumed:
+        break
+    assert resumed.epoch == loader.epoch + 1 == 2
+    list(loader)
+    assert lists(resumed) == lists(loader)
+
+
+@pytest.mark.ranks(2)
+def test_failure_while_rank_0_reads_ends_every_rank():
+    class Failing(Stream):
+        def __iter__(self):
+            yield from range(3)
+            raise OSError("the disk is gone")
+
+    loader = prepare(DataLoader(Failing(9), batch_size=1))
+    with pytest.raises((OSError, CollectiveError), match="the disk is gone") as caught:
+        list(loader)
+    assert caught.type is (OSError if dist.get_rank() == 0 else CollectiveError)
+
+
+@pytest.mark.ranks(2)
+def test_user_generators_that_differ_still_give_one_order():
+    torch.manual_seed(dist.get_rank())
+    for dispatch in (False, True):
+        loader = prepare(
+            DataLoader(Numbers(12), batch_size=2, shuffle=True),
+            use_seedable_sampler=False,
+            dispatch_batches=dispatch,
+        )
+        orders = [sum(sum(everybody(lists(loader)), []), []) for _ in range(2)]
+        assert sorted(orders[0]) == sorted(orders[1]) == list(range(12))
+        assert orders[0] != orders[1]
+
+
+class ByRank(Sampler):
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter([(i + dist.get_rank()) % 4 for i in range(4)])
+
+
+@pytest.mark.ranks(2)
+def test_sampler_that_differs_by_rank_is_refused_on_every_rank():
+    loader = prepare(DataLoader(Numbers(4), sampler=ByRank()))
+    with pytest.raises(RankMismatchError, match="rank 0: .*rank 1: "):
+        list(loader)
+
+
+@pytest.mark.ranks(2)
+def test_rng_types_are_given_by_rank_0():
+    torch.manual_seed(dist.get_rank())
+    loader = prepare(DataLoader(Numbers(4)), rng_types=("torch",))
+    next(iter(loader))
+    numbers = everybody(torch.rand(3).tolist())
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.ranks(4)
+def test_ranks_of_a_cell_get_the_same_batch():
+    for dispatch in (False, True):
+        loader = prepare(
+            DataLoader(Numbers(8), batch_size=2, shuffle=True),
+            {"tp": 2, "dp": 2},
+            dispatch_batches=dispatch,
+        )
+        batches = everybody(lists(loader))
+        assert batches[0] == batches[1] != batches[2] == batches[3]
+        assert sorted(sum(sum([batches[0], batches[2]], []), [])) == list(range(8))

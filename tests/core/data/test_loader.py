@@ -1,0 +1,111 @@
+"""The prepared loader as a DataLoader: attributes, devices, workers, containers."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from drivetrain.errors import UsageError
+from drivetrain.runtime.data import PreparedLoader, SeedableRandomSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def test_is_a_dataloader_with_the_users_attributes(prepare, counting):
+    def collate(samples):
+        return samples
+
+    data = counting(10)
+    user = DataLoader(data, batch_size=3, collate_fn=collate, shuffle=True)
+    loader = prepare(user, 0, 2)
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader, PreparedLoader)
+    assert loader.dataset is data
+    assert (loader.batch_size, loader.num_workers, loader.drop_last) == (3, 0, False)
+    assert loader.collate_fn is collate
+    assert loader.sampler is user.sampler
+    assert loader.total_dataset_length == 10
+    assert loader.total_batch_size == 6
+    assert loader.multiprocessing_context is None
+    with pytest.raises(AttributeError, match="no_such"):
+        loader.no_such  # noqa: B018
+
+
+def test_changing_the_users_attributes_later_is_refused(prepare, counting):
+    loader = prepare(DataLoader(counting(4)))
+    with pytest.raises(UsageError, match="collate_fn"):
+        loader.collate_fn = list
+    loader.note = "free"
+    assert loader.note == "free"
+
+
+def test_preparing_twice_changes_nothing(prepare, counting):
+    loader = prepare(DataLoader(counting(4)))
+    assert prepare(loader) is loader
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+def test_batches_are_moved_to_the_device(prepare, counting):
+    class Pairs(counting):
+        def __getitem__(self, index):
+            return Pair(torch.ones(2), f"sample {index}")
+
+    loader = prepare(DataLoader(Pairs(4), batch_size=2), device=torch.device("meta"))
+    batch = next(iter(loader))
+    assert isinstance(batch, Pair)
+    assert batch.x.device.type == "meta"
+    assert list(batch.name) == ["sample 0", "sample 1"]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers(prepare, counting, persistent):
+    def loader(workers):
+        keep = persistent and workers > 0
+        data = DataLoader(
+            counting(11),
+            batch_size=2,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=keep,
+        )
+        return prepare(data, 1, 2)
+
+    def epochs(loader):
+        seen = []
+        for epoch in range(4):
+            for i, batch in enumerate(loader):
+                seen.append(batch.tolist())
+                if epoch == 1 and i == 1:
+                    break
+        return seen
+
+    assert epochs(loader(2)) == epochs(loader(0))
+
+
+def test_workers_of_ranks_and_epochs_get_different_seeds(prepare, counting):
+    class Noisy(counting):
+        def __getitem__(self, index):
+            return torch.rand(())
+
+    def epochs(rank):
+        loader = prepare(DataLoader(Noisy(4), batch_size=2, num_workers=1), rank, 2)
+        return [torch.cat(list(loader)).tolist() for _ in range(2)]
+
+    first, second = epochs(0), epochs(1)
+    assert first == epochs(0)
+    assert len({tuple(values) for values in [*first, *second]}) == 4
+
+
+def test_seedable_random_sampler():
+    sampler = SeedableRandomSampler(range(10), seed=4)
+    first = list(sampler)
+    assert sorted(first) == list(range(10))
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    assert list(sampler) == list(SeedableRandomSampler(range(10), seed=5))

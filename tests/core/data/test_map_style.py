@@ -1,0 +1,325 @@
+"""Map-style loaders over 1 to 4 simulated ranks: who gets what, in every small case."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
+
+from drivetrain.errors import UsageError
+
+SMALL = [
+    (n, bs, size, split, even, drop_last)
+    for n, bs, size, split, even, drop_last in itertools.product(
+        range(14), range(1, 5), range(1, 5), [False, True], [False, True], [False, True]
+    )
+    if not split or bs % size == 0
+]
+
+
+@pytest.fixture
+def simulate(read_all, counting):
+    def run(n, bs, size, split, even, drop_last, *, shuffle=True, **more):
+        return read_all(
+            lambda: (
+                DataLoader(counting(n), batch_size=bs, shuffle=shuffle, drop_last=drop_last)
+                if n
+                else DataLoader(counting(0), batch_size=bs, drop_last=drop_last)
+            ),
+            size,
+            split_batches=split,
+            even_batches=even,
+            **more,
+        )
+
+    return run
+
+
+def test_every_sample_once_in_all_small_cases(simulate, gathered):
+    for case in SMALL:
+        n, bs, size, split, even, drop_last = case
+        batches, loaders = simulate(*case)
+        step = bs if split else bs * size
+        kept = n // step * step if drop_last else n
+        remainders = {loader.remainder for loader in loaders}
+        assert len(remainders) == 1, case
+        samples = gathered(batches, remainders.pop())
+        assert len(samples) == kept, case
+        assert len(set(samples)) == kept, case
+        assert set(samples) <= set(range(n)), case
+
+
+def test_ranks_are_even_and_batches_full_in_all_small_cases(simulate):
+    for case in SMALL:
+        n, bs, size, split, even, drop_last = case
+        batches, _ = simulate(*case)
+        per_rank = bs // size if split else bs
+        if drop_last or (even and size > 1):
+            assert len({len(rank) for rank in batches}) == 1, case
+            assert all(len(batch) == per_rank for rank in batches for batch in rank), case
+
+
+def test_len_is_the_number_of_batches_in_all_small_cases(simulate):
+    for case in SMALL:
+        batches, loaders = simulate(*case)
+        assert [len(loader) for loader in loaders] == [len(rank) for rank in batches], case
+
+
+def test_end_of_dataloader_is_true_on_the_last_batch_only(prepare, counting):
+    for n, bs, size, split, even, drop_last in SMALL:
+        for rank in range(size):
+            loader = prepare(
+                DataLoader(counting(n), batch_size=bs, drop_last=drop_last),
+                rank,
+                size,
+                split_batches=split,
+                even_batches=even,
+            )
+            ends = [loader.end_of_dataloader for _ in loader]
+            assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
+
+
+def test_batches_are_given_in_turn(simulate):
+    batches, _ = simulate(8, 2, 2, False, True, False, shuffle=False)
+    assert batches == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_split_batches_divides_each_batch(simulate):
+    batches, loaders = simulate(8, 4, 2, True, True, False, shuffle=False)
+    assert batches == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert loaders[0].total_batch_size == 4
+
+
+def test_tail_goes_back_to_the_first_samples(simulate):
+    batches, loaders = simulate(5, 2, 2, False, True, False, shuffle=False)
+    assert batches == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+    assert loaders[1].remainder == 1
+
+
+def test_dataset_smaller_than_one_global_batch(simulate):
+    batches, loaders = simulate(2, 2, 3, False, True, False, shuffle=False)
+    assert batches == [[[0, 1]], [[0, 1]], [[0, 1]]]
+    assert loaders[2].remainder == 2
+
+
+def test_uneven_tail(simulate):
+    batches, loaders = simulate(7, 2, 2, False, False, False, shuffle=False)
+    assert batches == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+    assert loaders[0].remainder == -1
+
+
+def test_one_rank_is_never_filled_up(simulate):
+    batches, loaders = simulate(5, 2, 1, False, True, False, shuffle=False)
+    assert batches == [[[0, 1], [2, 3], [4]]]
+    assert loaders[0].remainder == -1
+
+
+def test_even_batches_can_be_switched_for_a_while(prepare, counting):
+    loader = prepare(DataLoader(counting(5), batch_size=2), 1, 2)
+    loader.even_batches = False
+    assert [batch.tolist() for batch in loader] == [[2, 3]]
+    loader.even_batches = True
+    assert [batch.tolist() for batch in loader] == [[2, 3], [1, 2]]
+
+
+def test_epochs_are_shuffled_differently_and_reproducibly(prepare, counting):
+    def epochs(seed):
+        loader = prepare(DataLoader(counting(20), batch_size=4, shuffle=True), seed=seed)
+        return [torch.cat(list(loader)).tolist() for _ in range(3)]
+
+    first = epochs(0)
+    assert first == epochs(0)
+    assert first[0] != first[1] != first[2] != first[0]
+    assert epochs(7) != first
+
+
+def test_data_seed_wins_over_the_runs(prepare, counting):
+    def order(seed, **config):
+        loader = prepare(DataLoader(counting(20), shuffle=True), seed=seed, **config)
+        return torch.cat(list(loader)).tolist()
+
+    assert order(1, data_seed=5) == order(5) != order(1)
+
+
+def test_an_epoch_draws_nothing_from_the_global_generator(prepare, counting):
+    loader = prepare(DataLoader(counting(8), batch_size=2, shuffle=True))
+    before = torch.get_rng_state()
+    list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_user_generator_decides_without_seedable_sampler(prepare, counting):
+    def orders(seed):
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+        data = DataLoader(counting(20), batch_size=5, shuffle=True, generator=generator)
+        loader = prepare(data, use_seedable_sampler=False)
+        return [torch.cat(list(loader)).tolist() for _ in range(2)]
+
+    assert orders(1) == orders(1)
+    assert orders(1) != orders(2)
+    assert orders(1)[0] != orders(1)[1]
+
+
+class EvenFirst(Sampler):
+    """Even numbers first, in a random order that follows a global or its own generator."""
+
+    def __init__(self, n, generator=None):
+        self.n = n
+        self.generator = generator
+        self.epochs = []
+
+    def __len__(self):
+        return self.n
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        order = torch.randperm(self.n, generator=self.generator).tolist()
+        return iter(sorted(order, key=lambda i: i % 2))
+
+
+def test_custom_sampler_is_kept_seeded_and_told_the_epoch(prepare, counting):
+    samplers = [EvenFirst(12) for _ in range(2)]
+    epochs = []
+    for rank, sampler in enumerate(samplers):
+        torch.manual_seed(rank)  # the ranks' own state must not matter
+        loader = prepare(DataLoader(counting(12), batch_size=3, sampler=sampler), rank, 2)
+        assert loader.sampler is sampler
+        epochs.append([torch.cat(list(loader)).tolist() for _ in range(2)])
+    for first, second in zip(*epochs, strict=True):
+        assert sorted(first + second) == list(range(12))
+    assert epochs[0][0] != epochs[0][1]
+    assert samplers[0].epochs == [0, 1]
+
+
+def test_custom_sampler_with_its_own_generator(prepare, counting):
+    parts = []
+    for rank in range(2):
+        generator = torch.Generator()
+        generator.manual_seed(rank)
+        before = generator.get_state()
+        sampler = EvenFirst(12, generator)
+        loader = prepare(DataLoader(counting(12), batch_size=3, sampler=sampler), rank, 2)
+        parts.append(torch.cat(list(loader)).tolist())
+        assert torch.equal(generator.get_state(), before)
+    assert sorted(parts[0] + parts[1]) == list(range(12))
+
+
+def test_sampling_with_replacement(prepare, counting):
+    data = counting(5)
+    sampler = RandomSampler(data, replacement=True, num_samples=8)
+    parts = [
+        torch.cat(list(prepare(DataLoader(data, batch_size=2, sampler=sampler), rank, 2)))
+        for rank in range(2)
+    ]
+    assert [len(part) for part in parts] == [4, 4]
+
+
+class Buckets:
+    """A batch sampler of the user: fixed batches in a fixed order."""
+
+    def __init__(self, batches, batch_size=None, drop_last=False):
+        self.batches = batches
+        self.drop_last = drop_last
+        if batch_size is not None:
+            self.batch_size = batch_size
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def test_custom_batch_sampler_is_kept(prepare, counting):
+    sampler = Buckets([[5, 1], [0, 3], [2, 4]], batch_size=2)
+    loader = prepare(DataLoader(counting(6), batch_sampler=sampler), 0, 2)
+    assert loader.batch_sampler is sampler
+    assert loader.total_batch_size == 4
+
+
+def test_custom_batches_are_given_in_turn_and_filled(read_all, counting):
+    sampler = Buckets([[5, 1], [0, 3], [2]], batch_size=2)
+    batches, loaders = read_all(lambda: DataLoader(counting(6), batch_sampler=sampler), 2)
+    assert batches == [[[5, 1], [2, 5]], [[0, 3], [1, 0]]]
+    assert loaders[0].remainder == 1
+    assert len(loaders[0]) == 2
+
+
+def test_custom_batches_split(read_all, counting):
+    sampler = Buckets([[5, 1, 0, 3], [2]], batch_size=4)
+    make = lambda: DataLoader(counting(6), batch_sampler=sampler)  # noqa: E731
+    even, loaders = read_all(make, 2, split_batches=True)
+    assert even == [[[5, 1], [2, 5]], [[0, 3], [1, 0]]]
+    assert loaders[0].remainder == 1
+    uneven, _ = read_all(make, 2, split_batches=True, even_batches=False)
+    assert uneven == [[[5, 1], [2]], [[0, 3]]]
+
+
+def test_custom_batches_of_varying_size(read_all, counting):
+    sampler = Buckets([[5], [0, 3, 1], [2, 4]])
+    make = lambda: DataLoader(counting(6), batch_sampler=sampler)  # noqa: E731
+    batches, loaders = read_all(make, 2, even_batches=False)
+    assert batches == [[[5], [2, 4]], [[0, 3, 1]]]
+    assert [len(loader) for loader in loaders] == [2, 1]
+    with pytest.raises(UsageError, match="even_batches=False"):
+        read_all(make, 2)
+
+
+def test_custom_batches_that_vary_in_the_middle_cannot_be_filled(read_all, counting):
+    sampler = Buckets([[5, 1], [0], [2, 4]], batch_size=2)
+    with pytest.raises(UsageError, match="found 1 in batch 1 of 3"):
+        read_all(lambda: DataLoader(counting(6), batch_sampler=sampler), 2)
+
+
+def test_custom_batches_drop_last(read_all, counting):
+    sampler = Buckets([[5, 1], [0, 3], [2, 4]], batch_size=2, drop_last=True)
+    make = lambda: DataLoader(counting(6), batch_sampler=sampler)  # noqa: E731
+    for even in (True, False):
+        batches, loaders = read_all(make, 2, even_batches=even)
+        assert batches == [[[5, 1]], [[0, 3]]]
+        assert loaders[0].remainder == -1
+
+
+def test_batch_size_none_gives_items_in_turn(prepare, counting):
+    parts = [list(prepare(DataLoader(counting(5), batch_size=None), rank, 2)) for rank in range(2)]
+    assert parts == [[0, 2, 4], [1, 3, 0]]
+
+
+def test_batch_sampler_as_sampler_keeps_lists_of_indices(prepare):
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, indices):
+            return torch.tensor(indices) * 10
+
+    data = Rows()
+    sampler = BatchSampler(torch.utils.data.SequentialSampler(data), 2, False)
+    loader = prepare(DataLoader(data, sampler=sampler, batch_size=None), 0, 2)
+    assert [batch.tolist() for batch in loader] == [[0, 10], [40, 50]]
+
+
+def test_batch_size_that_does_not_divide(prepare, counting):
+    with pytest.raises(UsageError, match="divides over 2 ranks with split_batches, found 3"):
+        prepare(DataLoader(counting(6), batch_size=3), 0, 2, split_batches=True)
+    with pytest.raises(UsageError, match="batch_size=None"):
+        prepare(DataLoader(counting(6), batch_size=None), 0, 2, split_batches=True)
+
+
+def test_loaders_that_would_be_read_wrongly_are_refused(prepare, counting):
+    class Doubling(DataLoader):
+        def __iter__(self):
+            return (2 * batch for batch in super().__iter__())
+
+    with pytest.raises(UsageError, match="own __iter__"):
+        prepare(Doubling(counting(4)))
+    sampler = DistributedSampler(counting(4), num_replicas=2, rank=0)
+    with pytest.raises(UsageError, match="twice"):
+        prepare(DataLoader(counting(4), sampler=sampler), 0, 2)
+    with pytest.raises(UsageError, match="in_order"):
+        prepare(DataLoader(counting(4), num_workers=1, in_order=False))
+    with pytest.raises(UsageError, match="sampler with a length"):
+        prepare(DataLoader(counting(4), sampler=itertools.count()))

@@ -1,0 +1,311 @@
+"""Positions: saved, restored on any number of ranks, skipped, left by break."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from drivetrain.errors import CheckpointError, UsageError
+from drivetrain.runtime.data import skip_first_batches
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def test_resume_from_every_position_on_every_number_of_ranks(prepare, counting, read_all, gathered):
+    cases = itertools.product((7, 12), (1, 3), range(1, 5), range(1, 5), (False, True))
+    for n, bs, before, after, even in cases:
+
+        def make(n=n, bs=bs):
+            return DataLoader(counting(n), batch_size=bs, shuffle=True)
+
+        savers = [prepare(make(), rank, before, even_batches=even) for rank in range(before)]
+        consumed = set()
+        for step in zip(*savers, strict=False):
+            consumed.update(torch.cat(step).tolist())
+            if savers[0].end_of_dataloader:
+                break
+            state = json.loads(json.dumps(savers[0].state_dict()))
+            batches, loaders = read_all(make, after, state=state, even_batches=even)
+            rest = gathered(batches, loaders[0].remainder)
+            case = (n, bs, before, after, even, state)
+            assert sorted([*consumed, *rest]) == list(range(n)), case
+
+
+def test_resume_with_batches_of_the_user(prepare, counting, read_all, gathered):
+    batches = [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
+
+    class Fixed:
+        batch_size = 2
+
+        def __len__(self):
+            return len(batches)
+
+        def __iter__(self):
+            return iter(batches)
+
+    def make():
+        return DataLoader(counting(9), batch_sampler=Fixed())
+
+    for before, after, taken in itertools.product((1, 2, 3), (1, 2, 3), (1, 2)):
+        if taken * before > len(batches):
+            continue
+        savers = [prepare(make(), rank, before) for rank in range(before)]
+        running = [iter(saver) for saver in savers]
+        steps = [[next(one) for one in running] for _ in range(taken)]
+        done = [sample for step in steps for batch in step for sample in batch.tolist()]
+        assert savers[0].state_dict()["unit"] == "batches"
+        rest, loaders = read_all(make, after, state=savers[0].state_dict())
+        assert sorted([*done, *gathered(rest, loaders[0].remainder)]) == list(range(9))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumed_epoch_equals_the_uninterrupted_one(prepare, counting, workers):
+    def make():
+        data = DataLoader(counting(23), batch_size=2, shuffle=True, num_workers=workers)
+        return prepare(data, 1, 2, seed=3)
+
+    interrupted = make()
+    seen = []
+    for batch in interrupted:
+        seen.append(batch.tolist())
+        if len(seen) == 3:
+            state = interrupted.state_dict()
+            break
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert len(resumed) == 6
+    for _ in range(2):
+        seen += [batch.tolist() for batch in resumed]
+    first = make()
+    expected = [batch.tolist() for _ in range(2) for batch in first]
+    assert seen == expected
+
+
+def test_resume_touches_no_sample_before_the_position(prepare, counting):
+    saver = prepare(DataLoader(counting(40), batch_size=4))
+    batches = iter(saver)
+    for _ in range(7):
+        next(batches)
+    data = counting(40)
+    resumed = prepare(DataLoader(data, batch_size=4))
+    resumed.load_state_dict(saver.state_dict())
+    next(iter(resumed))
+    assert data.read == [28, 29, 30, 31]
+
+
+def test_no_batch_is_read_ahead(prepare, counting):
+    data = counting(8)
+    next(iter(prepare(DataLoader(data, batch_size=2))))
+    assert data.read == [0, 1]
+
+
+def test_random_augmentation_is_the_same_after_a_resume(prepare, counting):
+    class Noisy(counting):
+        def __getitem__(self, index):
+            return torch.rand(())
+
+    torch.manual_seed(0)
+    loader = prepare(DataLoader(Noisy(8), batch_size=2))
+    batches = iter(loader)
+    next(batches)
+    state, generators = loader.state_dict(), torch.get_rng_state()
+    expected = [batch.tolist() for batch in batches]
+    torch.set_rng_state(generators)
+    resumed = prepare(DataLoader(Noisy(8), batch_size=2))
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == expected
+
+
+def test_state_of_the_users_generator_survives(prepare, counting):
+    def make():
+        return prepare(
+            DataLoader(counting(20), batch_size=4, shuffle=True), use_seedable_sampler=False
+        )
+
+    torch.manual_seed(1)
+    loader = make()
+    batches = iter(loader)
+    done = next(batches).tolist()
+    state = json.loads(json.dumps(loader.state_dict()))
+    torch.manual_seed(99)
+    resumed = make()
+    resumed.load_state_dict(state)
+    rest = torch.cat(list(resumed)).tolist()
+    assert [*done, *rest] == [*done, *torch.cat(list(batches)).tolist()]
+
+
+def test_state_after_the_last_batch_is_the_next_epoch(prepare, counting):
+    loader = prepare(DataLoader(counting(4), batch_size=2, shuffle=True))
+    states = [loader.state_dict() for _ in loader]
+    assert [(state["epoch"], state["position"]) for state in states] == [(0, 2), (1, 0)]
+    assert (loader.epoch, loader.state_dict()["position"]) == (1, 0)
+    resumed = prepare(DataLoader(counting(4), batch_size=2, shuffle=True))
+    resumed.load_state_dict(states[-1])
+    assert torch.equal(torch.cat(list(resumed)), torch.cat(list(loader)))
+
+
+def test_break_moves_to_the_next_epoch(prepare, counting):
+    def make():
+        return prepare(DataLoader(counting(20), batch_size=2, shuffle=True))
+
+    loader, whole = make(), make()
+    for _ in loader:
+        break
+    list(whole)
+    assert loader.epoch == 1
+    assert torch.equal(torch.cat(list(loader)), torch.cat(list(whole)))
+
+
+def test_exception_in_the_loop_moves_on_and_tells_the_observer(prepare, counting, recorder):
+    loader = prepare(DataLoader(counting(4)), observer=recorder)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(ZeroDivisionError):
+        batches.throw(ZeroDivisionError)
+    assert recorder.stack == []
+    assert loader.epoch == 1
+
+
+def test_set_epoch_keeps_a_restored_position_of_that_epoch(prepare, counting):
+    saver = prepare(DataLoader(counting(8), batch_size=2))
+    saver.set_epoch(3)
+    next(iter_ := iter(saver))
+    state = saver.state_dict()
+    iter_.close()
+    loader = prepare(DataLoader(counting(8), batch_size=2))
+    loader.load_state_dict(state)
+    loader.set_epoch(3)
+    assert len(list(loader)) == 3
+    loader.load_state_dict(state)
+    loader.set_epoch(4)
+    assert len(list(loader)) == 4
+
+
+def test_set_epoch_inside_the_loop_has_the_last_word(prepare, counting):
+    loader = prepare(DataLoader(counting(8), batch_size=2))
+    for _ in loader:
+        loader.set_epoch(7)
+    assert loader.epoch == 7
+    assert len(list(loader)) == 4
+
+
+def test_second_iteration_ends_the_first(prepare, counting, recorder):
+    loader = prepare(DataLoader(counting(8), batch_size=2), observer=recorder)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    assert loader.epoch == 1
+    assert recorder.stack == [loader]
+    with pytest.raises(UsageError, match="one iteration"):
+        next(first)
+    assert len(list(second)) == 3
+    assert recorder.stack == []
+    assert loader.epoch == 2
+
+
+def test_loading_a_state_inside_the_loop_ends_the_loop(prepare, counting):
+    loader = prepare(DataLoader(counting(8), batch_size=2))
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    next(batches)
+    loader.load_state_dict(state)
+    with pytest.raises(UsageError):
+        next(batches)
+    assert [batch.tolist() for batch in loader] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_loaders_nest(prepare, counting, recorder):
+    train = prepare(DataLoader(counting(3)), observer=recorder)
+    evaluation = prepare(DataLoader(counting(2)), observer=recorder)
+    active = []
+    for _ in train:
+        active.append(recorder.stack[-1])
+        active += [recorder.stack[-1] for _ in evaluation]
+    assert active == [train, evaluation, evaluation] * 3
+    assert recorder.stack == []
+
+
+def test_an_iterator_that_is_never_asked_changes_nothing(prepare, counting, recorder):
+    loader = prepare(DataLoader(counting(3)), observer=recorder)
+    iter(loader)
+    assert (loader.epoch, recorder.events) == (0, [])
+
+
+def test_skipping_is_absolute_and_for_one_epoch(prepare, counting):
+    data = counting(10)
+    loader = prepare(DataLoader(data, batch_size=2))
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    batches.close()
+    loader.load_state_dict(state)
+    data.read.clear()
+    skipped = skip_first_batches(loader, 2)
+    assert [batch.tolist() for batch in skipped] == [[4, 5], [6, 7], [8, 9]]
+    assert data.read[0] == 4
+    assert loader.epoch == 1
+    assert len(list(skipped)) == len(list(loader)) == 5
+    assert loader.epoch == 3
+
+
+def test_remainder_and_end_are_right_after_skipping(prepare, counting):
+    for rank in range(2):
+        loader = prepare(DataLoader(counting(10), batch_size=2), rank, 2)
+        skipped = skip_first_batches(loader, 2)
+        assert [batch.tolist() for batch in skipped] == [[[8, 9], [0, 1]][rank]]
+        assert loader.remainder == 2
+        assert loader.end_of_dataloader
+    assert list(skip_first_batches(loader, 3)) == []
+
+
+def test_skipping_in_a_loader_that_is_not_prepared(counting):
+    data = counting(6)
+    skipped = skip_first_batches(DataLoader(data, batch_size=2), 1)
+    assert [batch.tolist() for batch in skipped] == [[2, 3], [4, 5]]
+    assert data.read[0] == 2
+    assert len(list(skipped)) == 3
+    with pytest.raises(UsageError, match="-1"):
+        skip_first_batches(DataLoader(data), -1)
+
+
+def test_position_in_another_dataset_is_refused(prepare, counting):
+    saver = prepare(DataLoader(counting(8), batch_size=2))
+    batches = iter(saver)
+    next(batches)
+    loader = prepare(DataLoader(counting(9), batch_size=2))
+    loader.load_state_dict(saver.state_dict())
+    with pytest.raises(CheckpointError, match="total=8.*total=9"):
+        next(iter(loader))
+
+
+def test_sampler_that_cannot_be_reproduced_is_found_at_resume(prepare, counting):
+    class Hidden(Sampler):
+        calls = 0
+
+        def __len__(self):
+            return 6
+
+        def __iter__(self):
+            Hidden.calls += 1
+            return iter([(i + Hidden.calls) % 6 for i in range(6)])
+
+    saver = prepare(DataLoader(counting(6), sampler=Hidden()))
+    batches = iter(saver)
+    next(batches)
+    loader = prepare(DataLoader(counting(6), sampler=Hidden()))
+    loader.load_state_dict(saver.state_dict())
+    with pytest.raises(CheckpointError, match="same dataset and sampler"):
+        next(iter(loader))
+
+
+def test_state_of_another_kind_is_refused(prepare, counting):
+    loader = prepare(DataLoader(counting(6)))
+    state = loader.state_dict()
+    with pytest.raises(CheckpointError, match="version"):
+        loader.load_state_dict(state | {"version": 0})
+    with pytest.raises(CheckpointError, match="position in samples"):
+        loader.load_state_dict(state | {"unit": "batches"})
