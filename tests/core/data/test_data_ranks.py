@@ -62,6 +62,10 @@ def lists(loader):
     return [batch.tolist() for batch in loader]
 
 
+def flat(of_ranks):
+    return [sample for batches in of_ranks for batch in batches for sample in batch]
+
+
 @pytest.mark.ranks(2)
 def test_dispatch_gives_what_each_rank_would_read():
     for kind in (Stream, Numbers):
@@ -160,6 +164,14 @@ def test_failure_while_rank_0_reads_ends_every_rank():
 
 
 @pytest.mark.ranks(2)
+def test_batch_that_cannot_travel_ends_every_rank():
+    loader = prepare(DataLoader(Stream(4), batch_size=1, collate_fn=lambda s: lambda: s))
+    with pytest.raises(Exception, match="pickle") as caught:
+        list(loader)
+    assert isinstance(caught.value, CollectiveError) == (dist.get_rank() == 1)
+
+
+@pytest.mark.ranks(2)
 def test_user_generators_that_differ_still_give_one_order():
     torch.manual_seed(dist.get_rank())
     for dispatch in (False, True):
@@ -168,7 +180,7 @@ def test_user_generators_that_differ_still_give_one_order():
             use_seedable_sampler=False,
             dispatch_batches=dispatch,
         )
-        orders = [sum(sum(everybody(lists(loader)), []), []) for _ in range(2)]
+        orders = [flat(everybody(lists(loader))) for _ in range(2)]
         assert sorted(orders[0]) == sorted(orders[1]) == list(range(12))
         assert orders[0] != orders[1]
 
@@ -184,7 +196,7 @@ class ByRank(Sampler):
 @pytest.mark.ranks(2)
 def test_sampler_that_differs_by_rank_is_refused_on_every_rank():
     loader = prepare(DataLoader(Numbers(4), sampler=ByRank()))
-    with pytest.raises(RankMismatchError, match="rank 0: .*rank 1: "):
+    with pytest.raises(RankMismatchError, match=r"rank 0: .*rank 1: "):
         list(loader)
 
 
@@ -207,4 +219,4 @@ def test_ranks_of_a_cell_get_the_same_batch():
         )
         batches = everybody(lists(loader))
         assert batches[0] == batches[1] != batches[2] == batches[3]
-        assert sorted(sum(sum([batches[0], batches[2]], []), [])) == list(range(8))
+        assert sorted(flat([batches[0], batches[2]])) == list(range(8))

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.runtime.data import skip_first_batches
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
@@ -123,7 +122,7 @@ def test_resume_by_the_datasets_own_state(prepare):
     resumed.load_state_dict(state)
     assert [batch.tolist() for batch in resumed] == [[4, 5], [6, 7], [8, 9]]
     assert data.read == 6
-    assert [batch.tolist() for batch in resumed][0] == [0, 1]
+    assert next(iter(resumed)).tolist() == [0, 1]
 
 
 def test_skipping_counts_from_the_start(prepare):
@@ -141,6 +140,21 @@ def test_dataset_is_told_the_epoch(prepare):
     list(loader)
     list(loader)
     assert data.epochs == [4, 5]
+
+
+def test_generator_of_the_dataset_is_seeded_by_the_epoch(read_all, prepare, gathered):
+    class Shuffled(IterableDataset):
+        def __init__(self):
+            self.generator = torch.Generator()
+            self.generator.seed()
+
+        def __iter__(self):
+            return iter(torch.randperm(12, generator=self.generator).tolist())
+
+    batches, _ = read_all(lambda: DataLoader(Shuffled(), batch_size=2), 2)
+    assert sorted(gathered(batches)) == list(range(12))
+    loader = prepare(DataLoader(Shuffled(), batch_size=12))
+    assert next(iter(loader)).tolist() != next(iter(loader)).tolist()
 
 
 def test_unsized_stream_has_no_length(prepare):

@@ -37,7 +37,7 @@ def simulate(read_all, counting):
 
 def test_every_sample_once_in_all_small_cases(simulate, gathered):
     for case in SMALL:
-        n, bs, size, split, even, drop_last = case
+        n, bs, size, split, _even, drop_last = case
         batches, loaders = simulate(*case)
         step = bs if split else bs * size
         kept = n // step * step if drop_last else n
@@ -51,7 +51,7 @@ def test_every_sample_once_in_all_small_cases(simulate, gathered):
 
 def test_ranks_are_even_and_batches_full_in_all_small_cases(simulate):
     for case in SMALL:
-        n, bs, size, split, even, drop_last = case
+        _n, bs, size, split, even, drop_last = case
         batches, _ = simulate(*case)
         per_rank = bs // size if split else bs
         if drop_last or (even and size > 1):

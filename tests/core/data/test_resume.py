@@ -278,7 +278,7 @@ def test_position_in_another_dataset_is_refused(prepare, counting):
     next(batches)
     loader = prepare(DataLoader(counting(9), batch_size=2))
     loader.load_state_dict(saver.state_dict())
-    with pytest.raises(CheckpointError, match="total=8.*total=9"):
+    with pytest.raises(CheckpointError, match=r"total=8.*total=9"):
         next(iter(loader))
 
 

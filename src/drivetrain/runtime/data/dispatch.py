@@ -28,6 +28,25 @@ class _Slot:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
+class _Block:
+    """The bytes of many tensors, one after the other."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._size = 0
+
+    def put(self, tensor: Tensor) -> _Slot:
+        """Append a tensor; returns what stands for it."""
+        slot = _Slot(self._size, tuple(tensor.shape), tensor.dtype)
+        self._parts.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+        self._size += slot.nbytes
+        return slot
+
+    def payload(self) -> Tensor:
+        """Return all bytes, (size,) uint8."""
+        return torch.cat(self._parts) if self._parts else torch.empty(0, dtype=torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class _Header:
     """What precedes the block: a step without its tensors, or the end, or a failure."""
@@ -85,30 +104,18 @@ class DispatchSource:
         while not final:
             try:
                 step = next(steps, None)
+                header, payload = _packed(step)
+                self._broadcast_header(header)
             except Exception as error:
+                # Reading, collating or pickling failed: the others wait for a header.
                 self._broadcast_header(_Header(None, failure=f"{type(error).__name__}: {error}"))
                 raise
+            if len(payload):
+                dist.broadcast(payload.to(self._device), src=0)
             final = step is None or step.final
-            if step is None:
-                self._broadcast_header(_Header(None))
-            else:
-                self._send_step(step)
+            if step is not None:
                 yield step
         next(steps, None)  # lets the source see its end
-
-    def _send_step(self, step: Step) -> None:
-        block: list[Tensor] = []
-        slots = tuple(
-            None if share is None else Share(_pack(share.batch, block), share.last)
-            for share in step.shares
-        )
-        payload = torch.cat(block) if block else torch.empty(0, dtype=torch.uint8)
-        start = replace(step.start, dataset_state=None)  # rank 0 keeps it
-        self._broadcast_header(
-            _Header(replace(step, shares=slots, start=start), nbytes=len(payload))
-        )
-        if len(payload):
-            dist.broadcast(payload.to(self._device), src=0)
 
     def _receive(self) -> Iterator[Step]:
         final = False
@@ -150,15 +157,18 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
-def _pack(batch: Any, block: list[Tensor]) -> Any:
-    """Return the batch with slots for tensors, whose bytes are appended to the block."""
-
-    def put(tensor: Tensor) -> _Slot:
-        offset = sum(len(part) for part in block)
-        block.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
-        return _Slot(offset, tuple(tensor.shape), tensor.dtype)
-
-    return recursively_apply(put, batch, test_type=_is_plain)
+def _packed(step: Step | None) -> tuple[_Header, Tensor]:
+    """Return the header and the block of bytes of a step."""
+    block = _Block()
+    if step is None:
+        return _Header(None), block.payload()
+    shares = tuple(
+        share and Share(recursively_apply(block.put, share.batch, test_type=_is_plain), share.last)
+        for share in step.shares
+    )
+    start = replace(step.start, dataset_state=None)  # rank 0 keeps it
+    payload = block.payload()
+    return _Header(replace(step, shares=shares, start=start), nbytes=len(payload)), payload
 
 
 def _unpack(batch: Any, payload: Tensor) -> Any:

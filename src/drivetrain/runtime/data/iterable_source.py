@@ -29,7 +29,8 @@ class IterableSource:
     """Reads the batches of some ranks from a stream.
 
     A position is reached by the dataset's own ``state_dict`` and ``load_state_dict`` when it has
-    both and is read without workers, else by reading past what was consumed.
+    both and is read without workers, else by reading past what was consumed, which needs a stream
+    that repeats its order: a ``generator`` attribute of the dataset is seeded by the epoch.
 
     Args:
         loader: the user's loader.
@@ -134,6 +135,9 @@ class IterableSource:
     def _open(self, start: Start, stride: int) -> tuple[list[Any], Iterator[Any]]:
         """Return the samples that fill up the last batch, and the stream at the position."""
         forward_epoch(self._dataset, start.epoch)
+        own = getattr(self._dataset, "generator", None)
+        if isinstance(own, torch.Generator):
+            own.manual_seed(start.seed)  # ranks that read the same stream must see one order
         self._generator.manual_seed(start.seed)
         if self._keeps_state and start.dataset_state is not None:
             self._dataset.load_state_dict(start.dataset_state)

@@ -60,7 +60,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
     return PreparedLoader(loader, _source(loader, axis, world, config, device), progress, delivery)
 
 
-def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
     """Return a loader whose next epoch starts some batches from its beginning.
 
     The count is absolute: it does not add to a position that was restored. Later epochs are whole.
@@ -68,7 +68,7 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> Prepare
     except from an iterable dataset, which is read past it.
 
     Args:
-        loader: any loader; one that is not prepared is read by this process alone.
+        dataloader: any loader; one that is not prepared is read by this process alone.
         num_batches: this rank's batches to leave out.
 
     Raises:
@@ -76,13 +76,14 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> Prepare
     """
     if num_batches < 0:
         raise UsageError(f"expected num_batches >= 0, found {num_batches}")
-    if not isinstance(loader, PreparedLoader):
-        alone = Axis(name="dp", size=1, rank=0, ranks=(0,), hosts=("localhost",))
-        config = DataConfig(use_seedable_sampler=False)
-        loader = prepare_data_loader(
-            loader, axis=alone, world=World(), config=config, seed=0, device=None
-        )
-    return loader.skipping(num_batches)
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    alone = Axis(name="dp", size=1, rank=0, ranks=(0,), hosts=("localhost",))
+    config = DataConfig(use_seedable_sampler=False)
+    prepared = prepare_data_loader(
+        dataloader, axis=alone, world=World(), config=config, seed=0, device=None
+    )
+    return prepared.skipping(num_batches)
 
 
 def _source(
