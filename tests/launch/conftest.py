@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from drivetrain_launch.cli import run
+
 THIRD_PARTY = Path(__file__).parent / "thirdparty"
 """A folder on the path with a distribution that is not ours: it provides the strategy ``toy``."""
 
@@ -107,7 +109,15 @@ def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
 
 
 @pytest.fixture
-def third_party(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Make the strategy ``toy`` importable in this process."""
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run a command that starts nothing inside this process: returns code, output and errors."""
     monkeypatch.syspath_prepend(str(THIRD_PARTY))
-    return lambda: None
+    monkeypatch.chdir(tmp_path)
+
+    def run_here(*arguments: str) -> tuple[int, str, str]:
+        code = run(arguments)
+        return code, *capsys.readouterr()
+
+    return run_here

@@ -1,10 +1,12 @@
 """Launches that end badly: whose error is shown, which exit code, and that nothing is left."""
 
+import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -87,21 +89,36 @@ def test_slow_traceback_still_wins_over_the_lost_connection(sandbox):
     [
         ("import sys; sys.exit(3)", 3),
         ("import sys; sys.exit('a message')", 1),
+        ("import sys; sys.exit()", 0),
         ("from drivetrain.errors import CheckpointError as E; raise E('bad checkpoint')", 4),
-        ("import os; os.abort()", 6),
+        ("import os; os.abort()", -signal.SIGABRT),
         ("import os; os._exit(9)", 9),
+        ("raise KeyboardInterrupt", 130),
         ("def f(:", 1),
+        ("import atexit; atexit.register(print, 'cleaned'); raise ValueError", 1),
     ],
 )
-def test_exit_code_is_the_scripts(sandbox, line, code):
+def test_rank_exits_as_its_script_does(sandbox, line, code):
+    done = subprocess.run(
+        [sys.executable, "-m", "drivetrain_launch.worker", str(os.getpid()), sandbox.script(line)],
+        cwd=sandbox.folder, env=sandbox.environment(), capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert ("cleaned" in done.stdout) == ("cleaned" in line)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "shown"),
+    [
+        ("from drivetrain.errors import CheckpointError as E; raise E('bad')", 4, "exit code 4"),
+        ("import os; os.abort()", 6, "SIGABRT"),
+    ],
+)
+def test_exit_code_of_the_launcher_is_the_failures(sandbox, line, code, shown):
     done = sandbox.launch("--nproc-per-node", "1", sandbox.script(line))
     assert done.returncode == code, done.stderr
-    assert "rank 0" in root(done)
-
-
-def test_exit_zero_from_the_script_is_success(sandbox):
-    done = sandbox.launch("--nproc-per-node", "1", sandbox.script("import sys; sys.exit()"))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert shown in root(done)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -1,0 +1,82 @@
+"""``notebook_launcher`` and ``debug_launcher``: a function on several processes."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from drivetrain.config import read_file
+from drivetrain.errors import UsageError
+from drivetrain.notebook import debug_launcher, notebook_launcher
+from drivetrain.runtime.world import World, launched_config
+
+
+def test_every_process_is_a_rank_of_one_world(tmp_path):
+    secret = 3  # a closure cannot be pickled: this shows that nothing is
+
+    def train(folder, factor):
+        world = World.discover()
+        value = torch.tensor([float(world.rank + secret)])
+        dist.all_reduce(value)
+        text = f"{world.rank}/{world.size} {world.local_rank} {value.item() * factor:g}"
+        (folder / str(world.rank)).write_text(text)
+
+    before = dict(os.environ)
+    notebook_launcher(train, (tmp_path, 10), num_processes=2)
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["0/2 0 70", "1/2 1 70"]
+    assert dict(os.environ) == before
+
+
+def test_debug_launcher_computes_on_the_cpu(tmp_path):
+    def train(folder):
+        device = read_file(launched_config()).values["launch"]["device"]
+        (folder / os.environ["RANK"]).write_text(device)
+
+    debug_launcher(train, (tmp_path,))
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["cpu", "cpu"]
+
+
+def test_traceback_of_the_failing_rank_is_raised_and_the_others_are_stopped():
+    def train():
+        if World.discover().rank == 1:
+            raise ValueError("the cause")
+        time.sleep(300)
+
+    begin = time.monotonic()
+    with pytest.raises(ProcessRaisedException, match=r"(?s)Process 1 .*ValueError: the cause"):
+        notebook_launcher(train, num_processes=2)
+    assert time.monotonic() - begin < 30
+
+
+def test_process_that_dies_is_reported():
+    with pytest.raises(ProcessExitedException, match="exit code 5"):
+        notebook_launcher(os._exit, (5,), num_processes=1)
+
+
+def test_one_process_needs_no_process_group():
+    def train():
+        assert World.discover().size == 1
+        assert not dist.is_initialized()
+
+    notebook_launcher(train, num_processes=1)
+
+
+def test_no_processes_are_refused():
+    with pytest.raises(UsageError, match="num_processes=0"):
+        notebook_launcher(print, num_processes=0)
+
+
+def test_accelerator_that_is_in_use_is_refused(monkeypatch):
+    class Device:
+        @staticmethod
+        def is_initialized():
+            return True
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Device)
+    with pytest.raises(UsageError, match="restart the notebook"):
+        notebook_launcher(print, num_processes=2)
