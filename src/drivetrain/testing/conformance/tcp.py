@@ -1,14 +1,15 @@
-"""What the kernel counted on this process's TCP connections: payload bytes sent.
+"""This process's TCP connections as the kernel sees them: bytes sent, and cutting them.
 
-Per connection (``TCP_INFO``) and not per interface, so that other programs on the machine do not
-show up in the count.
+Bytes are counted per connection (``TCP_INFO``) and not per interface, so that other programs on
+the machine do not show up in the count.
 """
 
 import os
 import socket
-import stat
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -26,19 +27,27 @@ def is_supported() -> bool:
 
 def sent_bytes() -> int:
     """Return the payload bytes sent on the connections that are open now."""
-    return sum(_sent(int(entry.name)) for entry in _DESCRIPTORS.iterdir())
+    return sum(
+        struct.unpack_from(
+            "=Q", each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE), _OFFSET
+        )[0]
+        for each in _connections()
+    )
 
 
-def _sent(descriptor: int) -> int:
-    try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return 0
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                return 0
-            if connection.type != socket.SOCK_STREAM:
-                return 0
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
-    except OSError:
-        return 0  # closed since it was listed
-    return int(struct.unpack_from("=Q", info, _OFFSET)[0])
+def cut_connections() -> None:
+    """Shut every connection down: what the other ranks see when a process ends."""
+    for each in _connections():
+        # gloo aborts the process when the socket it listens on is shut down.
+        if not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            with suppress(OSError):  # the other end was faster
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def _connections() -> Iterator[socket.socket]:
+    """Yield a copy of each TCP socket of this process, open while it is looked at."""
+    for entry in list(_DESCRIPTORS.iterdir()):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if inet and connection.type == socket.SOCK_STREAM:
+                yield connection
