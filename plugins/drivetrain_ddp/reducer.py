@@ -10,6 +10,10 @@ One synchronised backward is a round::
 The end of backward is noticed by a callback of the autograd engine, by ``Ddp.backward``, or at the
 latest before the optimizer steps; the first of them ends the round. A round that an exception cut
 short is ended when the next one begins, so that every rank has sent every bucket.
+
+An eager round multiplies each gradient by 1/N in the pass that moves it into its bucket. The first
+round, which observes the order, and every round of a model under reentrant checkpointing, where a
+gradient may come more than once, multiply and send all buckets at the end.
 """
 
 import sys
@@ -55,8 +59,10 @@ class Slot:
         self.view: Tensor
         self.bucket: _Round
 
-    def adopt(self, grad: Tensor) -> None:
-        """Make the bucket's view the parameter's gradient, with the values of ``grad``."""
+    def adopt(self, grad: Tensor | None, scale: float = 1.0) -> None:
+        """Make the bucket's view the parameter's gradient, with the values of ``grad`` x scale."""
+        if grad is None:
+            return
         if grad.requires_grad or grad.layout is not torch.strided:
             raise UsageError(
                 f"the gradient of {self.name!r} is "
@@ -64,7 +70,10 @@ class Slot:
                 + ", expected a dense one outside of autograd; use torch.autograd.grad for "
                 "gradients of gradients, and sparse=False for embeddings"
             )
-        self.view.copy_(grad)
+        if scale == 1.0:
+            self.view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=self.view)  # one pass over memory
         self.parameter.grad = self.view
 
 
@@ -112,6 +121,8 @@ class Reducer:
         self._hook = hook
         self._config = config
         self._handles: list[RemovableHandle] = []
+        self._scale = 1.0 / communicator.size
+        self._eager = False
         self._task: int | None = None
         self._launched = 0
         self._reentrant = False
@@ -174,13 +185,20 @@ class Reducer:
         """Return a parameter's hook: a closure, since it runs once per parameter and step."""
 
         def ready(parameter: Tensor) -> None:
-            if self.synchronizing and _current_task() != self._task:
+            if not self.synchronizing:
+                if parameter.grad is not slot.view:
+                    slot.adopt(parameter.grad)
+                return
+            if _current_task() != self._task:
                 self._enter(_current_task())
-            grad = parameter.grad
-            if grad is not slot.view and grad is not None:
-                slot.adopt(grad)
-            if self.synchronizing:
-                self._count_down(slot)
+            if slot.round == self.rounds:
+                self._came_again(slot)
+            grad, scale = parameter.grad, self._scale if self._eager else 1.0
+            if grad is not slot.view:
+                slot.adopt(grad, scale)
+            elif scale != 1.0:
+                slot.view.mul_(scale)
+            self._count_down(slot)
 
         return ready
 
@@ -204,6 +222,7 @@ class Reducer:
             self._order, self._observed = self._observed, None
             self._build()
         self.rounds += 1
+        self._eager = not self._observing and not self._reentrant
         self._launched = 0
         self._came: list[int] = []
         for state in self._buckets:
@@ -212,24 +231,22 @@ class Reducer:
             state.exchange = None
 
     def _count_down(self, slot: Slot) -> None:
-        state = slot.bucket
         if slot.round == self.rounds:
-            self._came_again(slot)
             return
         slot.round = self.rounds
         self._came.append(slot.index)
-        state.pending -= 1
-        if not state.pending and not self._observing and not self._reentrant:
+        slot.bucket.pending -= 1
+        if not slot.bucket.pending and self._eager:
             self._launch_complete()
 
     def _came_again(self, slot: Slot) -> None:
-        """A gradient grew after it was complete: right as long as its bucket was not sent."""
+        """A gradient grew after it was complete: only a round that sends all at its end may."""
         self._reentrant = True
-        if slot.bucket.exchange is not None:
+        if self._eager:
             raise UsageError(
-                f"{slot.name!r} got its gradient twice in one backward, the second time after its "
-                "bucket was sent; use torch.utils.checkpoint with use_reentrant=False for a "
-                "module whose parameters are used elsewhere too"
+                f"{slot.name!r} got its gradient twice in one backward, which it did not in the "
+                "first one; use torch.utils.checkpoint with use_reentrant=False for a module "
+                "whose parameters are used elsewhere too"
             )
 
     def _launch_complete(self) -> None:
@@ -242,6 +259,8 @@ class Reducer:
     def _launch(self, state: _Round) -> None:
         if state.pending:
             self._fill(state)
+        if not self._eager:
+            state.bucket.flat.mul_(self._scale)
         state.bucket.flags.fill_(1)
         for place in state.missing:
             state.bucket.flags[place] = 0
@@ -250,6 +269,7 @@ class Reducer:
 
     def _fill(self, state: _Round) -> None:
         """Complete a bucket: what earlier micro-batches left counts, nothing at all is zero."""
+        scale = self._scale if self._eager else 1.0
         for slot in state.slots:
             if slot.round == self.rounds:
                 continue
@@ -258,7 +278,9 @@ class Reducer:
                 slot.view.zero_()
                 state.missing.append(slot.place)
             elif grad is not slot.view:
-                slot.adopt(grad)
+                slot.adopt(grad, scale)
+            elif scale != 1.0:
+                grad.mul_(scale)
 
     # --- after backward ---
 

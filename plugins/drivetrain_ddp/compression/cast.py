@@ -1,4 +1,4 @@
-"""Half precision on the wire: gradients are divided by N and rounded, summed, and widened again."""
+"""Half precision on the wire: gradients are rounded, summed, and widened again."""
 
 from collections.abc import Sequence
 
@@ -23,12 +23,11 @@ class _Cast:
     def __init__(self, bucket: Bucket, rounded: Tensor, communicator: Communicator) -> None:
         self._bucket = bucket
         self._rounded = rounded
-        # Divided before the sum: in fp16 a sum of N large gradients would overflow.
-        torch.mul(bucket.flat, 1.0 / communicator.size, out=rounded)
+        rounded.copy_(bucket.flat)
         self._handle = communicator.all_reduce(rounded, label="gradient bucket, cast")
 
     def finish(self) -> None:
-        """Wait and widen the mean into the bucket."""
+        """Wait and widen the sum into the bucket."""
         self._handle.wait()
         self._bucket.flat.copy_(self._rounded)
 

@@ -12,11 +12,11 @@ class Exchange(Protocol):
     """A bucket on its way."""
 
     def finish(self) -> None:
-        """Return when the bucket's flat tensor, tail included, holds the mean over ranks."""
+        """Return when the bucket's flat tensor, tail included, holds the sum over ranks."""
 
 
 class CommunicationHook(ABC):
-    """Turns a full bucket into its mean over the ranks.
+    """Turns a full bucket into its sum over the ranks; gradients are divided by N before.
 
     ``start`` is called for the same buckets in the same order on every rank, and ``finish`` of the
     exchanges in that order as well.
@@ -24,10 +24,10 @@ class CommunicationHook(ABC):
 
     @abstractmethod
     def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Exchange:
-        """Start to average a bucket over the ranks.
+        """Start to sum a bucket over the ranks.
 
         Args:
-            bucket: gradients and tail, complete; views without a gradient are zero.
+            bucket: gradients / N and tail, complete; views without a gradient are zero.
             missing: indices in the bucket of parameters without a gradient on this rank.
             communicator: the data-parallel axis.
         """

@@ -1,4 +1,4 @@
-"""No compression: the bucket itself is all-reduced in place, the mean's 1/N in the same pass."""
+"""No compression: the bucket itself is all-reduced in place."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,7 @@ class _Reduced:
     __slots__ = ("finish",)
 
     def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
-        handle = communicator.all_reduce(
-            bucket.flat, scale=1.0 / communicator.size, label="gradient bucket"
-        )
-        self.finish = handle.wait
+        self.finish = communicator.all_reduce(bucket.flat, label="gradient bucket").wait
 
 
 class PlainHook(CommunicationHook):

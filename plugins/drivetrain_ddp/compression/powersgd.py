@@ -11,7 +11,8 @@ the error E and the factor Q (m, r) of the step before (the warm start)::
     E <- M - P Q'                   stays on this rank
     gradient <- P Q'
 
-Vectors, small matrices and the tail are sent whole.
+Vectors, small matrices and the tail are sent whole. Gradients come divided by N already, so sums
+are means, and M and E are kept in units of 1/N.
 """
 
 from collections.abc import Sequence
@@ -64,25 +65,23 @@ class _LowRank:
         self._memory = memory
         self._communicator = communicator
         self._absent = frozenset(missing)
-        scale = 1.0 / communicator.size
         torch.cat([tensor.flatten() for tensor in memory.whole], out=memory.rest)
-        self._rest = communicator.all_reduce(memory.rest, scale=scale, label="powersgd rest")
+        self._rest = communicator.all_reduce(memory.rest, label="powersgd rest")
         for matrix in memory.matrices:
             # Without a gradient here the error waits: were the gradient missing on all ranks, the
             # parameter would not be updated and the error would be lost.
             if matrix.place not in self._absent:
                 matrix.view.add_(matrix.error)
             torch.mm(matrix.view, matrix.q, out=matrix.p)
-        self._ps: Handle = communicator.all_reduce(memory.ps, scale=scale, label="powersgd P")
+        self._ps: Handle = communicator.all_reduce(memory.ps, label="powersgd P")
 
     def finish(self) -> None:
-        """Wait for P, exchange Q, and write the low-rank mean into the bucket."""
+        """Wait for P, exchange Q, and write the low-rank sum into the bucket."""
         self._ps.wait()
         for matrix in self._memory.matrices:
             matrix.p.copy_(torch.linalg.qr(matrix.p).Q)
             torch.mm(matrix.view.T, matrix.p, out=matrix.q)
-        scale = 1.0 / self._communicator.size
-        handle = self._communicator.all_reduce(self._memory.qs, scale=scale, label="powersgd Q")
+        handle = self._communicator.all_reduce(self._memory.qs, label="powersgd Q")
         self._rest.wait()
         self._restore()
         handle.wait()
@@ -92,7 +91,9 @@ class _LowRank:
     def _settle(self, matrix: _Matrix) -> None:
         approximation = matrix.p @ matrix.q.T
         if matrix.place not in self._absent:
-            torch.sub(matrix.view, approximation, out=matrix.error)
+            torch.sub(
+                matrix.view, approximation, alpha=1.0 / self._communicator.size, out=matrix.error
+            )
         matrix.view.copy_(approximation)
 
     def _restore(self) -> None:
