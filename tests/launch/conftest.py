@@ -105,7 +105,9 @@ def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
     for process in left:
         process.kill()
     assert not left, f"processes left behind: {left}"
-    assert list(box.temporary.iterdir()) == []
+    # torch itself makes an empty cache folder when an optimizer is built.
+    files = [path for path in box.temporary.iterdir() if not path.name.startswith("torchinductor")]
+    assert files == []
 
 
 @pytest.fixture

@@ -7,7 +7,15 @@ import pexpect
 import pytest
 import yaml
 
-from drivetrain.config import LaunchConfig, RunConfig, options_of
+from drivetrain.config import (
+    LaunchConfig,
+    RunConfig,
+    code_layer,
+    options_of,
+    read_file,
+    read_sets,
+)
+from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain_launch.wizard import STRATEGY_KEY, Wizard
@@ -191,3 +199,20 @@ def strategies_below_the_default(name):
     installed = strategies()
     others = sorted({*installed.names, "toy"} - {installed.default()})
     return others.index(name) + 1
+
+
+def test_default_in_a_resolved_file_does_not_contradict_the_script(command, tmp_path):
+    """The script may set what the command line left alone, though the file holds its default."""
+    layer = read_sets(["strategy=toy", "launch.nnodes=1"])
+    find_config = strategies().find_config
+    resolved = resolve(layer, find_config=find_config)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(resolved.to_yaml(with_origins=True))
+    script = code_layer({"strategy": {"name": "toy", "spoons": 5}})
+    again = resolve(read_file(path), script, find_config=find_config)
+    assert again.strategy_config.spoons == 5
+    origins = {key: origin.text for key, _, origin in again.rows()}
+    assert origins["launch.nnodes"] == "--set launch.nnodes=1"
+    assert origins["launch.node_rank"] == "default"
+    with pytest.raises(ConfigError, match="command line says 'toy'"):
+        resolve(read_file(path), code_layer({"strategy": "other"}), find_config=find_config)

@@ -217,10 +217,10 @@ def _chosen(
     kept: dict[str, Any] = {}
     for key, value in values.items():
         dotted = prefix + key
-        if dotted in origins:
-            kept[key] = value
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             inner = _chosen(value, origins, dotted + ".")
             if inner:
                 kept[key] = inner
+        elif dotted in origins:
+            kept[key] = value
     return kept

@@ -43,7 +43,7 @@ class Resolved:
         """Yield (dotted key, value, origin) of every knob, the strategy's first."""
         default = Origin("default", "default")
         for key, value in _flatten(self.to_dict()):
-            yield key, value, self._origin(key) or default
+            yield key, value, self.origins.get(key, default)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the nested values as plain types, ready for YAML."""
@@ -58,13 +58,6 @@ class Resolved:
                 key: [origin.kind, origin.text] for key, origin in self.origins.items()
             }
         return dump_yaml(values)
-
-    def _origin(self, key: str) -> Origin | None:
-        while key:
-            if key in self.origins:
-                return self.origins[key]
-            key = key.rpartition(".")[0]
-        return None
 
 
 def resolve(*layers: Layer, find_config: FindConfig) -> Resolved:
@@ -116,6 +109,11 @@ def _merge(values: dict[str, Any], origins: dict[str, Origin], layer: Layer) -> 
                 del origins[key]
     _overlay(values, incoming, "", origins, layer)
     origins.update(layer.origins)
+    for key, _ in _flatten(incoming):
+        # A section may be given as one value: each knob in it then came from there, and no other.
+        origin = _find(layer.origins, key)
+        if origin is not None:
+            origins[key] = origin
 
 
 def _overlay(
