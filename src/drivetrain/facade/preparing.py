@@ -18,7 +18,11 @@ from drivetrain.facade.scheduler import PreparedScheduler
 from drivetrain.facade.settings import StrategyChoice, settle_strategy
 from drivetrain.facade.training import Training
 from drivetrain.registry import strategies
-from drivetrain.runtime.data import PreparedLoader, prepare_data_loader
+from drivetrain.runtime.data import (
+    PreparedLoader,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from drivetrain.strategy import Strategy
 
 
@@ -163,6 +167,18 @@ class Preparing(Training):
         )
         self._dataloaders.append(prepared)
         return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return the loader positioned ``num_batches`` from the start of its epoch.
+
+        The position is absolute, so a script that calls this after ``load_state`` does not skip
+        twice; ``load_state`` alone is enough.
+
+        Args:
+            dataloader: a prepared loader, or any other one.
+            num_batches: batches of this rank to pass over, without reading them.
+        """
+        return skip_first_batches(dataloader, num_batches)
 
     step_scheduler_with_optimizer: bool
     rng_types: Sequence[str]

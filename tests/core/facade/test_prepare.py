@@ -1,0 +1,215 @@
+"""prepare() keeps order and identity, and refuses what cannot work with a clear error."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator, ConfigError, RankMismatchError, UnknownPluginError, UsageError
+
+
+def test_order_and_identity():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    things = accelerator.prepare(loader, scheduler, None, model, [1], optimizer)
+    assert things[3] is model
+    assert things[2] is None
+    assert things[4] == [1]
+    assert isinstance(things[0], DataLoader)
+    assert isinstance(things[5], torch.optim.Optimizer)
+    assert things[1].optimizers == [things[5]]
+    assert accelerator.prepare(model) is model
+    assert accelerator.prepare(things[5]) is things[5]
+    assert accelerator.prepare(optimizer) is things[5]
+    assert accelerator.prepare(things[0]) is things[0]
+    assert len(accelerator._models) == len(accelerator._optimizers) == 1
+    assert accelerator.unwrap_model(model) is model
+
+
+def test_optimizer_may_come_before_its_model():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    model = accelerator.prepare(model)
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_model_without_parameters():
+    with pytest.raises(UsageError, match="CrossEntropyLoss without any"):
+        Accelerator(cpu=True).prepare(nn.CrossEntropyLoss())
+
+
+def test_optimizer_over_foreign_parameters():
+    accelerator = Accelerator(cpu=True)
+    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(7, 3))], lr=0.1)
+    with pytest.raises(UsageError, match=r"foreign one of shape \(7, 3\) in group 0"):
+        accelerator.prepare(nn.Linear(2, 2), foreign)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: model(torch.ones(3, 2)), "scalar loss, found shape"),
+        (lambda model: model(torch.ones(3, 2)).sum().detach(), "requires grad"),
+        (lambda model: 3.0, "found float"),
+    ],
+)
+def test_backward_of_what_is_no_loss(make, message):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=message):
+        accelerator.backward(make(model))
+
+
+def test_backward_without_a_model():
+    with pytest.raises(UsageError, match="prepared model"):
+        Accelerator(cpu=True).backward(torch.ones((), requires_grad=True))
+
+
+def test_unknown_strategy_lists_the_installed():
+    with pytest.raises(UnknownPluginError, match="installed: .*ddp"):
+        Accelerator(cpu=True, strategy="zeero")
+
+
+def test_unknown_option_of_a_strategy():
+    with pytest.raises(ConfigError, match="did you mean 'bucket_mib'"):
+        Accelerator(cpu=True, strategy={"name": "ddp", "bucket_mb": 3})
+
+
+def test_wrong_arguments():
+    with pytest.raises(ConfigError, match="precision"):
+        Accelerator(cpu=True, mixed_precision="fp8")
+    with pytest.raises(UsageError, match="device_placement"):
+        Accelerator(cpu=True).prepare(nn.Linear(2, 2), device_placement=[True, False])
+    with pytest.raises(UsageError, match="state_dict"):
+        Accelerator(cpu=True).register_for_checkpointing(3)
+    with pytest.raises(UsageError, match="foreign|none"):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(nn.Linear(2, 2))
+        accelerator.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_models():
+    accelerator = Accelerator(cpu=True)
+    width = 3 + accelerator.process_index
+    with pytest.raises(RankMismatchError, match=r"parameter weight \(3, 2\).*weight \(4, 2\)"):
+        accelerator.prepare(nn.Linear(2, width))
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_configurations():
+    import torch.distributed as dist
+
+    with pytest.raises(RankMismatchError, match="accumulation = 1.*accumulation = 2"):
+        Accelerator(cpu=True, gradient_accumulation_steps=1 + dist.get_rank())
+
+
+@pytest.mark.ranks(2)
+def test_gather_of_unequal_shapes_is_an_error_everywhere():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(
+        RankMismatchError, match=r"rank 0: float32\(1, 2\); rank 1: float32\(2, 2\)"
+    ):
+        accelerator.gather(torch.ones(accelerator.process_index + 1, 2))
+    accelerator.end_training()
+
+
+def test_two_models_with_their_own_optimizers():
+    accelerator = Accelerator(cpu=True)
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, other))
+    one, other, first, second = accelerator.prepare(one, other, first, second)
+    assert accelerator.strategy_of(one) is not accelerator.strategy_of(other)
+    kept = other.weight.detach().clone()
+    accelerator.backward(one(torch.ones(1, 2)).sum())
+    first.step()
+    second.step()
+    assert torch.equal(other.weight, kept)
+    accelerator.backward(other(one(torch.ones(1, 2))).sum())
+    second.step()
+    assert not torch.equal(other.weight, kept)
+
+
+def test_clipping_two_models_to_one_norm():
+    accelerator = Accelerator(cpu=True)
+    models = [nn.Linear(4, 4).double() for _ in range(2)]
+    models = accelerator.prepare(*models)
+    x = torch.ones(1, 4, dtype=torch.float64)
+    accelerator.backward(models[1](models[0](x)).square().sum())
+    parameters = [p for model in models for p in model.parameters()]
+    grads = [p.grad.clone() for p in parameters]
+    total = accelerator.clip_grad_norm_(parameters, 0.5)
+    expected = torch.nn.utils.get_total_norm(grads)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(
+        torch.nn.utils.get_total_norm([p.grad for p in parameters]),
+        torch.tensor(0.5, dtype=torch.float64),
+        rtol=1e-5,
+        atol=0,
+    )
+
+
+def test_clipping_a_part_of_a_model_leaves_the_rest():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    accelerator.backward(model(torch.ones(1, 4)).square().sum())
+    kept = model[1].weight.grad.clone()
+    accelerator.clip_grad_norm_(model[0].parameters(), 1e-3)
+    assert torch.equal(model[1].weight.grad, kept)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model[0].parameters()])
+    assert float(norm) <= 1.001e-3
+
+
+def test_compiled_model_keeps_its_names():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    inner = nn.Linear(3, 3)
+    compiled = accelerator.prepare(torch.compile(inner, backend="eager"))
+    output = compiled(torch.ones(2, 3))
+    assert output.dtype is torch.float32
+    accelerator.backward(output.sum())
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is inner
+    assert sorted(accelerator.get_state_dict(compiled)) == ["bias", "weight"]
+
+
+def test_mixed_precision_computes_low_and_returns_fp32():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    seen = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x):
+            y = self.inner(x)
+            seen.append(y.dtype)
+            return {"y": y}
+
+    model = accelerator.prepare(Model())
+    assert model(torch.ones(2, 3))["y"].dtype is torch.float32
+    assert seen == [torch.bfloat16]
+    original = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert original(torch.ones(2, 3))["y"].dtype is torch.float32
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+def test_prepare_of_a_thousand_parameters_takes_less_than_50_ms():
+    accelerator = Accelerator(cpu=True)
+    times = []
+    for _ in range(5):
+        model = nn.ParameterList(nn.Parameter(torch.zeros(8)) for _ in range(1000))
+        start = time.perf_counter()
+        accelerator.prepare(model)
+        times.append(time.perf_counter() - start)
+        accelerator.free_memory()
+    assert min(times) < 0.050, times

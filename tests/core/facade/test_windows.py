@@ -1,0 +1,192 @@
+"""An accumulation window's gradient is that of one large batch, whatever its length or weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator, DataLoaderConfiguration, UsageError, communication
+
+
+def rows(n):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, 5, generator=generator, dtype=torch.float64)
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(5, 3).double()
+
+
+def loss_of(model, x):
+    return model(x).square().sum(dim=1).mean()
+
+
+def reference_grad(batches, weights=None):
+    """The gradient of the (weighted) mean of the batches' losses, in one process."""
+    model = linear()
+    weights = weights or [1.0] * len(batches)
+    losses = [w * loss_of(model, x) for w, x in zip(weights, batches, strict=True)]
+    (sum(losses) / sum(weights)).backward()
+    return model.weight.grad
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks(2))])
+def test_trailing_window_is_divided_by_its_real_length(ranks):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    data = rows(5 * 2 * ranks)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(data), batch_size=2)
+    )
+    grads = []
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, x))
+            if accelerator.sync_gradients:
+                grads.append(model.weight.grad.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+    per_step = 2 * ranks
+    full = [data[i : i + 2] for i in range(0, 3 * per_step, 2)]
+    partial = [data[i : i + 2] for i in range(3 * per_step, 5 * per_step, 2)]
+    assert len(grads) == 2
+    torch.testing.assert_close(grads[0], reference_grad(full), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(grads[1], reference_grad(partial), rtol=1e-12, atol=1e-14)
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_weights_are_exact_over_micro_batches_and_ranks():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    rank = accelerator.process_index
+    model = accelerator.prepare(linear())
+    sizes = [[1, 4], [3, 2]]  # rows per rank and micro-batch
+    data = rows(10)
+    batches = {(0, 0): data[:1], (0, 1): data[1:5], (1, 0): data[5:8], (1, 1): data[8:]}
+    for i in range(2):
+        with accelerator.accumulate(model):
+            x = batches[rank, i]
+            accelerator.backward(loss_of(model, x), weight=sizes[rank][i])
+    expected = reference_grad([data])  # one batch of all rows
+    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
+    accelerator.end_training()
+
+
+def test_two_losses_in_the_last_micro_batch_of_a_short_window():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    data = rows(4)
+    model, loader = accelerator.prepare(linear(), DataLoader(TensorDataset(data), batch_size=2))
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, x))
+            accelerator.backward(loss_of(model, x) * 2)
+    expected = reference_grad([data[:2], data[2:]]) * 3
+    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_mixing_weighted_and_unweighted_losses_is_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(linear())
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, rows(2)), weight=2)
+    with pytest.raises(UsageError, match="weight"), accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, rows(2)))
+
+
+def test_steps_and_schedule_wait_for_the_window():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    before = model.weight.detach().clone()
+    rates = []
+    for i in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, rows(2)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+        if i == 0:
+            assert torch.equal(model.weight, before)
+            assert model.weight.grad is not None
+    assert rates == [1.0, 0.5, 0.5, 0.25]
+
+
+@pytest.mark.ranks(2)
+def test_scheduler_counts_samples_when_asked():
+    accelerator = Accelerator(cpu=True, config={"step_scheduler_with": "samples"})
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.backward(loss_of(model, rows(2)))
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.25]
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_no_communication_inside_a_window():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(linear())
+    accelerator.traffic.clear()
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, rows(2)))
+        assert accelerator.traffic.total() == 0
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, rows(2)))
+    assert accelerator.traffic.total() > 0
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_no_sync_and_trigger_sync_in_backward():
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    model = accelerator.prepare(linear())
+    with accelerator.no_sync(model):
+        first = loss_of(model, rows(4)[rank : rank + 2])
+        second = loss_of(model, rows(4)[rank : rank + 2])
+        accelerator.backward(first)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(second)
+    mine = model.weight.grad
+    torch.testing.assert_close(mine, communication.reduce(mine, "mean"), rtol=1e-13, atol=0)
+    accelerator.end_training()
+
+
+def test_two_accelerators_do_not_share_their_windows():
+    one = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    other = Accelerator(cpu=True, gradient_accumulation_steps=7)
+    assert (one.gradient_accumulation_steps, other.gradient_accumulation_steps) == (2, 7)
+    one.gradient_accumulation_steps = 3
+    assert other.gradient_accumulation_steps == 7
+
+
+@pytest.mark.ranks(2)
+def test_metrics_hold_each_sample_once_also_after_a_resume():
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True)
+    )
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=2))
+    seen = torch.cat([accelerator.gather_for_metrics(x) for (x,) in loader])
+    assert seen.tolist() == list(range(11))
+    state = None
+    for i, (_,) in enumerate(loader):
+        if i == 1:
+            state = loader.state_dict()
+            break
+    fresh = accelerator.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=2))
+    fresh.load_state_dict(state)
+    rest = torch.cat([accelerator.gather_for_metrics(x) for (x,) in fresh])
+    assert rest.tolist() == list(range(8, 11))
+    objects = [
+        o for (x,) in loader for o in accelerator.gather_for_metrics([str(i) for i in x.tolist()])
+    ]
+    assert objects == [str(i) for i in range(11)]
+    accelerator.end_training()
