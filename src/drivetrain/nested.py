@@ -1,11 +1,15 @@
 """Batches and outputs nest tensors in containers: walking, moving, cutting and joining them."""
 
+import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from drivetrain.errors import UsageError
 
 
 def is_tensor(data: Any) -> bool:
@@ -49,9 +53,8 @@ def recursively_apply(
             return honor_type(item, (walk(inner) for inner in item))
         if isinstance(item, Mapping):
             return _same_mapping(item, {key: walk(inner) for key, inner in item.items()})
-        if dataclasses.is_dataclass(item) and not isinstance(item, type):
-            fields = [f.name for f in dataclasses.fields(item) if f.init]
-            return dataclasses.replace(item, **{n: walk(getattr(item, n)) for n in fields})
+        if _is_dataclass(item):
+            return _same_dataclass(item, {name: walk(v) for name, v in _fields(item).items()})
         if error_on_other_type:
             raise TypeError(
                 f"expected tensors in lists, tuples, mappings or dataclasses, found "
@@ -70,8 +73,11 @@ def send_to_device(
 ) -> Any:
     """Return the data with every tensor on a device.
 
+    Objects with a ``to`` of their own (packed sequences, tokenizer outputs) are asked to move
+    themselves; a mapping of which keys are skipped is moved item by item instead.
+
     Args:
-        data: nested containers; objects with a ``to(device)`` method of their own are asked.
+        data: tensors in nested containers; what is neither stays as it is.
         device: the destination.
         non_blocking: copy asynchronously where the memory allows it.
         skip_keys: keys of mappings whose values stay where they are.
@@ -79,16 +85,16 @@ def send_to_device(
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
 
     def move(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            return item.to(device, non_blocking=non_blocking)
-        if isinstance(item, list | tuple):
-            return honor_type(item, (move(inner) for inner in item))
-        if isinstance(item, Mapping):
+        if isinstance(item, Mapping) and (skipped & set(item) or not _can_move(item)):
             moved = {key: v if key in skipped else move(v) for key, v in item.items()}
             return _same_mapping(item, moved)
-        if callable(getattr(item, "to", None)) and not isinstance(item, type):
-            return item.to(device)
-        return recursively_apply(move, item) if dataclasses.is_dataclass(item) else item
+        if _can_move(item):
+            return _move_itself(item, device, non_blocking)
+        if isinstance(item, list | tuple):
+            return honor_type(item, (move(inner) for inner in item))
+        if _is_dataclass(item):
+            return _same_dataclass(item, {name: move(v) for name, v in _fields(item).items()})
+        return item
 
     return move(data)
 
@@ -101,8 +107,8 @@ def find_batch_size(data: Any) -> int | None:
         return _first(find_batch_size(item) for item in data.values())
     if isinstance(data, list | tuple):
         return _first(find_batch_size(item) for item in data)
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return _first(find_batch_size(getattr(data, f.name)) for f in dataclasses.fields(data))
+    if _is_dataclass(data):
+        return _first(find_batch_size(item) for item in _fields(data).values())
     return None
 
 
@@ -115,23 +121,27 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Join a list of equally nested data along a dim of their tensors.
 
     Raises:
+        UsageError: the list is empty, or the data are not nested alike.
         TypeError: leaves that are no tensors.
     """
+    if not data:
+        raise UsageError("expected at least one item to concatenate, found an empty list")
     first = data[0]
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)
     if isinstance(first, list | tuple):
-        joined = (concatenate([item[i] for item in data], dim) for i in range(len(first)))
-        return honor_type(first, joined)
+        _check_alike("items", [len(item) for item in data])
+        return honor_type(first, (concatenate(items, dim) for items in zip(*data, strict=True)))
     if isinstance(first, Mapping):
-        keys = {key: concatenate([item[key] for item in data], dim) for key in first}
-        return _same_mapping(first, keys)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first)]
-        return dataclasses.replace(
-            first, **{n: concatenate([getattr(item, n) for item in data], dim) for n in names}
-        )
-    raise TypeError(f"expected tensors to concatenate, found {type(first).__name__}")
+        _check_alike("keys", [sorted(map(str, item)) for item in data])
+        return _same_mapping(first, {k: concatenate([i[k] for i in data], dim) for k in first})
+    if _is_dataclass(first):
+        rows = [_fields(item) for item in data]
+        return _same_dataclass(first, {n: concatenate([r[n] for r in rows], dim) for n in rows[0]})
+    raise TypeError(
+        f"expected tensors to concatenate, found {type(first).__name__}; use gather_object or a "
+        "list for what is no tensor"
+    )
 
 
 def convert_to_fp32(data: Any) -> Any:
@@ -146,10 +156,56 @@ def _first(sizes: Iterable[int | None]) -> int | None:
     return next((size for size in sizes if size is not None), None)
 
 
+def _check_alike(what: str, found: list[Any]) -> None:
+    if any(other != found[0] for other in found):
+        raise UsageError(f"expected data nested alike to concatenate, found {what} {found}")
+
+
+def _can_move(item: Any) -> bool:
+    return callable(getattr(item, "to", None)) and not isinstance(item, type)
+
+
+def _move_itself(item: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
+    if isinstance(item, Tensor) or (non_blocking and _takes_non_blocking(item.to)):
+        return item.to(device, non_blocking=non_blocking)
+    return item.to(device)
+
+
+def _takes_non_blocking(to: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(to).parameters
+    except ValueError:  # written in C, says nothing about itself
+        return False
+    return "non_blocking" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+
+
+def _is_dataclass(item: Any) -> bool:
+    return dataclasses.is_dataclass(item) and not isinstance(item, type)
+
+
+def _fields(item: Any) -> dict[str, Any]:
+    return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+
+
+def _same_dataclass(obj: Any, values: dict[str, Any]) -> Any:
+    """Return a copy with other values; by copy, because a constructor may take or check more."""
+    result = copy.copy(obj)
+    for name, value in values.items():
+        object.__setattr__(result, name, value)  # frozen ones as well
+    return result
+
+
 def _same_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return the items in the class of ``obj``; output classes of models take keyword arguments."""
+    """Return the items in the class of ``obj``, which may carry more than its items."""
     if type(obj) is dict:
         return items
-    if dataclasses.is_dataclass(obj):
+    if dataclasses.is_dataclass(obj):  # output classes of models take keyword arguments
         return type(obj)(**items)
+    if isinstance(obj, MutableMapping):  # a default factory, encodings: the copy keeps them
+        result = copy.copy(obj)
+        for key, value in items.items():
+            result[key] = value
+        return result
     return type(obj)(items)  # type: ignore[call-arg]
