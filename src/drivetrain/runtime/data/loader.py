@@ -228,7 +228,7 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             CheckpointError: the state is of another version, or counts in other units.
         """
-        self._check(state)
+        _check(state, self._source.division.unit)
         progress = self._progress
         self._finish(progress.running, advance=False)
         progress.seed = state["seed"]
@@ -241,19 +241,6 @@ class PreparedLoader(DataLoader[Any]):
                 position=state["position"],
                 identity=OrderIdentity(**state["order"]),
                 dataset_state=state["dataset"],
-            )
-
-    def _check(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != STATE_VERSION:
-            raise CheckpointError(
-                f"expected a loader state of version {STATE_VERSION}, found "
-                f"{state.get('version')!r}; load it with the version of drivetrain that wrote it"
-            )
-        unit = self._source.division.unit
-        if state["unit"] != unit:
-            raise CheckpointError(
-                f"expected a position in {unit}, found one in {state['unit']}; resume with the "
-                "same kind of sampler or batch sampler"
             )
 
     def _run(self) -> Iterator[Any]:
@@ -325,3 +312,17 @@ class PreparedLoader(DataLoader[Any]):
             progress.epoch += progress.epoch == iteration.epoch
         if self._delivery.observer is not None:
             self._delivery.observer.end(iteration.loader)
+
+
+def _check(state: Mapping[str, Any], unit: str) -> None:
+    """Refuse a state that another version wrote, or that counts in other units."""
+    if state.get("version") != STATE_VERSION:
+        raise CheckpointError(
+            f"expected a loader state of version {STATE_VERSION}, found "
+            f"{state.get('version')!r}; load it with the version of drivetrain that wrote it"
+        )
+    if state["unit"] != unit:
+        raise CheckpointError(
+            f"expected a position in {unit}, found one in {state['unit']}; resume with the same "
+            "kind of sampler or batch sampler"
+        )
