@@ -2,7 +2,8 @@
 
 The functions work over the default process group, or without one as a world of one rank. Before
 tensors cross ranks, a digest of their structure does: unequal shapes, which crash or hang the
-communication library, become an error on every rank that shows what each of them holds.
+communication library, become an error on every rank that shows what each of them holds. Tensors
+stay on their device; one that the library cannot carry from there takes a detour.
 """
 
 import hashlib
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.errors import RankMismatchError, UsageError
-from drivetrain.nested import recursively_apply
+from drivetrain.nested import describe, recursively_apply
 
-_BOTH = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_SHOWN_CHARACTERS, _SHOWN_KINDS = 300, 8
+"""How much of what ranks hold a message shows, per kind, and of how many kinds."""
 
 
 def wait_for_everyone(group: dist.ProcessGroup | None = None) -> None:
@@ -26,75 +29,82 @@ def wait_for_everyone(group: dist.ProcessGroup | None = None) -> None:
 
 
 def gather(data: Any, *, group: dist.ProcessGroup | None = None) -> Any:
-    """Concatenate tensors of all ranks along dim 0; every rank receives the result.
+    """Concatenate tensors of all ranks along dim 0; every rank receives the result, detached.
 
     Args:
-        data: tensors, nested or not, of equal shapes on all ranks; 0-d ones become one element.
+        data: tensors, nested or not, of equal shapes on all ranks and of any dtype; shape
+            (rows, ...) becomes (ranks x rows, ...), and 0-d becomes (ranks,).
         group: the ranks; None means all.
 
     Raises:
         RankMismatchError: structure, shapes or dtypes differ; on every rank.
         TypeError: leaves that are no tensors.
     """
-
-    def gather_one(tensor: Tensor) -> Tensor:
-        mine = tensor.detach().contiguous()
-        mine = mine.unsqueeze(0) if mine.dim() == 0 else mine
-        parts = [torch.empty_like(mine) for _ in range(_size(group))]
-        dist.all_gather(parts, mine, group=group)
-        return torch.cat(parts)
-
-    if _size(group) == 1:
-        return recursively_apply(_at_least_1d, data, error_on_other_type=True)
-    _same_structure("gather", data, group)
-    return recursively_apply(gather_one, data, error_on_other_type=True)
+    _check_alike("gather", data, group)
+    return recursively_apply(lambda tensor: _gather_one(tensor, group), data)
 
 
-def gather_object(data: Any, *, group: dist.ProcessGroup | None = None) -> Any:
-    """Collect objects of all ranks; lists are joined into one list.
+def gather_object(data: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Collect objects of all ranks in one list, by rank; every rank receives it.
 
     Args:
-        data: anything that can be pickled.
+        data: anything that can be pickled; when all ranks pass lists or tuples, their items are
+            joined, else the list holds one object per rank.
         group: the ranks; None means all.
     """
-    if _size(group) == 1:
-        return data
-    collected: list[Any] = [None] * _size(group)
-    dist.all_gather_object(collected, data, group=group)
+    collected: list[Any] = [data]
+    if _size(group) > 1:
+        collected = [None] * _size(group)
+        dist.all_gather_object(collected, data, group=group)
     if all(isinstance(item, list | tuple) for item in collected):
         return [inner for item in collected for inner in item]
     return collected
 
 
 def broadcast(data: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None) -> Any:
-    """Return one rank's tensors on every rank.
+    """Return one rank's tensors on every rank; what was passed in stays as it is.
 
     Args:
-        data: tensors, nested or not, of equal shapes on all ranks.
+        data: tensors, nested or not, of equal shapes on all ranks and of any dtype.
         from_process: global rank whose values are taken.
         group: the ranks; None means all.
 
     Raises:
         RankMismatchError: structure, shapes or dtypes differ; on every rank.
+        TypeError: leaves that are no tensors.
+        UsageError: no rank ``from_process`` in the group.
     """
 
     def broadcast_one(tensor: Tensor) -> Tensor:
-        result = tensor.detach().contiguous().clone()
-        dist.broadcast(result, src=from_process, group=group)
-        return result
+        sent = _travelling(tensor, group).clone(memory_format=torch.contiguous_format)
+        if _size(group) > 1:
+            dist.broadcast(_bytes_of(sent), src=from_process, group=group)
+        return sent.to(tensor.device)
 
-    if _size(group) == 1:
-        return data
-    _same_structure("broadcast", data, group)
-    return recursively_apply(broadcast_one, data, error_on_other_type=True)
+    _check_rank(from_process, group)
+    _check_alike(f"broadcast from rank {from_process}", data, group)
+    return recursively_apply(broadcast_one, data)
 
 
 def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, group: dist.ProcessGroup | None = None
 ) -> list[Any]:
-    """Replace the list's items by those of one rank, in place, and return the list."""
+    """Replace the list's items by those of one rank, in place, and return the list.
+
+    Args:
+        object_list: objects that can be pickled; the other ranks' lists may have any length.
+        from_process: global rank whose items are taken.
+        group: the ranks; None means all.
+
+    Raises:
+        UsageError: no rank ``from_process`` in the group.
+    """
+    _check_rank(from_process, group)
     if _size(group) > 1:
-        dist.broadcast_object_list(object_list, src=from_process, group=group)
+        # One object, because the library hangs when the lists are not equally long.
+        parcel: list[Any] = [object_list]
+        dist.broadcast_object_list(parcel, src=from_process, group=group)
+        object_list[:] = parcel[0]
     return object_list
 
 
@@ -105,7 +115,11 @@ def reduce(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Combine tensors of all ranks element by element; every rank receives the result.
+    """Combine tensors of all ranks element by element; every rank receives the result, detached.
+
+    Tensors of 16 bits or less are added up in 32 and integers in 64 bits, so that neither overflow
+    nor rounding depends on the number of ranks. Results have the dtype that went in, except that a
+    mean of integers is a float, and a sum of booleans counts.
 
     Args:
         data: tensors, nested or not, of equal shapes on all ranks.
@@ -114,24 +128,21 @@ def reduce(
         group: the ranks; None means all.
 
     Raises:
-        RankMismatchError: structure, shapes or dtypes differ; on every rank.
+        RankMismatchError: structure, shapes, dtypes or the reduction differ; on every rank.
+        TypeError: leaves that are no tensors.
         UsageError: an unknown reduction.
     """
-    if reduction not in (*_BOTH, "none"):
+    if reduction not in (*_OPERATIONS, "none"):
         raise UsageError(f"expected a reduction of sum, mean, max or none, found {reduction!r}")
-    size = _size(group)
 
     def reduce_one(tensor: Tensor) -> Tensor:
-        result = tensor.detach().contiguous().clone()
-        if size > 1 and reduction != "none":
-            dist.all_reduce(result, op=_BOTH[reduction], group=group)
-        if reduction == "mean" and size > 1:
-            result = result / size
+        result = tensor.detach().clone()
+        if reduction != "none":
+            result = _reduce_one(tensor, reduction, group)
         return result if scale == 1.0 else result * scale
 
-    if size > 1 and reduction != "none":
-        _same_structure("reduce", data, group)
-    return recursively_apply(reduce_one, data, error_on_other_type=True)
+    _check_alike(f"reduce to the {reduction}", data, group)
+    return recursively_apply(reduce_one, data)
 
 
 def pad_across_processes(
@@ -145,86 +156,150 @@ def pad_across_processes(
     """Pad tensors along a dim to the longest of any rank, so that they can be gathered.
 
     Args:
-        data: tensors, nested or not; tensors without that dim stay as they are.
+        data: tensors, nested or not; tensors without that dim stay as they are. Ranks may differ
+            in sizes, but not in structure, number of dims or dtypes.
         dim: the dim to pad; may be negative.
         pad_index: the value of the padding.
         pad_first: pad at the beginning.
         group: the ranks; None means all.
+
+    Raises:
+        RankMismatchError: structure, numbers of dims or dtypes differ; on every rank.
+        TypeError: leaves that are no tensors.
     """
+    lengths: list[int] = []
+
+    def measure(tensor: Tensor) -> Tensor:
+        lengths.append(tensor.shape[dim] if _has_dim(tensor, dim) else 0)
+        return tensor
 
     def pad_one(tensor: Tensor) -> Tensor:
-        if not -tensor.dim() <= dim < tensor.dim():
-            return tensor
-        along = dim % tensor.dim()
-        sizes = gather(torch.tensor([tensor.shape[along]], device=tensor.device), group=group)
-        longest, mine = int(sizes.max()), tensor.shape[along]
-        if longest == mine:
-            return tensor
-        shape = list(tensor.shape)
-        shape[along] = longest
-        padded = tensor.new_full(shape, pad_index)
-        padded.narrow(along, longest - mine if pad_first else 0, mine).copy_(tensor)
-        return padded
+        length = next(longest)
+        return _padded(tensor, dim, length, pad_index, pad_first) if length else tensor
 
-    return recursively_apply(pad_one, data, error_on_other_type=True)
+    _check_alike("pad_across_processes", data, group, lambda t: f"{t.dtype} of {t.dim()} dims")
+    recursively_apply(measure, data)
+    longest = iter(reduce(torch.tensor(lengths, dtype=torch.int64), "max", group=group).tolist())
+    return recursively_apply(pad_one, data)
+
+
+def _gather_one(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    mine = _travelling(tensor, group).contiguous()
+    mine = mine.unsqueeze(0) if mine.dim() == 0 else mine
+    if _size(group) == 1:
+        return mine.to(tensor.device)
+    sent = _bytes_of(mine)
+    received = sent.new_empty(_size(group), sent.numel())
+    dist.all_gather(list(received.unbind()), sent, group=group)
+    shape = (_size(group) * mine.shape[0], *mine.shape[1:])
+    return received.view(-1).view(mine.dtype).view(shape).to(tensor.device)
+
+
+def _reduce_one(tensor: Tensor, reduction: str, group: dist.ProcessGroup | None) -> Tensor:
+    kind, result = tensor.dtype, _travelling(tensor, group)
+    integers = not (kind.is_floating_point or kind.is_complex)
+    if integers:
+        result = result.to(torch.int64)
+    elif kind.itemsize < 4:
+        result = result.to(torch.float32)
+    result = result.clone(memory_format=torch.contiguous_format)
+    if _size(group) > 1:
+        dist.all_reduce(result, op=_OPERATIONS[reduction], group=group)
+    result = result.to(tensor.device)
+    if reduction == "mean":
+        result = result / _size(group)
+    counts = integers and (reduction == "mean" or (reduction == "sum" and kind == torch.bool))
+    return result if counts else result.to(kind)
+
+
+def _has_dim(tensor: Tensor, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()
+
+
+def _padded(tensor: Tensor, dim: int, longest: int, value: int, first: bool) -> Tensor:
+    missing = longest - tensor.shape[dim]
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    padding = tensor.new_full(shape, value)
+    return torch.cat([padding, tensor] if first else [tensor, padding], dim=dim)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def _at_least_1d(tensor: Tensor) -> Tensor:
-    return tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes: values that only travel may have any dtype."""
+    return tensor.view(-1).view(torch.uint8)
 
 
-def _describe(data: Any) -> str:
-    """Return structure, shapes and dtypes as text that is equal when they are."""
-    return str(
-        recursively_apply(
-            lambda t: _Text(f"{t.dtype}{tuple(t.shape)}".removeprefix("torch.")), data
-        )
-    )
+def _travelling(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the values, without their history, on a device that the group can send from."""
+    return tensor.detach().to(_device_of(group, tensor.device))
 
 
-class _Text(str):
-    """Text that shows itself without quotes inside containers."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _same_structure(operation: str, data: Any, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank when the ranks' data differ in structure, shape or dtype."""
-    text = _guarded(_describe, data)
-    digest = hashlib.sha256(text.encode()).digest()[:8]
-    device = _device_of(group)
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
-    digests = [torch.empty_like(mine) for _ in range(_size(group))]
-    dist.all_gather(digests, mine, group=group)
-    if all(torch.equal(other, digests[0]) for other in digests):
-        return
-    texts: list[str] = [""] * _size(group)
-    dist.all_gather_object(texts, text, group=group)
-    shown = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(texts))
-    raise RankMismatchError(
-        f"{operation} expected equal structure, shapes and dtypes on all ranks, found {shown}; "
-        "pad with pad_across_processes first, or use gather_object"
-    )
-
-
-def _guarded(describe: Callable[[Any], str], data: Any) -> str:
-    """Describe the data, or say why not: no rank may raise before the digests are exchanged."""
-    try:
-        return describe(data)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device on which the group can communicate."""
-    if "gloo" in str(dist.get_backend(group)):
-        return torch.device("cpu")
+def _device_of(
+    group: dist.ProcessGroup | None, wish: torch.device | None = None
+) -> torch.device | None:
+    """Return the wished device if the group can communicate from there, else one where it can."""
+    if _size(group) == 1:
+        return wish
+    able = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if wish is not None and wish.type in able:
+        return wish
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator if accelerator is not None else torch.device("cpu")
+    if "cpu" in able or accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _check_rank(rank: int, group: dist.ProcessGroup | None) -> None:
+    ranks = dist.get_process_group_ranks(group) if _size(group) > 1 else [0]
+    if rank not in ranks:
+        raise UsageError(f"expected from_process to be one of the ranks {ranks}, found {rank}")
+
+
+def _check_alike(
+    operation: str,
+    data: Any,
+    group: dist.ProcessGroup | None,
+    show: Callable[[Tensor], str] = lambda t: f"{t.dtype}{list(t.shape)}",
+) -> None:
+    """Raise on every rank when they differ in the operation or in what their data look like."""
+    if _size(group) > 1:
+        _check_digests(operation, describe(data, show).replace("torch.", ""), group)
+    # After the digests: no rank may leave before the others have learned of it.
+    recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+
+
+def _check_digests(operation: str, text: str, group: dist.ProcessGroup | None) -> None:
+    digest = hashlib.sha256(f"{operation}\0{text}".encode()).digest()[:8]
+    number = int.from_bytes(digest, "big", signed=True)
+    mine = torch.tensor([number], dtype=torch.int64, device=_device_of(group))
+    digests = mine.new_empty(_size(group), 1)
+    dist.all_gather(list(digests.unbind()), mine, group=group)
+    if len(set(digests.flatten().tolist())) == 1:
+        return
+    held: list[str] = [""] * _size(group)
+    dist.all_gather_object(held, f"{operation} of {text}", group=group)
+    raise RankMismatchError(
+        f"{operation} expected the same operation, structure, shapes and dtypes on all ranks, "
+        f"found {_grouped(held)}; pad with pad_across_processes first, or use gather_object"
+    )
+
+
+def _grouped(held: list[str]) -> str:
+    """Return which ranks hold what; long texts from shortly before their first difference."""
+    letters = enumerate(zip(*held, strict=False))
+    difference = next((i for i, each in letters if len(set(each)) > 1), 0)
+    start = max(0, difference - _SHOWN_CHARACTERS // 2)
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(held):
+        ranks.setdefault(text, []).append(str(rank))
+    shown = [
+        f"on rank {', '.join(where)}: {'...' * (start > 0)}{text[start:][:_SHOWN_CHARACTERS]}"
+        for text, where in list(ranks.items())[:_SHOWN_KINDS]
+    ]
+    return "; ".join([*shown, "..."] if len(ranks) > _SHOWN_KINDS else shown)

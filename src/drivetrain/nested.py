@@ -99,6 +99,26 @@ def send_to_device(
     return move(data)
 
 
+def describe(data: Any, show: Callable[[Tensor], str]) -> str:
+    """Return the structure as text, equal for data nested alike whose tensors show alike.
+
+    Args:
+        data: tensors in nested containers; other leaves show their class.
+        show: the text of a tensor.
+    """
+    if isinstance(data, Tensor):
+        return show(data)
+    if isinstance(data, Mapping):
+        items = [f"{key!r}: {describe(item, show)}" for key, item in data.items()]
+    elif isinstance(data, list | tuple):
+        items = [describe(item, show) for item in data]
+    elif _is_dataclass(data):
+        items = [f"{name}={describe(item, show)}" for name, item in _fields(data).items()]
+    else:
+        return type(data).__name__
+    return f"{type(data).__name__}({', '.join(items)})"
+
+
 def find_batch_size(data: Any) -> int | None:
     """Return the size of dim 0 of the first tensor with dims; None when there is none."""
     if isinstance(data, Tensor):
