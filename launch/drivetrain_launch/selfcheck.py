@@ -82,7 +82,7 @@ def train_alone(ranks: int, device: torch.device) -> Outcome:
     losses = []
     for inputs, targets in DataLoader(data(ranks), batch_size=BATCH * ranks):
         loss = nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().cpu())

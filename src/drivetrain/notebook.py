@@ -88,7 +88,7 @@ def _start(
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         store = str(Path(folder, "store"))
-        context = multiprocessing.start_processes(
+        context = multiprocessing.start_processes(  # type: ignore[attr-defined, no-untyped-call]
             _run_rank,
             args=(function, args, count, store, timeout, variables),
             nprocs=count,
@@ -125,7 +125,7 @@ def _run_rank(
     if count > 1:
         dist.init_process_group(
             _backend(variables),
-            store=dist.FileStore(store, count),
+            store=dist.FileStore(store, count),  # type: ignore[attr-defined]
             rank=rank,
             world_size=count,
             timeout=timeout,
