@@ -243,7 +243,8 @@ class Normalized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = linear(WIDTH, HIDDEN)
+        # No bias: its gradient would be zero but for rounding, which Adam makes as large as any.
+        self.first = nn.Linear(WIDTH, HIDDEN, bias=False, dtype=torch.float64)
         self.norm = nn.BatchNorm1d(HIDDEN, dtype=torch.float64)
         self.last = linear(HIDDEN, OUT)
         self.register_buffer("factor", torch.tensor(0.5, dtype=torch.float64), persistent=False)

@@ -19,8 +19,8 @@ Ledger: TypeAlias = Mapping[tuple[str, str], int]
 
 STEPS = 3
 SCRATCH = 2**23
-"""Bytes that may be held besides what is promised: buffers of collectives. Less than one copy of the
-parameters of the model below."""
+"""Bytes that may be held besides what is promised, for the buffers of collectives: less than one
+copy of the parameters of the model below."""
 
 
 class AccountChecks(Suite):
