@@ -6,13 +6,13 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Adam, Optimizer
 
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.strategy import ModelSpec, Run
+from drivetrain.strategy import Run
 from drivetrain.testing.models import CASES, Case
 from drivetrain_ddp import Ddp, DdpConfig
 

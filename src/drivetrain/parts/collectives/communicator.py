@@ -1,5 +1,6 @@
 """What a communicator and the handle of an operation under way can do, whatever the algorithm."""
 
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -103,6 +104,12 @@ def caller() -> str:
     """Return file:line of the code that called a communicator's method."""
     frame = sys._getframe(3)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def reason(error: BaseException) -> str:
+    """Return what a backend says went wrong, without its source lines and advice."""
+    text = str(error).partition("This is typically")[0]
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", text).strip().rstrip(".") or type(error).__name__
 
 
 def flatten(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:

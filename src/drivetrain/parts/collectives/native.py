@@ -15,6 +15,7 @@ from drivetrain.parts.collectives.communicator import (
     Reduction,
     caller,
     flatten,
+    reason,
 )
 from drivetrain.parts.collectives.solo import Finished
 from drivetrain.parts.collectives.volume import Operation
@@ -172,7 +173,8 @@ class NativeCommunicator(Communicator):
         def describe(error: BaseException) -> CollectiveError:
             return CollectiveError(
                 f"{operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
-                f"{self.rank} of {self.size}: {error}; look for the first rank that failed"
+                f"{self.axis.ranks[self.rank]}, {self.rank} of {self.size} on the axis: "
+                f"{reason(error)}; look for the rank that failed first, or that does not answer"
             )
 
         self.traffic.add(self.axis.name, operation, self._sent_bytes(operation, flat, source))

@@ -27,6 +27,7 @@ from drivetrain.parts.collectives.communicator import (
     Reduction,
     caller,
     flatten,
+    reason,
 )
 from drivetrain.parts.collectives.solo import Finished
 from drivetrain.parts.collectives.volume import Operation
@@ -127,11 +128,13 @@ class RingCommunicator(Communicator):
 
         def describe(error: BaseException) -> CollectiveError:
             self._alarm()
+            ranks = self.axis.ranks
             return CollectiveError(
                 f"{operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
-                f"{self.rank} of {self.size}, with neighbours {self._left} and {self._right} and "
-                f"a timeout of {self.timeout.total_seconds():g} s: {error}; the rank that failed "
-                "first says why, or does not answer"
+                f"{ranks[self.rank]}, {self.rank} of {self.size} on the axis, between ranks "
+                f"{ranks[self._left]} and {ranks[self._right]}, with a timeout of "
+                f"{self.timeout.total_seconds():g} s: {reason(error)}; look for the rank that "
+                "failed first, or that does not answer"
             )
 
         job = Job(timed, describe)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint import describe_difference
+from drivetrain.checkpoint.difference import describe_difference
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.strategy import Part, Reader, Shard
@@ -29,12 +30,17 @@ class ReplicatedState:
         self._optimizers = tuple(optimizers)
 
     def shards(self, rank: int, size: int) -> Iterator[Shard]:
-        """Yield this rank's share: whole tensors, the largest first to the rank with least."""
+        """Yield this rank's share: whole tensors, the largest first to the rank with least.
+
+        Buffers are rank 0's: between two steps a rank's own may differ, and rank 0's are those
+        that the next step starts with.
+        """
         entries = list(self._tensors())
+        buffers = persistent_buffers(self._model)
         load = [0] * size
-        owners = {}
-        by_size = sorted(range(len(entries)), key=lambda index: (-entries[index][2].nbytes, index))
-        for index in by_size:
+        owners = {i: 0 for i, (name, _, _) in enumerate(entries) if name in buffers}
+        shared = [index for index in range(len(entries)) if index not in owners]
+        for index in sorted(shared, key=lambda index: (-entries[index][2].nbytes, index)):
             owners[index] = load.index(min(load))
             load[owners[index]] += entries[index][2].nbytes
         for index, (name, state, tensor) in enumerate(entries):
@@ -79,25 +85,19 @@ class ReplicatedState:
                     yield name, f"{index}.{key}", value
 
     def _check(self, reader: Reader, saved: set[tuple[str, str]]) -> None:
-        expected = {(name, ""): tuple(value.shape) for name, value in self._model_tensors().items()}
-        found = {(name, ""): tuple(reader.shape(name)) for name, state in saved if not state}
-        if expected != found:
-            raise CheckpointError(
-                "the checkpoint does not fit the model: " + describe_difference(expected, found)
-            )
+        """Refuse a checkpoint of another model, or with state that no optimizer here holds."""
         known = {(index, name) for index, name, _ in self._optimized()}
-        foreign = sorted(
-            f"{name} ({state})"
-            for name, state in saved
-            if state and (int(state.partition(".")[0]), name) not in known
-        )
-        if foreign:
-            raise CheckpointError(
-                f"the checkpoint holds optimizer state for {', '.join(foreign[:_SHOWN])}"
-                + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
-                + ", which no optimizer given to prepare holds; prepare the optimizers that it was "
-                "saved with, in the same order"
-            )
+        expected = {
+            (name, ""): tuple(tensor.shape) for name, tensor in self._model_tensors().items()
+        }
+        found = {
+            (name, state): reader.shape(name, state)
+            for name, state in sorted(saved)
+            if not state or (int(state.partition(".")[0]), name) not in known
+        }
+        difference = describe_difference(expected, found)
+        if difference:
+            raise CheckpointError(f"the checkpoint does not fit this model: {difference}")
 
     def _load_state(
         self,

@@ -1,0 +1,366 @@
+"""What a round of gradient averaging does in the situations that loops get into."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
+from drivetrain.strategy import ModelSpec, Run
+from drivetrain_ddp import Ddp, DdpConfig
+
+SMALL = DdpConfig(bucket_mib=0.001, first_bucket_mib=0.001)
+
+
+def start(model: nn.Module, config: DdpConfig = SMALL, optimizers: tuple = ()) -> Ddp:
+    world = World.discover(cpu=True)
+    run = Run(
+        world=world,
+        mesh=Mesh.build(Ddp.axes(config, world.size), world),
+        precision=Precision.of("no"),
+        accumulation=1,
+        traffic=Traffic(),
+    )
+    strategy = Ddp(config, run)
+    strategy.prepare(model, optimizers)
+    return strategy
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(5)
+    layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)]
+    return nn.Sequential(*layers).double()
+
+
+def batch(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 6, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model(inputs).square().mean()
+
+
+def mean_grads(model: nn.Module, steps: list[int], ranks: int) -> list[Tensor]:
+    """Gradients of the mean over ranks, summed over steps, in one process."""
+    copy = deepcopy(model)
+    copy.zero_grad()
+    for step in steps:
+        for rank in range(ranks):
+            (loss_of(copy, batch(step, rank)) / ranks).backward()
+    return [parameter.grad for parameter in copy.parameters()]
+
+
+def assert_grads(model: nn.Module, expected: list[Tensor]) -> None:
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.ranks(3)
+def test_rounds_eager_and_observing_plain_and_through_the_strategy():
+    model = mlp()
+    strategy = start(model)
+    rank = strategy.run.world.rank
+    for step in range(4):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        loss = loss_of(model, batch(step, rank))
+        loss.backward() if step in (1, 3) else strategy.backward(loss)
+        assert_grads(model, mean_grads(model, [step], 3))
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_accumulating_sends_nothing_and_then_the_mean_of_the_sum():
+    model = mlp()
+    strategy = start(model)
+    rank, traffic = strategy.run.world.rank, strategy.run.traffic
+    for first in (0, 10, 20):
+        model.zero_grad()
+        traffic.clear()
+        with strategy.accumulating():
+            for step in (first, first + 1):
+                strategy.backward(loss_of(model, batch(step, rank)))
+            with strategy.accumulating(False):
+                assert strategy._reducer.synchronizing
+        assert not traffic.entries()
+        strategy.backward(loss_of(model, batch(first + 2, rank)))
+        assert traffic.sent()
+        assert_grads(model, mean_grads(model, [first, first + 1, first + 2], 2))
+    with pytest.raises(ZeroDivisionError), strategy.accumulating():
+        raise ZeroDivisionError
+    assert strategy._reducer.synchronizing
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_two_backwards_retained_graph_and_twice_called_module():
+    model = mlp()
+    strategy = start(model)
+    rank = strategy.run.world.rank
+    for _ in range(2):  # the observing round, then eager ones
+        model.zero_grad()
+        strategy.backward(loss_of(model, batch(0, rank)))
+        strategy.backward(loss_of(model, batch(1, rank)))
+        assert_grads(model, mean_grads(model, [0, 1], 2))
+        model.zero_grad()
+        loss = loss_of(model, batch(2, rank))
+        strategy.backward(loss, retain_graph=True)
+        strategy.backward(loss)
+        assert_grads(model, [2 * grad for grad in mean_grads(model, [2], 2)])
+        model.zero_grad()
+        strategy.backward(loss_of(model, batch(3, rank)) + loss_of(model, batch(4, rank)))
+        assert_grads(model, mean_grads(model, [3, 4], 2))
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_that_misses_the_model_on_one_rank():
+    model = mlp()
+    strategy = start(model)
+    rank = strategy.run.world.rank
+    other = torch.ones((), dtype=torch.float64, requires_grad=True)
+    for step in range(3):
+        model.zero_grad()
+        strategy.backward(other * 1 if rank else loss_of(model, batch(step, 0)))
+        alone = deepcopy(model)
+        alone.zero_grad()
+        loss_of(alone, batch(step, 0)).backward()
+        assert_grads(model, [parameter.grad / 2 for parameter in alone.parameters()])
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_adam_does_not_move_what_no_rank_uses_but_what_one_rank_uses():
+    model = nn.ModuleDict({"all": nn.Linear(6, 1), "one": nn.Linear(6, 1), "none": nn.Linear(6, 1)})
+    model = model.double()
+    optimizer = Adam(model.parameters(), lr=0.1)
+    strategy = start(model, optimizers=(optimizer,))
+    rank = strategy.run.world.rank
+    before = deepcopy(model.state_dict())
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs = batch(step, rank)
+        outputs = model["all"](inputs) + (model["one"](inputs) if rank else 0)
+        strategy.backward(outputs.sum())
+        assert model["none"].weight.grad is None
+        assert model["one"].weight.grad is not None
+        optimizer.step()
+    after = model.state_dict()
+    moved = {name for name in after if not torch.equal(before[name], after[name])}
+    assert moved == {"all.weight", "all.bias", "one.weight", "one.bias"}
+    strategy.close()
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_in_backward_and_then_good_steps():
+    model = mlp()
+    strategy = start(model)
+    rank = strategy.run.world.rank
+    for step in range(4):
+        with pytest.raises(ArithmeticError):
+            strategy.backward(model[2:](Failing.apply(model[:2](batch(9, rank)))).sum())
+        model.zero_grad()
+        strategy.backward(loss_of(model, batch(step, rank)))
+        assert_grads(model, mean_grads(model, [step], 2))
+    strategy.close()
+
+
+class Recomputing(nn.Module):
+    """One layer inside two reentrant checkpoints and outside of them: three gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 2).double()
+        self.recompute = True
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layer(inputs)
+        for _ in range(2):
+            if self.recompute:
+                hidden = checkpoint(self._part, hidden, use_reentrant=True)
+            else:
+                hidden = self._part(hidden)
+        return self.last(hidden)
+
+    def _part(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.layer(hidden))
+
+
+@pytest.mark.ranks(2)
+def test_reentrant_checkpoints_of_a_shared_layer():
+    torch.manual_seed(1)
+    model = Recomputing()
+    strategy = start(model)
+    rank = strategy.run.world.rank
+    for step in range(3):
+        model.zero_grad()
+        loss = loss_of(model, batch(step, rank))
+        loss.backward() if step == 1 else strategy.backward(loss)
+        plain = deepcopy(model)
+        plain.recompute = False
+        assert_grads(model, mean_grads(plain, [step], 2))
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_freezing_and_unfreezing_and_replaced_gradients():
+    model = mlp()
+    model[0].requires_grad_(False)
+    strategy = start(model)
+    rank = strategy.run.world.rank
+    strategy.backward(loss_of(model, batch(0, rank)))
+    assert model[0].weight.grad is None
+    model[0].requires_grad_(True)
+    model[4].requires_grad_(False)
+    model.zero_grad()
+    for step in (1, 2):
+        model.zero_grad()
+        strategy.backward(loss_of(model, batch(step, rank)))
+        copy = deepcopy(model)
+        copy[4].requires_grad_(True)
+        expected = mean_grads(copy, [step], 2)
+        assert_grads(model[0], expected[:2])
+        assert model[4].weight.grad is None
+    # The user puts other gradients in place: they take part in the next mean.
+    model.zero_grad()
+    for parameter in model[:3].parameters():
+        parameter.grad = torch.full_like(parameter, float(rank))
+    strategy.backward(loss_of(model, batch(3, rank)))
+    expected = [grad + 0.5 for grad in mean_grads(copy, [3], 2)[:4]]
+    assert_grads(model[:3], expected)
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_double_forward_copies_and_closing():
+    model = mlp()
+    strategy = start(model)
+    rank, traffic = strategy.run.world.rank, strategy.run.traffic
+    strategy.backward(loss_of(model, batch(0, rank)))
+    traffic.clear()
+    with torch.no_grad():
+        model.eval()(batch(1, rank))
+    average = deepcopy(model).train()
+    loss_of(average, batch(1, rank)).backward()
+    assert not traffic.entries()
+    model.train().zero_grad()
+    loss_of(model, batch(5, rank))  # a forward without a backward
+    strategy.backward(loss_of(model, batch(1, rank)))
+    assert_grads(model, mean_grads(model, [1], 2))
+    strategy.close()
+    kept = [parameter.grad.clone() for parameter in model.parameters()]
+    traffic.clear()
+    loss_of(model, batch(2, rank)).backward()
+    assert not traffic.entries()
+    assert not torch.equal(kept[0], next(model.parameters()).grad)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_gradients_and_sparse_ones_are_refused():
+    model = mlp()
+    strategy = start(model)
+    with pytest.raises(UsageError, match="part of a graph"):
+        strategy.backward(loss_of(model, batch(0, 0)), create_graph=True)
+    strategy.close()
+    words = nn.Embedding(5, 2, sparse=True)
+    strategy = start(words)
+    with pytest.raises(UsageError, match="sparse=False"):
+        strategy.backward(words(torch.tensor([1])).sum())
+    words.weight.grad = None
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_clip_is_torchs_on_the_mean():
+    model = mlp()
+    strategy = start(model)
+    strategy.backward(loss_of(model, batch(0, strategy.run.world.rank)))
+    copy = deepcopy(model)
+    for parameter, grad in zip(copy.parameters(), mean_grads(model, [0], 2), strict=True):
+        parameter.grad = grad
+    only = list(model[0].parameters())
+    assert strategy.clip_grad_norm(float("inf"), only=only) < strategy.clip_grad_norm(float("inf"))
+    norm = strategy.clip_grad_norm(0.01)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(copy.parameters(), 0.01))
+    assert_grads(model, [parameter.grad for parameter in copy.parameters()])
+    strategy.close()
+
+
+@pytest.mark.parametrize("hook", ["none", "bf16", "fp16", "powersgd"])
+@pytest.mark.parametrize("buckets", [0.001, 25.0])
+@pytest.mark.ranks(3)
+def test_cost_is_what_the_ledger_counts_and_what_is_held(hook: str, buckets: float):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Linear(40, 30))
+    optimizer = Adam(model.parameters())
+    config = DdpConfig(
+        bucket_mib=buckets,
+        first_bucket_mib=buckets,
+        hook=hook,
+        powersgd_rank=2,
+        powersgd_start_step=0,
+    )
+    strategy = start(model, config, (optimizer,))
+    cost = Ddp.cost(config, ModelSpec.of(model), strategy.run)
+    for _ in range(3):
+        strategy.run.traffic.clear()
+        optimizer.zero_grad()
+        strategy.backward(model(torch.randn(8, 40)).square().mean())
+        optimizer.step()
+    if strategy.run.world.rank == 0:
+        assert strategy.run.traffic.sent() == cost.sent
+    state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values())
+    assert cost.held["optimizer"] == state
+    assert cost.held["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert cost.held["buffers"] == sum(b.nbytes for b in model.buffers())
+    storages = {p.grad.untyped_storage().data_ptr(): p.grad for p in model.parameters()}
+    flats = sum(grad.untyped_storage().nbytes() for grad in storages.values())
+    if hook == "none":
+        assert cost.held["gradients"] == flats
+    else:
+        assert cost.held["gradients"] > flats
+    strategy.close()
+
+
+@pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
+@pytest.mark.ranks(2)
+def test_compressed_training_still_learns_and_ranks_agree(hook: str):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    config = DdpConfig(hook=hook, powersgd_rank=2, powersgd_start_step=2)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    strategy = start(model, config, (optimizer,))
+    rank = strategy.run.world.rank
+    generator = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(32, 16, generator=generator)
+    targets = inputs.roll(1, 1).tanh()
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (model(inputs) - targets).square().mean()
+        strategy.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.75 * losses[0]
+    total = sum(parameter.double().sum() for parameter in model.parameters()).detach()
+    both = torch.stack([total, -total])
+    strategy._communicator.all_reduce(both, reduction="max").wait()
+    assert both[0] == -both[1]
+    strategy.close()
