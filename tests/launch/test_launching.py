@@ -5,6 +5,8 @@ import stat
 import subprocess
 import sys
 
+from drivetrain_launch.place import interface_of
+
 COLLECT = """
 import json, os, sys
 facts = {"argv": sys.argv, "path": sys.path[0], "env": dict(os.environ), "name": __name__}
@@ -48,6 +50,7 @@ def test_script_gets_its_arguments_variables_and_config(sandbox):
         assert found["path"] == str(sandbox.folder.resolve())
         wanted = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         wanted |= {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+        wanted |= {"GLOO_SOCKET_IFNAME": interface_of("127.0.0.1")}
         assert found["env"].items() >= wanted.items()
         assert found["env"]["DRIVETRAIN_CONFIG"].startswith(str(sandbox.temporary))
 
