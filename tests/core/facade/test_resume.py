@@ -1,0 +1,220 @@
+"""A run that was saved and loaded goes on as if nothing had happened, on other ranks too."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator, CheckpointError, ProjectConfiguration, UsageError, set_seed
+
+ROWS = 24
+
+
+class Net(nn.Module):
+    """Dropout makes the result depend on the random number generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(3, 8), nn.BatchNorm1d(8)
+        self.outer = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.outer(nn.functional.dropout(self.norm(self.inner(x)), 0.3))
+
+
+def build(accelerator):
+    set_seed(5)
+    model = Net()
+    optimizer = torch.optim.AdamW(
+        [{"params": model.inner.parameters(), "lr": 0.1}, {"params": model.outer.parameters()}],
+        lr=0.01,
+    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+    data = torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3) / ROWS
+    loader = DataLoader(TensorDataset(data), batch_size=2, shuffle=True)
+    return accelerator.prepare(model, optimizer, scheduler, loader)
+
+
+def train(accelerator, parts, steps, on_step=None):
+    """Train for a number of steps over as many epochs as that takes; return what was seen."""
+    model, optimizer, scheduler, loader = parts
+    seen, losses = [], []
+    while len(losses) < steps:
+        for (x,) in loader:
+            loss = model(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            seen.extend(accelerator.gather(x[:, 0]).mul(ROWS / 3).round().int().tolist())
+            if on_step is not None:
+                on_step(len(losses))
+            if len(losses) == steps:
+                break
+    return losses, seen
+
+
+@pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=pytest.mark.ranks(2))], ids=["one", "two"]
+)
+def test_resume_in_mid_epoch_is_exact(tmp_path, world):
+    straight = Accelerator(cpu=True)
+    parts = build(straight)
+
+    def save(step):
+        if step == 4:
+            straight.save_state(tmp_path / "ckpt")
+
+    losses, seen = train(straight, parts, 16, save)
+    resumed = Accelerator(cpu=True)
+    fresh = build(resumed)
+    resumed.load_state(tmp_path / "ckpt")
+    rest, seen_again = train(resumed, fresh, 12)
+    assert rest == losses[4:]
+    assert seen_again == seen[4 * 2 * world :]
+    for mine, theirs in zip(fresh[0].parameters(), parts[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert fresh[2].get_last_lr() == parts[2].get_last_lr()
+    straight.free_memory()
+    resumed.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_saved_on_two_ranks_for_one(tmp_path_of_matrix):
+    accelerator = Accelerator(cpu=True)
+    parts = build(accelerator)
+
+    def save(step):
+        if step == 3:
+            accelerator.save_state(tmp_path_of_matrix / "two")
+
+    _, seen = train(accelerator, parts, 3, save)
+    weights = {k: v.tolist() for k, v in accelerator.get_state_dict(parts[0]).items()}
+    if accelerator.is_main_process:
+        (tmp_path_of_matrix / "facts.json").write_text(json.dumps([seen, weights]))
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize(
+    "world",
+    [1, pytest.param(3, marks=pytest.mark.ranks(3)), pytest.param(4, marks=pytest.mark.ranks(4))],
+)
+def test_loaded_on_another_number_of_ranks(tmp_path_of_matrix, world):
+    if not (tmp_path_of_matrix / "two").exists():
+        pytest.skip("needs test_saved_on_two_ranks_for_one, which runs before it")
+    seen, weights = json.loads((tmp_path_of_matrix / "facts.json").read_text())
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, loader = parts = build(accelerator)
+    accelerator.load_state(tmp_path_of_matrix / "two")
+    for name, value in accelerator.get_state_dict(model).items():
+        assert value.tolist() == weights[name], name
+    assert optimizer.param_groups[0]["lr"] != 0.1
+    rest = []
+    for (x,) in loader:
+        rest.extend(accelerator.gather_for_metrics(x[:, 0]).mul(ROWS / 3).round().int().tolist())
+    assert sorted(seen + rest) == list(range(ROWS))
+    train(accelerator, parts, 2)
+    accelerator.free_memory()
+
+
+@pytest.fixture(scope="module")
+def tmp_path_of_matrix(tmp_path_factory):
+    return tmp_path_factory.mktemp("matrix")
+
+
+def test_automatic_names_and_limit(tmp_path):
+    accelerator = Accelerator(
+        cpu=True,
+        project_config=ProjectConfiguration(
+            project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2
+        ),
+    )
+    build(accelerator)
+    for _ in range(3):
+        accelerator.save_state()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_1", "checkpoint_2"]
+    again = Accelerator(cpu=True, project_config=accelerator.project_configuration)
+    build(again)
+    assert again.load_state().endswith("checkpoint_2")
+    again.save_state()
+    assert (tmp_path / "checkpoints" / "checkpoint_3").exists()
+
+
+def test_existing_directory_is_refused_and_kept(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    parts = build(accelerator)
+    accelerator.save_state(tmp_path / "one")
+    manifest = (tmp_path / "one" / "manifest.json").read_bytes()
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        accelerator.save_state(tmp_path / "one")
+    assert (tmp_path / "one" / "manifest.json").read_bytes() == manifest
+    train(accelerator, parts, 1)
+    accelerator.save_state(tmp_path / "one", overwrite=True)
+    assert (tmp_path / "one" / "manifest.json").read_bytes() != manifest
+
+
+def test_another_model_is_refused(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    build(accelerator)
+    accelerator.save_state(tmp_path / "one")
+    other = Accelerator(cpu=True)
+    other.prepare(nn.Linear(3, 9))
+    with pytest.raises(CheckpointError, match="inner.weight|differ"):
+        other.load_state(tmp_path / "one")
+
+
+def test_directory_is_needed():
+    with pytest.raises(UsageError, match="expected a directory"):
+        Accelerator(cpu=True).save_state()
+    with pytest.raises(UsageError, match="project_dir"):
+        Accelerator(cpu=True).load_state()
+
+
+def test_hooks_may_keep_models_out(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    kept, left = nn.Linear(2, 2), nn.Linear(3, 3)
+    kept, left = accelerator.prepare(kept, left)
+    saved_to = []
+
+    def hook(models, weights, directory):
+        saved_to.append(directory)
+        models.pop()
+        weights.pop()
+
+    handle = accelerator.register_save_state_pre_hook(hook)
+    accelerator.save_state(tmp_path / "one")
+    handle.remove()
+    loader = accelerator.register_load_state_pre_hook(lambda models, directory: models.pop())
+    before = left.weight.detach().clone()
+    with torch.no_grad():
+        kept.weight.zero_()
+    accelerator.load_state(tmp_path / "one")
+    loader.remove()
+    assert kept.weight.abs().sum() > 0
+    assert torch.equal(left.weight, before)
+    assert saved_to == [str(tmp_path / "one")]
+
+
+@pytest.mark.ranks(2)
+def test_save_model_is_read_by_safetensors(tmp_path):
+    from safetensors.torch import load_file
+
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model.append(nn.Linear(64, 64, bias=False))
+    model[2].weight = model[0].weight
+    model = accelerator.prepare(model)
+    accelerator.save_model(model, tmp_path / "one")
+    accelerator.save_model(model, tmp_path / "many", max_shard_size=20_000)
+    if accelerator.is_main_process:
+        loaded = load_file(tmp_path / "one" / "model.safetensors")
+        assert sorted(loaded) == ["0.weight", "1.weight"]
+        assert torch.equal(loaded["1.weight"], model[1].weight)
+        index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == 2 * 64 * 64 * 4
+        assert len(set(index["weight_map"].values())) == 2
+    accelerator.end_training()
