@@ -1,13 +1,14 @@
 """Who am I among the processes, and doing things on one of them or in turn."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
@@ -24,7 +25,9 @@ class DistributedType(StrEnum):
     MULTI_GPU = "MULTI_GPU"
     MULTI_XPU = "MULTI_XPU"
     MULTI_NPU = "MULTI_NPU"
+    MULTI_HPU = "MULTI_HPU"
     MULTI_MPS = "MULTI_MPS"
+    MULTI_OTHER = "MULTI_OTHER"
 
 
 class Processes:
@@ -83,7 +86,7 @@ class Processes:
         if not self.use_distributed:
             return DistributedType.NO
         kind = {"cuda": "gpu"}.get(self.device.type, self.device.type)
-        return DistributedType(f"MULTI_{kind.upper()}")
+        return DistributedType.__members__.get(f"MULTI_{kind.upper()}", DistributedType.MULTI_OTHER)
 
     def wait_for_everyone(self) -> None:
         """Return when every process has come here."""
@@ -94,22 +97,28 @@ class Processes:
         if self.is_main_process:
             print(*args, **kwargs)  # noqa: T201 - this is the point
 
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorate a function to run on the main process; elsewhere it returns None."""
-        return self._only(lambda: self.is_main_process, function)
+        return self._decorator(lambda: self.is_main_process, function)
 
-    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_local_main_process(
+        self, function: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """Decorate a function to run on the first process of each host."""
-        return self._only(lambda: self.is_local_main_process, function)
+        return self._decorator(lambda: self.is_local_main_process, function)
 
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_last_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorate a function to run on the last process."""
-        return self._only(lambda: self.is_last_process, function)
+        return self._decorator(lambda: self.is_last_process, function)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on the process of one index; bare or with arguments."""
+        """Decorate a function to run on the process of one index; elsewhere it returns None.
+
+        Raises:
+            UsageError: no index was given.
+        """
         if process_index is None:
             raise UsageError("expected process_index=N for on_process(), found none")
         return self._decorator(lambda: self.process_index == process_index, function)
@@ -117,20 +126,24 @@ class Processes:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on the process of one index on each host."""
+        """Decorate a function to run on the process of one index on each host.
+
+        Raises:
+            UsageError: no index was given.
+        """
         if local_process_index is None:
             raise UsageError("expected local_process_index=N for on_local_process(), found none")
         return self._decorator(lambda: self.local_process_index == local_process_index, function)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Context that the main process passes before the others enter it."""
+        """Context that the main process leaves, also by an exception, before others enter it."""
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Context that the first process of each host passes before the others enter it."""
+        """Context that the first process of each host leaves before the others enter it."""
         with self._first(self.is_local_main_process):
             yield
 
@@ -138,9 +151,11 @@ class Processes:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Context with this process's share of the inputs.
 
+        The share is new; what was passed in stays as it is.
+
         Args:
-            inputs: a list, tuple, tensor, dataset, or a dict of equally long ones; the first
-                processes get what does not divide.
+            inputs: a list, tuple, tensor, array, dataset, or a dict of equally long ones; the
+                first processes get what does not divide.
             apply_padding: repeat the last element so that all shares are equally long.
 
         Raises:
@@ -150,16 +165,15 @@ class Processes:
 
     def _share(self, inputs: Any, pad: bool) -> Any:
         if isinstance(inputs, Mapping):
-            lengths = {key: len(value) for key, value in inputs.items()}
+            lengths = {key: _length(value) for key, value in inputs.items()}
             if len(set(lengths.values())) > 1:
                 raise UsageError(f"expected dict values of one length, found {lengths}")
             return {key: self._share(value, pad) for key, value in inputs.items()}
         length, size, rank = _length(inputs), self.num_processes, self.process_index
         base, extra = divmod(length, size)
         start = rank * base + min(rank, extra)
-        stop = start + base + (rank < extra)
-        indices = list(range(start, stop))
-        if pad and length and len(indices) < base + (extra > 0):
+        indices = list(range(start, start + base + (rank < extra)))
+        if pad and length and rank >= extra > 0:
             indices.append(length - 1)
         return _take(inputs, indices)
 
@@ -195,6 +209,9 @@ class PartialState(Processes):
         cpu: compute on the CPU even when there is an accelerator.
         backend: communication library; None takes the device's own.
         timeout: how long a collective may wait.
+
+    Raises:
+        PreflightError: the ranks cannot find their place or each other.
     """
 
     def __init__(
@@ -202,22 +219,38 @@ class PartialState(Processes):
     ) -> None:
         super().__init__(World.discover(cpu=cpu, backend=backend, timeout=timeout))
 
+    def destroy_process_group(self) -> None:
+        """Leave the other processes, at the end of a script; nothing to do for one process."""
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
 
 def _length(inputs: Any) -> int:
-    try:
-        return len(inputs)
-    except TypeError:
-        raise UsageError(
-            f"expected a list, tuple, tensor, dict or sized dataset, found {type(inputs).__name__}"
-        ) from None
+    # Text has a length, but whoever passes it means one thing, not its letters.
+    if isinstance(inputs, Sized) and not isinstance(inputs, str | bytes | Set):
+        try:
+            return len(inputs)
+        except TypeError:  # a tensor without dims, a dataset that only inherits its length
+            pass
+    raise UsageError(
+        f"expected a list, tuple, tensor, dict or dataset with a length, found "
+        f"{type(inputs).__name__}; put single things into a list"
+    )
 
 
 def _take(inputs: Any, indices: list[int]) -> Any:
     if isinstance(inputs, Tensor):
         return inputs[torch.tensor(indices, dtype=torch.long, device=inputs.device)]
-    if callable(getattr(inputs, "select", None)):
+    if callable(getattr(inputs, "select", None)):  # a Hugging Face dataset
         return inputs.select(indices)
     if isinstance(inputs, Dataset):
         return Subset(inputs, indices)
-    taken = [inputs[i] for i in indices]
-    return tuple(taken) if isinstance(inputs, tuple) else taken
+    if isinstance(inputs, Sequence):
+        taken = [inputs[i] for i in indices]
+        return tuple(taken) if isinstance(inputs, tuple) else taken
+    if hasattr(inputs, "__array__"):
+        return inputs.take(indices, 0)
+    raise UsageError(
+        f"expected a list, tuple, tensor, array, dict or dataset, found {type(inputs).__name__}; "
+        "make a list of it"
+    )

@@ -1,0 +1,209 @@
+"""Who a process is, and doing things on one of them or in turn."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+from drivetrain.errors import UsageError
+from drivetrain.processes import DistributedType, PartialState, Processes
+from drivetrain.runtime.world import World
+
+
+class Selectable:
+    """As a Hugging Face dataset."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def select(self, indices):
+        return Selectable([self.rows[i] for i in indices])
+
+
+def processes(rank=0, size=1, local_rank=None, device="cpu"):
+    return Processes(
+        World(
+            rank=rank,
+            size=size,
+            local_rank=rank if local_rank is None else local_rank,
+            device=torch.device(device),
+        )
+    )
+
+
+def shares(inputs, size, **options):
+    found = []
+    for rank in range(size):
+        with processes(rank, size).split_between_processes(inputs, **options) as share:
+            found.append(share)
+    return found
+
+
+def test_identity():
+    last = processes(rank=3, size=4, local_rank=0)
+    assert (last.process_index, last.num_processes, last.local_process_index) == (3, 4, 0)
+    assert (last.is_main_process, last.is_local_main_process) == (False, True)
+    assert (last.is_last_process, last.use_distributed) == (True, True)
+    alone = processes()
+    assert alone.is_main_process
+    assert alone.is_last_process
+    assert not alone.use_distributed
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "kind"),
+    [
+        (1, "cuda", "NO"),
+        (2, "cpu", "MULTI_CPU"),
+        (2, "cuda", "MULTI_GPU"),
+        (2, "xpu", "MULTI_XPU"),
+        (2, "mtia", "MULTI_OTHER"),
+    ],
+)
+def test_distributed_type_is_the_hardware(size, device, kind):
+    assert processes(size=size, device=device).distributed_type is DistributedType[kind]
+    assert DistributedType[kind] == kind
+
+
+def test_print_on_the_main_process(capsys):
+    processes(0, 2).print("once", end="!")
+    processes(1, 2).print("twice")
+    assert capsys.readouterr().out == "once!"
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("on_main_process", {}, [0]),
+        ("on_local_main_process", {}, [0, 2]),
+        ("on_last_process", {}, [3]),
+        ("on_process", {"process_index": 2}, [2]),
+        ("on_local_process", {"local_process_index": 1}, [1, 3]),
+    ],
+)
+def test_decorators_run_in_one_place(name, arguments, expected, called):
+    ran = []
+
+    def work(value, *, plus=0):
+        """Words."""
+        ran.append(rank)
+        return value + plus
+
+    for rank in range(4):
+        decorator = getattr(processes(rank, 4, local_rank=rank % 2), name)
+        decorated = decorator(**arguments)(work) if called else decorator(work, **arguments)
+        assert (decorated.__name__, decorated.__doc__) == ("work", "Words.")
+        assert decorated(1, plus=2) == (3 if rank in expected else None)
+    assert ran == expected
+
+
+def test_decorators_want_an_index():
+    with pytest.raises(UsageError, match="process_index=N"):
+        processes().on_process(print)
+    with pytest.raises(UsageError, match="local_process_index=N"):
+        processes().on_local_process()
+
+
+def test_first_processes_get_the_extras():
+    assert shares(list(range(8)), 3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert shares((0, 1), 3) == [(0,), (1,), ()]
+    assert shares([], 2, apply_padding=True) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (5, [[0, 1], [2, 3], [4, 4]]),
+        (4, [[0, 1], [2, 3], [3, 3]]),
+        (6, [[0, 1], [2, 3], [4, 5]]),
+        (1, [[0], [0], [0]]),
+    ],
+)
+def test_padding_repeats_the_last_element(length, expected):
+    assert shares(list(range(length)), 3, apply_padding=True) == expected
+
+
+def test_split_takes_many_kinds_and_leaves_them_alone():
+    tensor = torch.arange(6).view(3, 2)
+    array = np.arange(3)
+    inputs = {"text": ["a", "b", "c"], "x": tensor, "array": array}
+    first, second = shares(inputs, 2, apply_padding=True)
+    assert (first["text"], second["text"]) == (["a", "b"], ["c", "c"])
+    assert second["x"].tolist() == [[4, 5], [4, 5]]
+    assert second["array"].tolist() == [2, 2]
+    second["x"].zero_()
+    assert tensor.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert inputs["text"] == ["a", "b", "c"]
+    assert inputs["x"] is tensor
+    assert [len(share) for share in shares(TensorDataset(tensor), 2)] == [2, 1]
+    assert shares(TensorDataset(tensor), 2)[1][0][0].tolist() == [4, 5]
+    assert shares(Selectable("abc"), 2)[1].rows == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"a": [1, 2], "b": [1]}, "one length"),
+        ({"a": [1, 2], "b": 3}, "found int"),
+        ("text", "found str"),
+        ({1, 2}, "found set"),
+        (torch.tensor(1), "found Tensor"),
+        ({}.keys(), "found dict_keys"),
+    ],
+)
+def test_split_refuses_what_cannot_be_cut(inputs, message):
+    with pytest.raises(UsageError, match=message):
+        shares(inputs, 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["main_process_first", "local_main_process_first"])
+def test_the_first_process_goes_first(tmp_path, name):
+    state = PartialState(cpu=True)
+    done = tmp_path / "done"
+    with getattr(state, name)():
+        if state.is_main_process:
+            time.sleep(0.3)
+            done.write_text("done")
+        assert done.exists()
+    state.wait_for_everyone()
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_in_the_first_process_lets_the_others_go_on():
+    state = PartialState(cpu=True)
+    entered = False
+    try:
+        with state.main_process_first():
+            entered = True
+            if state.is_main_process:
+                raise RuntimeError("no disk")
+    except RuntimeError:
+        assert state.is_main_process
+    assert entered
+    state.wait_for_everyone()
+
+
+@pytest.mark.ranks(2)
+def test_partial_states_share_nothing():
+    first, second = PartialState(cpu=True), PartialState(cpu=True)
+    assert first.process_index == second.process_index == dist.get_rank()
+    assert first.__dict__ is not second.__dict__
+    assert first.distributed_type == DistributedType.MULTI_CPU
+    with first.split_between_processes([1, 2, 3]) as share:
+        assert share == ([1, 2] if first.is_main_process else [3])
+
+
+def test_partial_state_alone():
+    state = PartialState(cpu=True)
+    assert (state.num_processes, state.device.type) == (1, "cpu")
+    with state.main_process_first(), state.local_main_process_first():
+        state.wait_for_everyone()
+    state.destroy_process_group()
