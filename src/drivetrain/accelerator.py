@@ -17,6 +17,7 @@ from torch import nn
 from drivetrain.errors import UsageError
 from drivetrain.facade.agreement import agree
 from drivetrain.facade.checkpointing import Checkpointing
+from drivetrain.facade.exporting import Exporting
 from drivetrain.facade.forward import restore_forward
 from drivetrain.facade.gathering import Gathering
 from drivetrain.facade.logging import Logging
@@ -36,7 +37,7 @@ from drivetrain.tracking import Trackers
 logger = get_logger(__name__)
 
 
-class Accelerator(Preparing, Gathering, Checkpointing, Logging):
+class Accelerator(Preparing, Gathering, Checkpointing, Exporting, Logging):
     """Runs an ordinary PyTorch loop under any strategy.
 
     Names and arguments follow Hugging Face Accelerate. Nothing about it is global: several

@@ -8,14 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint import describe_difference
-from drivetrain.checkpoint.difference import describe_difference
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.strategy import Part, Reader, Shard
-
-_SHOWN = 5
-"""Most names that an error message lists."""
-
 
 class ReplicatedState:
     """Parameters, persistent buffers and optimizer state that every rank holds whole.
