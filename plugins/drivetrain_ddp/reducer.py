@@ -151,8 +151,8 @@ class Reducer:
         self._build()
 
     def close(self) -> None:
-        """End the round and take the hooks off; gradients stay where they are."""
-        self.finish()
+        """Take the hooks off; gradients stay where they are, a round cut short is given up."""
+        self._task = None
         self._detach()
 
     def _detach(self) -> None:

@@ -272,6 +272,7 @@ def test_evaluation_double_forward_copies_and_closing():
     assert not torch.equal(kept[0], next(model.parameters()).grad)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.ranks(2)
 def test_gradients_of_gradients_and_sparse_ones_are_refused():
     model = mlp()
