@@ -18,7 +18,7 @@ from drivetrain_ddp.compression import choose_hook
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_ddp.cost import estimate
 from drivetrain_ddp.reducer import Reducer
-from drivetrain_ddp.replicate import ForwardHook, replicate
+from drivetrain.parts.replicate import ForwardHook, replicate
 
 
 class Ddp(Strategy[DdpConfig]):

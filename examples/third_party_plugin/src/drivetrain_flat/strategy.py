@@ -1,0 +1,168 @@
+"""Averages all gradients of one dtype with one all-reduce when backward has ended."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy, option
+from drivetrain.parts.collectives import connect, sent_elements
+from drivetrain.parts.norms import clip_, global_norm
+from drivetrain.parts.replicas import ReplicatedState
+from drivetrain.parts.replicate import replicate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatConfig:
+    """The knobs of ``flat``: the wizard asks what has a question."""
+
+    mean: bool = option(
+        True,
+        help="True averages gradients over ranks, False sums them.",
+        question="Average gradients over ranks?",
+    )
+
+
+class Flat(Strategy[FlatConfig]):
+    """One object per prepared model; ``prepare`` returns the very objects it was given."""
+
+    summary: ClassVar[str] = "one all-reduce of all gradients after backward (example plugin)"
+    Config: ClassVar[type] = FlatConfig
+
+    def __init__(self, config: FlatConfig, run: Run) -> None:
+        super().__init__(config, run)
+        world = run.world
+        self._axis = connect(run.mesh["dp"], run.traffic, world.device, world.timeout)
+        self._synchronizing = True
+        self._pending = False
+        self._hooks: list[Any] = []
+
+    @classmethod
+    def axes(cls, config: FlatConfig, world_size: int) -> Mapping[str, int]:
+        """Ask for one axis over all ranks."""
+        return {"dp": world_size}
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Make the ranks equal, and settle gradients at the latest before a step."""
+        self._model = model
+        self._state = ReplicatedState(model, optimizers)
+        replicate([*model.parameters(), *model.buffers()], self._axis, "replicate model")
+        self._hooks = [o.register_step_pre_hook(lambda *_: self._settle()) for o in optimizers]
+        self._hooks += [
+            p.register_post_accumulate_grad_hook(self._note)
+            for p in model.parameters()
+            if p.requires_grad
+        ]
+        return Prepared(model, tuple(optimizers))
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward, then average; also when the loss reaches no parameter on this rank."""
+        loss.backward(**options)
+        if self._synchronizing:
+            self._pending = True
+            self._settle()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield every gradient there is."""
+        self._settle()
+        return (p.grad for p in self._model.parameters() if p.grad is not None)
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        only: Collection[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Clip; every rank has the whole gradients, so nothing is sent."""
+        self._settle()
+        chosen = list(self._model.parameters()) if only is None else list(only)
+        pieces = [p.grad for p in chosen if p.grad is not None]
+        norm = global_norm(pieces, norm_type, device=self.run.world.device)
+        clip_(pieces, norm, max_norm)
+        return norm
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield this rank's share of the replicated state."""
+        return self._state.shards(self._axis.rank, self._axis.size)
+
+    def load(self, reader: Reader) -> None:
+        """Load all of it on every rank."""
+        self._state.load(reader)
+
+    @classmethod
+    def cost(cls, config: FlatConfig, model: ModelSpec, run: Run) -> Cost:
+        """Return what the module's docstring says, in bytes."""
+        size = run.mesh["dp"].size
+        trainable = [spec for spec in model.parameters if spec.trainable]
+        elements: dict[torch.dtype, int] = defaultdict(int)
+        for spec in trainable:
+            elements[spec.dtype] += spec.numel
+        sent = sent_elements("all_reduce", len(trainable), size=size) + sum(
+            sent_elements("all_reduce", numel, size=size) * dtype.itemsize
+            for dtype, numel in elements.items()
+        )
+        held = sum(spec.nbytes for spec in trainable)
+        return Cost(
+            held={
+                "parameters": sum(spec.nbytes for spec in model.parameters),
+                "gradients": held,
+                "optimizer": model.states * held,
+                "buffers": sum(spec.nbytes for spec in model.buffers),
+            },
+            sent={("dp", "all_reduce"): sent} if sent else {},
+        )
+
+    @contextmanager
+    def accumulating(self, enabled: bool = True) -> Iterator[None]:
+        """Leave gradients local while inside."""
+        before, self._synchronizing = self._synchronizing, not enabled
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    def close(self) -> None:
+        """Take the hooks off and end the communicator."""
+        for hook in self._hooks:
+            hook.remove()
+        self._axis.close()
+
+    def _note(self, parameter: Tensor) -> None:
+        """Remember that gradients changed: a script may call ``loss.backward()`` itself."""
+        self._pending = self._pending or self._synchronizing
+
+    def _settle(self) -> None:
+        if not self._pending or self._axis.size == 1:
+            return
+        self._pending = False
+        trainable = [p for p in self._model.parameters() if p.requires_grad]
+        if not trainable:
+            return
+        device = trainable[0].device
+        used = torch.tensor(
+            [p.grad is not None for p in trainable], dtype=torch.uint8, device=device
+        )
+        self._axis.all_reduce(used, reduction="max", label="flags").wait()
+        reached = [p for p, flag in zip(trainable, used.tolist(), strict=True) if flag]
+        for parameter in reached:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for parameter in reached:
+            groups[parameter.dtype].append(parameter.grad)  # type: ignore[arg-type]
+        for gradients in groups.values():
+            self._average(gradients)
+
+    def _average(self, gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        scale = 1 / self._axis.size if self.config.mean else 1.0
+        self._axis.all_reduce(flat, scale=scale, label="gradients").wait()
+        pieces = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, piece in zip(gradients, pieces, strict=True):
+            gradient.copy_(piece.view(gradient.shape))
