@@ -11,7 +11,7 @@ import torch
 from drivetrain.errors import UsageError
 
 _SHRINK = 0.9
-"""Factor of the batch size after each failure; at least one sample less."""
+"""Factor of the batch size after each failure, rounded down."""
 
 
 def find_executable_batch_size(
@@ -21,13 +21,16 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Decorate a function to be called again with a smaller batch size while memory runs out.
 
+    All ranks must run out of memory together, as they do when their batches are equally large: one
+    that fails alone leaves the others waiting in a collective.
+
     Args:
-        function: takes the batch size as its first argument.
-        starting_batch_size: the first size tried.
+        function: takes the batch size as its first argument; callers leave it out.
+        starting_batch_size: the first size tried, by every call.
         reduce_batch_size_fn: returns the next size; None means nine tenths of the last.
 
     Raises:
-        UsageError: the caller passed the batch size itself.
+        UsageError: the caller passed the batch size, or the next size is no smaller than the last.
         RuntimeError: not even one sample fits.
     """
     if function is None:
@@ -40,17 +43,17 @@ def find_executable_batch_size(
 
     @functools.wraps(inner)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        _refuse_batch_size(inner, args)
+        _check_call(inner, starting_batch_size, args, kwargs)
         batch_size = starting_batch_size
         while batch_size > 0:
             try:
                 return inner(batch_size, *args, **kwargs)
             except Exception as error:
-                if not _out_of_memory(error):
+                if not _is_out_of_memory(error):
                     raise
+            # Out of the except clause: there the traceback keeps the failed try's tensors alive.
             release_memory()
-            smaller = min(int(batch_size * _SHRINK), batch_size - 1)
-            batch_size = reduce_batch_size_fn() if reduce_batch_size_fn else smaller
+            batch_size = _next_size(batch_size, reduce_batch_size_fn)
         raise RuntimeError(
             f"no batch size fits: started with {starting_batch_size}, ended at zero; make the "
             "model smaller or divide it with another strategy"
@@ -73,20 +76,31 @@ def release_memory(*objects: Any) -> list[None]:
     return released
 
 
-def _out_of_memory(error: Exception) -> bool:
+def _next_size(batch_size: int, rule: Callable[[], int] | None) -> int:
+    smaller = rule() if rule is not None else int(batch_size * _SHRINK)
+    if smaller >= batch_size:
+        raise UsageError(
+            f"expected reduce_batch_size_fn to return a batch size less than {batch_size}, "
+            f"found {smaller}; training would never end"
+        )
+    return smaller
+
+
+def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     texts = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
-def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    parameters = list(inspect.signature(function).parameters)
-    if len(parameters) < len(args) + 1:
-        shown = ", ".join(
-            f"{name}={value!r}" for name, value in zip(parameters[1:], args[1:], strict=False)
-        )
+def _check_call(
+    function: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    try:
+        inspect.signature(function).bind(size, *args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
         raise UsageError(
-            f"the batch size is passed to {function.__name__} by its decorator; expected a call "
-            f"without it: {function.__name__}({shown})"
-        )
+            f"the decorator passes the batch size to {name}() itself, as the first argument; "
+            f"with it the call does not fit: {error}; call {name}() without a batch size"
+        ) from None

@@ -1,0 +1,95 @@
+"""Progress bars: on the main process only, with tqdm when there is tqdm, and without."""
+
+import io
+import sys
+import types
+
+import pytest
+import torch.distributed as dist
+from rich.console import Console
+
+from drivetrain import bars
+from drivetrain.log import progress, tqdm
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr(bars, "_console", lambda: console)
+    return text
+
+
+@pytest.fixture
+def without_tqdm(monkeypatch):
+    monkeypatch.setattr("drivetrain.log.is_tqdm_available", lambda: False)
+
+
+def test_progress_iterates_and_shows(screen):
+    assert list(progress([1, 2, 3], desc="epoch 1")) == [1, 2, 3]
+    assert "epoch 1" in screen.getvalue()
+    assert "3/3" in screen.getvalue()
+
+
+def test_bars_may_be_nested(screen):
+    seen = [(a, b) for a in progress(range(2), desc="outer") for b in progress("xy", desc="inner")]
+    assert seen == [(0, "x"), (0, "y"), (1, "x"), (1, "y")]
+    assert "inner" in screen.getvalue()
+
+
+def test_disabled_bars_show_nothing(screen):
+    assert list(progress(iter([1, 2]), disable=True)) == [1, 2]
+    assert screen.getvalue() == ""
+
+
+def test_leaving_the_loop_ends_the_bar(screen):
+    bar = progress(range(100), desc="left")
+    with pytest.raises(ZeroDivisionError):
+        for number in bar:
+            1 / (3 - number)
+    assert bar.n == 3
+    assert "\x1b[?25h" in screen.getvalue(), "the cursor is back"
+
+
+def test_a_forgotten_bar_gives_the_cursor_back(screen):
+    bar = progress([], total=2, desc="forgotten")
+    bar.update()
+    assert "\x1b[?25h" not in screen.getvalue()
+    del bar
+    assert "\x1b[?25h" in screen.getvalue()
+
+
+@pytest.mark.usefixtures("without_tqdm")
+def test_tqdm_by_hand(screen, capsys):
+    with tqdm(total=10, desc="by hand", leave=False) as bar:
+        bar.update(4)
+        bar.set_postfix(loss=0.123456, lr="1e-4")
+        bar.set_description("renamed")
+        bar.write("a line")
+    assert (bar.n, len(bar)) == (4, 10)
+    shown = screen.getvalue()
+    assert "renamed" in shown
+    assert "loss=0.1235, lr=1e-4" in shown
+    assert "4/10" in shown
+    assert capsys.readouterr().out == "a line\n"
+    assert list(tqdm(range(2), "described", 2)) == [0, 1]
+    assert "described" in screen.getvalue()
+
+
+def test_markup_in_texts_is_only_text(screen):
+    assert list(progress([1], desc="[/red] file[0]")) == [1]
+    assert "[/red] file[0]" in screen.getvalue()
+
+
+def test_real_tqdm_is_used_when_installed(monkeypatch):
+    auto = types.ModuleType("tqdm.auto")
+    auto.tqdm = lambda *args, **kwargs: (args, kwargs)
+    monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
+    monkeypatch.setitem(sys.modules, "tqdm.auto", auto)
+    assert tqdm([1], "text", leave=False) == (([1], "text"), {"leave": False, "disable": False})
+
+
+@pytest.mark.ranks(2)
+def test_only_the_main_process_shows_bars():
+    assert progress([1]).disable == (dist.get_rank() != 0)
+    assert list(progress([1, 2], disable=True)) == [1, 2]

@@ -1,0 +1,93 @@
+"""Logging that knows the rank, and the line that called it."""
+
+import logging
+
+import pytest
+import torch.distributed as dist
+
+from drivetrain.log import get_logger, rank_prefix
+
+
+class Collect(logging.Handler):
+    """Keeps records."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+
+@pytest.fixture
+def collected():
+    logger, handler = logging.getLogger("drivetrain.test_log"), Collect()
+    logger.addHandler(handler)
+    yield handler.records
+    logger.removeHandler(handler)
+
+
+def listen():
+    handler = Collect()
+    logging.getLogger("drivetrain.test_log").addHandler(handler)
+    return handler
+
+
+def test_one_process_logs_as_usual(collected):
+    logger = get_logger("drivetrain.test_log", log_level="info")
+    logger.info("step %d", 3)
+    logger.debug("hidden")
+    logger.error("in order", in_order=True)
+    logger.warning("everywhere", main_process_only=False, extra={"color": "red"})
+    assert [record.getMessage() for record in collected] == ["step 3", "in order", "everywhere"]
+    assert collected[2].color == "red"
+    assert rank_prefix() == ""
+
+
+def test_records_name_the_line_of_the_caller(collected):
+    logger = get_logger("drivetrain.test_log", log_level="INFO")
+    logger.info("a")
+    logger.log(logging.INFO, "b", stacklevel=1)
+    logger.warning_once("c")
+    assert [record.funcName for record in collected] == [
+        "test_records_name_the_line_of_the_caller"
+    ] * 3
+
+
+def test_warning_once(collected):
+    logger = get_logger("drivetrain.test_log")
+    for _ in range(3):
+        logger.warning_once("again")
+    logger.warning_once("another")
+    assert [record.getMessage() for record in collected] == ["again", "another"]
+
+
+def test_unknown_level_is_refused():
+    with pytest.raises(ValueError, match="LOUD"):
+        get_logger("drivetrain.test_log", log_level="loud")
+
+
+@pytest.mark.ranks(3)
+def test_ranks_have_one_voice_or_all():
+    handler, logger = listen(), get_logger("drivetrain.test_log", log_level="INFO")
+    logger.info("main")
+    logger.info("all of %d", 3, main_process_only=False)
+    own = [record.getMessage() for record in handler.records]
+    rank = dist.get_rank()
+    assert own == ["[r0] main"] * (rank == 0) + [f"[r{rank}] all of 3"]
+    assert rank_prefix() == f"[r{rank}] "
+
+
+@pytest.mark.ranks(3)
+def test_in_order(tmp_path):
+    logger = logging.getLogger("drivetrain.test_log")
+    logger.addHandler(handler := logging.FileHandler(tmp_path / "log"))
+    adapter = get_logger("drivetrain.test_log", log_level="INFO")
+    if dist.get_rank() == 1:
+        logger.setLevel(logging.ERROR)  # still takes part
+    adapter.info("turn", in_order=True)
+    adapter.error("turn", in_order=True)
+    logger.removeHandler(handler)
+    handler.close()
+    lines = (tmp_path / "log").read_text().split("\n")[:-1]
+    assert lines == [f"[r{rank}] turn" for rank in (0, 2, 0, 1, 2)]
