@@ -13,6 +13,7 @@ the all-gather at once.
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -35,14 +36,15 @@ from drivetrain.parts.collectives.worker import Job, Worker
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
 
-PIECE_BYTES = 2 << 20
+PIECE_BYTES = 1 << 20
 """Largest message: big enough to amortise a message's cost, small enough to pipeline."""
 
-WINDOW = 2
+WINDOW = 4
 """Pieces of a reduction that may be under way to this rank; each needs a receive buffer."""
 
 _SCATTER, _GATHER, _ALARM = 1, 2, 3
-"""Message tags: two streams may be under way at once, and one that nobody sends on."""
+"""Message tags: two streams may be under way at once, and one that nobody sends on. A communicator
+adds its own multiple of 3: several of one group, one per model, run at the same time."""
 
 
 class RingCommunicator(Communicator):
@@ -52,7 +54,7 @@ class RingCommunicator(Communicator):
         axis: the mesh axis.
         traffic: the ledger.
         timeout: how long a rank waits for one message.
-        group: the axis' gloo group; nobody else may send point-to-point messages on it.
+        group: the axis' gloo group; only communicators may send point-to-point messages on it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RingCommunicator(Communicator):
     ) -> None:
         super().__init__(axis, traffic, timeout)
         self._group = group
+        self._first_tag = 3 * next(axis.streams)
         self._right = (self.rank + 1) % self.size
         self._left = (self.rank - 1) % self.size
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -200,11 +203,12 @@ class RingCommunicator(Communicator):
     def _forward(self, gathered: list[list[tuple[Tensor, Any]]]) -> list[Any]:
         """Wait for the pieces of an all-gather; pass on all but those of the last step."""
         sends = []
-        for step, chunk in enumerate(gathered):
+        for chunk in gathered[:-1]:
             for piece, receive in chunk:
                 receive.wait(self.timeout)
-                if step < self.size - 2:
-                    sends.append(self._send(piece, _GATHER))
+                sends.append(self._send(piece, _GATHER))
+        for chunk in gathered[-1:]:
+            self._finish([receive for _, receive in chunk])
         return sends
 
     def _arrivals(self, pieces: list[Tensor]) -> Iterator[Tensor]:
@@ -252,22 +256,25 @@ class RingCommunicator(Communicator):
         return list(torch.split(flat, PIECE_BYTES // flat.element_size()))
 
     def _send(self, piece: Tensor, tag: int) -> Any:
-        return self._group.send([piece], self._right, tag)
+        return self._group.send([piece], self._right, self._first_tag + tag)
 
     def _receive(self, piece: Tensor, tag: int) -> Any:
-        return self._group.recv([piece], self._left, tag)
+        return self._group.recv([piece], self._left, self._first_tag + tag)
 
-    def _finish(self, sends: list[Any]) -> None:
-        for send in sends:
-            send.wait(self.timeout)
+    def _finish(self, messages: list[Any]) -> None:
+        # The last one first: when it is through, the others are, and this thread woke up once.
+        for message in reversed(messages):
+            message.wait(self.timeout)
 
     def _alarm(self) -> None:
         """Close this rank's connections, so that the failure reaches every rank at once.
 
         Only the neighbours of a dead rank notice; the others wait for neighbours that live. gloo
-        closes all connections of a group when one wait times out: so let one time out.
+        closes all connections of a group when one wait times out: so let one time out. On both
+        sides, because the wait for a rank known to be dead fails without a timeout.
         """
-        try:
-            self._receive(torch.empty(1, dtype=torch.uint8), _ALARM).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return
+        for neighbour in (self._left, self._right):
+            token = torch.empty(1, dtype=torch.uint8)
+            with suppress(RuntimeError):
+                receive = self._group.recv([token], neighbour, self._first_tag + _ALARM)
+                receive.wait(timedelta(milliseconds=1))
