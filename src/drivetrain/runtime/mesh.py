@@ -6,7 +6,7 @@ neighbours and share a host where they can.
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch.distributed as dist
@@ -26,6 +26,8 @@ class Axis:
         ranks: the global ranks of this rank's line along the axis.
         hosts: host name of each of these ranks.
         group: the process group of the line; None when the size is 1 or nothing was started.
+        streams: numbers those who send messages on the group, so that they can tell theirs apart;
+            every rank must take numbers in the same order.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Axis:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     group: dist.ProcessGroup | None = None
+    streams: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
     @property
     def spans_hosts(self) -> bool:
