@@ -1,19 +1,20 @@
 """The tracker that needs nothing: one JSON object a line."""
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-import torch
 from typing_extensions import override
 
+from drivetrain.tracking.numbers import as_number
 from drivetrain.tracking.tracker import Tracker
 
 
 class JsonlTracker(Tracker):
-    """Appends to ``LOGGING_DIR/RUN_NAME.jsonl``; every line is on disk when ``log`` returns."""
+    """Appends to ``LOGGING_DIR/RUN_NAME.jsonl``; whoever reads it sees each line at once."""
 
     name: ClassVar[str] = "jsonl"
     requires_logging_directory: ClassVar[bool] = True
@@ -46,15 +47,19 @@ class JsonlTracker(Tracker):
         self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, default=_plain) + "\n")
+        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
         self._file.flush()
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers out of one-element tensors and arrays, and text for all else."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "size", 0) == 1:
-        return item()
-    return str(value)
+    """Return what JSON can say: NaN and infinity, which it cannot, and all other things as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | str):
+        return value
+    number = as_number(value)
+    if number is None:
+        return str(value)
+    return number if math.isfinite(number) else str(number)

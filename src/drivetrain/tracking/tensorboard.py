@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from drivetrain.availability import is_installed, is_tensorboard_available
 from drivetrain.errors import ConfigError
+from drivetrain.tracking.numbers import as_number
 from drivetrain.tracking.tracker import Tracker
 
 
@@ -17,15 +18,16 @@ class TensorboardTracker(Tracker):
 
     name: ClassVar[str] = "tensorboard"
     requires_logging_directory: ClassVar[bool] = True
+    module: ClassVar[str] = "tensorboardX"
 
-    def __init__(self, run_name: str, logging_dir: str | Path, **options: Any) -> None:
+    def __init__(self, run_name: str, /, logging_dir: str | Path, **options: Any) -> None:
         self._writer = _writer_class()(str(Path(logging_dir) / run_name), **options)
 
     @classmethod
     @override
     def available(cls) -> bool:
         """Whether TensorBoard or tensorboardX is installed."""
-        return find_spec("tensorboard") is not None or find_spec("tensorboardX") is not None
+        return is_tensorboard_available()
 
     @property
     @override
@@ -43,14 +45,15 @@ class TensorboardTracker(Tracker):
 
     @override
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write numbers as scalars, texts as text, mappings as groups of scalars."""
+        """Write numbers as scalars, mappings as groups of scalars, all else as text."""
         for key, value in values.items():
-            if isinstance(value, str):
-                self._writer.add_text(key, value, global_step=step, **options)
+            number = as_number(value)
+            if number is not None:
+                self._writer.add_scalar(key, number, global_step=step, **options)
             elif isinstance(value, Mapping):
                 self._writer.add_scalars(key, dict(value), global_step=step, **options)
             else:
-                self._writer.add_scalar(key, float(value), global_step=step, **options)
+                self._writer.add_text(key, str(value), global_step=step, **options)
         self._writer.flush()
 
     @override
@@ -60,9 +63,9 @@ class TensorboardTracker(Tracker):
 
 
 def _writer_class() -> Any:
-    if find_spec("tensorboard") is not None:
+    if is_installed("tensorboard"):
         return import_module("torch.utils.tensorboard").SummaryWriter
-    if find_spec("tensorboardX") is not None:
+    if is_installed("tensorboardX"):
         return import_module("tensorboardX").SummaryWriter
     raise ConfigError(
         "the tracker 'tensorboard' needs tensorboard or tensorboardX, found neither; "

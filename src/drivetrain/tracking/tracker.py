@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from drivetrain.availability import is_installed
+
 
 class Tracker(ABC):
     """Writes a run's settings and values somewhere; lives on the main process only.
@@ -11,20 +13,22 @@ class Tracker(ABC):
     Attributes:
         name: how ``log_with`` names it.
         requires_logging_directory: whether the constructor takes ``logging_dir``.
+        module: what must be installed; "" for nothing.
 
     Args:
-        run_name: the project or run.
+        run_name: the project or run; passed by position, since options may have that name too.
         logging_dir: a folder for files; only when the tracker requires one.
         options: what the script passed in ``init_kwargs`` for this tracker.
     """
 
     name: ClassVar[str]
     requires_logging_directory: ClassVar[bool] = False
+    module: ClassVar[str] = ""
 
     @classmethod
     def available(cls) -> bool:
         """Whether what the tracker needs is installed."""
-        return True
+        return not cls.module or is_installed(cls.module)
 
     @property
     @abstractmethod

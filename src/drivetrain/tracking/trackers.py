@@ -1,29 +1,19 @@
 """The trackers of one run: started together, and never in the way of training."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from drivetrain import registry
-from drivetrain.errors import ConfigError, UsageError
+from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
+from drivetrain.registry import Registry
+from drivetrain.tracking.choice import Choice, choose
+from drivetrain.tracking.inert import Inert
+from drivetrain.tracking.secrets import without_secrets
 from drivetrain.tracking.tracker import Tracker
 
 logger = get_logger(__name__)
 
-Choice: TypeAlias = str | type[Tracker] | Tracker
-_SECRET = re.compile(r"token|key|secret|password", re.IGNORECASE)
 _Options: TypeAlias = Mapping[str, Mapping[str, Any]] | None
-
-
-class Nothing:
-    """Stands for a tracker where there is none: every attribute is a call that does nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        def ignore(*args: Any, **kwargs: Any) -> None:
-            del args, kwargs
-
-        return ignore
 
 
 class Trackers:
@@ -33,10 +23,13 @@ class Trackers:
         log_with: a name, a class, an object, or a list of these; ``"all"`` takes every installed
             tracker that is available.
         logging_dir: folder for those that write files.
-        is_main: whether this process writes.
+        is_main: whether this process writes; the others only check what was asked for.
+        registry: where names are looked up; None means the installed trackers.
 
     Raises:
         UnknownPluginError: a name that is not installed; the message lists what is.
+        ConfigError: a tracker that cannot be used here, or needs a folder and has none.
+        UsageError: an entry of ``log_with`` that is neither name, class nor object.
     """
 
     def __init__(
@@ -45,11 +38,12 @@ class Trackers:
         *,
         logging_dir: str | None,
         is_main: bool = True,
+        registry: Registry | None = None,
     ) -> None:
         self._logging_dir = logging_dir
         self._is_main = is_main
-        self._chosen: list[type[Tracker] | Tracker] = _choose(log_with)
-        self._failed: set[str] = set()
+        self._chosen = choose(log_with, logging_dir, registry)
+        self._failed: list[Tracker] = []
         self.active: list[Tracker] = []
 
     def start(
@@ -57,33 +51,37 @@ class Trackers:
     ) -> None:
         """Make the trackers and store the settings; keys that look like secrets are left out.
 
-        Raises:
-            ConfigError: a tracker cannot be made, or has no folder to write to.
+        What fails here fails the run: a typo in the options is better known at the beginning.
+        Trackers that were started before are finished first.
+
+        Args:
+            project: what the run belongs to.
+            config: the run's settings.
+            init_kwargs: arguments of each tracker's constructor, by its name.
         """
         if not self._is_main:
             return
+        self.finish()
         for chosen in self._chosen:
-            if isinstance(chosen, Tracker):
-                self.active.append(chosen)
-                continue
-            options = dict((init_kwargs or {}).get(chosen.name, {}))
-            if chosen.requires_logging_directory:
-                if self._logging_dir is None:
-                    raise ConfigError(
-                        f"the tracker {chosen.name!r} writes files, expected a folder for them, "
-                        "found none; pass project_dir to the Accelerator"
-                    )
-                options["logging_dir"] = self._logging_dir
-            make: Callable[..., Tracker] = chosen
-            self.active.append(make(project, **options))
-        shown = {k: v for k, v in (config or {}).items() if not _SECRET.search(str(k))}
+            self.active.append(self._made(chosen, project, dict(init_kwargs or {})))
         if config is not None:
+            shown, secret = without_secrets(config)
+            if secret and self.active:
+                logger.warning(
+                    "settings whose names look secret are not stored: %s", ", ".join(secret)
+                )
             self._each(lambda tracker: tracker.store_init_configuration(shown))
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: _Options = None
     ) -> None:
-        """Write values to every tracker; one that fails is reported once and left out."""
+        """Write values to every tracker; one that fails is reported once and left out.
+
+        Args:
+            values: numbers or texts by name.
+            step: the step they belong to.
+            log_kwargs: arguments of each tracker's ``log``, by its name.
+        """
         options = log_kwargs or {}
         self._each(lambda tracker: tracker.log(values, step=step, **options.get(tracker.name, {})))
 
@@ -94,7 +92,7 @@ class Trackers:
             UsageError: no such tracker was started.
         """
         if not self._is_main:
-            return Nothing()
+            return Inert()
         for tracker in self.active:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
@@ -102,42 +100,35 @@ class Trackers:
         raise UsageError(f"expected a started tracker, found no {name!r}; started: {started}")
 
     def finish(self) -> None:
-        """Finish every tracker."""
-        self._each(lambda tracker: tracker.finish())
-        self.active = []
+        """Finish every tracker, also those that failed: what they hold may still be written."""
+        active, self.active = self.active, []
+        for tracker in active:
+            self._attempt(tracker, lambda each: each.finish())
+        self._failed = []
+
+    def _made(
+        self, chosen: type[Tracker] | Tracker, project: str, init_kwargs: dict[str, Any]
+    ) -> Tracker:
+        if isinstance(chosen, Tracker):
+            return chosen
+        options = dict(init_kwargs.get(chosen.name, {}))
+        if chosen.requires_logging_directory:
+            options.setdefault("logging_dir", self._logging_dir)
+        make: Callable[..., Tracker] = chosen
+        return make(project, **options)
 
     def _each(self, act: Callable[[Tracker], None]) -> None:
         for tracker in self.active:
-            if tracker.name in self._failed:
-                continue
-            try:
-                act(tracker)
-            except Exception as error:
-                self._failed.add(tracker.name)
+            if tracker not in self._failed:
+                self._attempt(tracker, act)
+
+    def _attempt(self, tracker: Tracker, act: Callable[[Tracker], None]) -> None:
+        try:
+            act(tracker)
+        except Exception as error:
+            if tracker not in self._failed:
+                self._failed.append(tracker)
                 logger.warning(
                     f"the tracker {tracker.name!r} failed and is left out from here on: "
                     f"{type(error).__name__}: {error}"
                 )
-
-
-def _choose(log_with: Choice | Sequence[Choice] | None) -> list[type[Tracker] | Tracker]:
-    installed = registry.trackers()
-    if log_with is None:
-        return []
-    wanted = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
-    chosen: list[type[Tracker] | Tracker] = []
-    for item in wanted:
-        name = getattr(item, "value", item)  # an enum of names
-        if name == "all":
-            loaded = [installed.load(each) for each in installed.names]
-            chosen.extend(tracker for tracker in loaded if tracker.available())
-        elif isinstance(name, str):
-            chosen.append(installed.load(name))
-        elif isinstance(item, Tracker) or (isinstance(item, type) and issubclass(item, Tracker)):
-            chosen.append(item)
-        else:
-            raise UsageError(
-                f"expected a tracker's name, class or object in log_with, found {item!r}; "
-                f"installed: {', '.join(installed.names)}"
-            )
-    return chosen
