@@ -27,6 +27,7 @@ _HOMES = {
         "is_rich_available",
         "is_tensorboard_available",
         "is_tqdm_available",
+        "is_trackio_available",
         "is_transformers_available",
         "is_wandb_available",
         "is_xpu_available",

@@ -265,7 +265,7 @@ def _check_alike(
     operation: str,
     data: Any,
     group: dist.ProcessGroup | None,
-    show: Callable[[Tensor], str] = lambda t: f"{t.dtype}{list(t.shape)}",
+    show: Callable[[Tensor], str] = lambda t: f"{t.dtype}{tuple(t.shape)}",
 ) -> None:
     """Raise on every rank when they differ in the operation or in what their data look like."""
     if _size(group) > 1:
@@ -282,11 +282,13 @@ def _check_digests(operation: str, text: str, group: dist.ProcessGroup | None) -
     dist.all_gather(list(digests.unbind()), mine, group=group)
     if len(set(digests.flatten().tolist())) == 1:
         return
-    held: list[str] = [""] * _size(group)
-    dist.all_gather_object(held, f"{operation} of {text}", group=group)
+    held: list[tuple[str, str]] = [("", "")] * _size(group)
+    dist.all_gather_object(held, (operation, text), group=group)
+    same_operation = len({each for each, _ in held}) == 1
+    texts = [what if same_operation else f"{each} of {what}" for each, what in held]
     raise RankMismatchError(
         f"{operation} expected the same operation, structure, shapes and dtypes on all ranks, "
-        f"found {_grouped(held)}; pad with pad_across_processes first, or use gather_object"
+        f"found {_grouped(texts)}; pad with pad_across_processes first, or use gather_object"
     )
 
 
@@ -299,7 +301,8 @@ def _grouped(held: list[str]) -> str:
     for rank, text in enumerate(held):
         ranks.setdefault(text, []).append(str(rank))
     shown = [
-        f"on rank {', '.join(where)}: {'...' * (start > 0)}{text[start:][:_SHOWN_CHARACTERS]}"
+        f"{'rank' if len(where) == 1 else 'ranks'} {', '.join(where)}: "
+        f"{'...' * (start > 0)}{text[start:][:_SHOWN_CHARACTERS]}"
         for text, where in list(ranks.items())[:_SHOWN_KINDS]
     ]
     return "; ".join([*shown, "..."] if len(ranks) > _SHOWN_KINDS else shown)
