@@ -17,7 +17,6 @@ trailing element per parameter tells all ranks whether any rank had a gradient f
 config.py            the knobs
 strategy.py          ``Ddp``: the contract
 reducer.py           hooks, readiness, launching and settling of buckets (steps 2-5)
-state.py             what a checkpoint holds, and how it is loaded
 cost.py              bytes held and sent
 compression/         what crosses the wire instead of the bucket: nothing less, half, low rank
 ==================== ================================================================
