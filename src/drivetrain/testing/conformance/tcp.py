@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,14 +25,19 @@ def is_supported() -> bool:
         return len(probe.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)) == _SIZE
 
 
-def sent_bytes() -> int:
-    """Return the payload bytes sent on the connections that are open now, repetitions left out."""
-    total = 0
+def sent_bytes() -> dict[int, int]:
+    """Return the payload bytes sent on each open connection, repetitions left out, by inode."""
+    counts = {}
     for each in _connections():
         info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
         sent, again = struct.unpack_from("=QQ", info, _OFFSET)
-        total += sent - again
-    return total
+        counts[os.fstat(each.fileno()).st_ino] = sent - again
+    return counts
+
+
+def sent_since(before: Mapping[int, int]) -> int:
+    """Return the bytes sent since a count, on the connections that are still open."""
+    return sum(count - before.get(inode, 0) for inode, count in sent_bytes().items())
 
 
 def cut_connections() -> None:
