@@ -12,16 +12,20 @@ import argparse
 import math
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from drivetrain import Accelerator, ProjectConfiguration, set_seed
+
+HELD_OUT_WINDOWS = 384
+"""Windows of text that training never sees, on which the held-out loss is measured."""
 
 
 class Windows(Dataset[Tensor]):
@@ -139,12 +143,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="a text file; default: the standard library")
     parser.add_argument("--max-bytes", type=int, default=8_000_000, help="how much text is read")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=12, help="windows per rank and micro-batch")
-    parser.add_argument("--length", type=int, default=128, help="bytes per window")
+    parser.add_argument("--batch", type=int, default=24, help="windows per rank and micro-batch")
+    parser.add_argument("--length", type=int, default=64, help="bytes per window")
     parser.add_argument("--dim", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--output", type=Path, default=Path("runs/gpt"), help="folder of the run")
@@ -152,79 +156,56 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    args = arguments()
-    accelerator = Accelerator(
-        project_config=ProjectConfiguration(
-            project_dir=args.output, automatic_checkpoint_naming=True, total_limit=2
-        )
-    )
-    set_seed(0)
+def build(args: argparse.Namespace, accelerator: Accelerator) -> tuple[Any, ...]:
+    """Return model, optimizer, scheduler, training loader and held-out loader, all prepared."""
     text = read_text(args.data, args.max_bytes)
     split = int(len(text) * 0.98)
     held_out = Windows(text[split:], args.length)
-    held_out_part = torch.utils.data.Subset(held_out, range(min(len(held_out), 192)))
-    loader: Any = DataLoader(Windows(text[:split], args.length), args.batch, shuffle=True)
-    held_out_loader: Any = DataLoader(held_out_part, args.batch)
-
-    model: Any = GPT(args.dim, args.layers, args.heads, args.length)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(
+    part = Subset(held_out, range(min(len(held_out), HELD_OUT_WINDOWS)))
+    model = GPT(args.dim, args.layers, args.heads, args.length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min((step + 1) / 20, 0.55 + 0.45 * math.cos(math.pi * step / args.steps)),
     )
-    model, optimizer, scheduler, loader, held_out_loader = accelerator.prepare(
-        model, optimizer, scheduler, loader, held_out_loader
+    size = sum(parameter.numel() for parameter in model.parameters())
+    accelerator.print(f"{accelerator!r}\n{size:,} parameters, {len(text):,} bytes of text")
+    return accelerator.prepare(
+        model,
+        optimizer,
+        schedule,
+        DataLoader(Windows(text[:split], args.length), args.batch, shuffle=True),
+        DataLoader(part, args.batch),
     )
+
+
+def epochs(loader: Any) -> Iterator[Tensor]:
+    """Yield the batches of one epoch after another; each has its own order."""
+    while True:
+        yield from loader
+
+
+def main() -> None:
+    args = arguments()
+    project = ProjectConfiguration(
+        project_dir=args.output, automatic_checkpoint_naming=True, total_limit=2
+    )
+    accelerator = Accelerator(project_config=project)
+    set_seed(0)
+    model, optimizer, scheduler, loader, held_out_loader = build(args, accelerator)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     if args.resume:
         accelerator.load_state()
         accelerator.print(f"resumed at step {counter.step}")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    accelerator.print(f"{accelerator!r}\n{parameters:,} parameters, {len(text):,} bytes of text")
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    started, seen = time.perf_counter(), 0
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, disable=not accelerator.is_main_process) as bar:
         task = bar.add_task("training", total=args.steps, completed=counter.step)
-        train(
-            args,
-            accelerator,
-            model,
-            optimizer,
-            scheduler,
-            loader,
-            held_out_loader,
-            counter,
-            lambda text: bar.update(task, completed=counter.step, description=text),
-        )
-    final = evaluate(accelerator, model, held_out_loader)
-    accelerator.print(f"held-out loss {final:.3f} nats per byte after {counter.step} steps")
-    if accelerator.is_main_process:
-        print("sample:\n" + sample(model, b"def ", 200, args.length, accelerator.device))
-    accelerator.end_training()
-
-
-def train(
-    args: Any,
-    accelerator: Accelerator,
-    model: Any,
-    optimizer: Any,
-    scheduler: Any,
-    loader: Any,
-    held_out_loader: Any,
-    counter: Counter,
-    show: Any,
-) -> None:
-    """The loop: an ordinary one."""
-    started, first = time.perf_counter(), counter.step
-    while counter.step < args.steps:
-        for window in loader:
+        for window in epochs(loader):
+            if counter.step >= args.steps:
+                break
             with accelerator.accumulate(model):
                 loss = loss_of(model, window)
                 accelerator.backward(loss)
@@ -232,20 +213,26 @@ def train(
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            seen += window.shape[0] * args.length * accelerator.num_processes
             if not accelerator.sync_gradients:
                 continue
             counter.step += 1
-            seconds = time.perf_counter() - started
-            micro_batches = (counter.step - first) * accelerator.gradient_accumulation_steps
-            tokens = micro_batches * args.batch * args.length * accelerator.num_processes
-            show(f"loss {loss.item():.3f}  {tokens / seconds:,.0f} tokens/s")
-            if counter.step % args.eval_every == 0 and counter.step < args.steps:
+            speed = seen / (time.perf_counter() - started)
+            text = f"loss {loss.item():.3f}  {speed:,.0f} tokens/s"
+            bar.update(task, completed=counter.step, description=text)
+            if counter.step % args.eval_every == 0:
                 held_out = evaluate(accelerator, model, held_out_loader)
-                accelerator.print(f"step {counter.step}: held-out loss {held_out:.3f}")
+                accelerator.print(
+                    f"step {counter.step}: held-out loss {held_out:.3f} nats per byte"
+                )
             if counter.step % args.save_every == 0:
                 accelerator.save_state()
-            if counter.step >= args.steps:
-                break
+
+    final = evaluate(accelerator, model, held_out_loader)
+    accelerator.print(f"held-out loss {final:.3f} nats per byte after {counter.step} steps")
+    if accelerator.is_main_process:
+        print("sample:\n" + sample(model, b"def ", 200, args.length, accelerator.device))
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
