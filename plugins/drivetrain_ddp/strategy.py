@@ -4,11 +4,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, UsageError
 from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.norms import clip_, global_norm
@@ -127,6 +128,27 @@ class Ddp(Strategy[DdpConfig]):
             yield
         finally:
             self._reducer.synchronizing = before
+
+    def stand_in(self, *, synchronize: bool) -> None:
+        """Broadcast buffers and reduce gradients as the others do, with zeros."""
+        self._before_forward()
+        if synchronize:
+            zero = torch.zeros((), device=self.run.world.device, requires_grad=True)
+            self.backward(zero)
+
+    def catch_up(self, source: int) -> None:
+        """Take over parameters, buffers and optimizer state of one rank."""
+        tensors = self._state.tensors()
+        index = self.run.mesh["dp"].ranks.index(source)
+        count = torch.tensor([len(tensors), -len(tensors)], device=self.run.world.device)
+        self._communicator.all_reduce(count, reduction="max", label="state of ranks").wait()
+        most, least = int(count[0]), -int(count[1])
+        if most != least:
+            raise UsageError(
+                f"expected optimizer state on every rank, found {least} to {most} tensors; give "
+                "every rank at least one batch"
+            )
+        replicate(tensors, self._communicator, "take over state", source=index)
 
     def close(self) -> None:
         """Take the hooks off and end the communication thread; gradients stay readable."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.errors import UsageError
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -283,6 +284,34 @@ class Strategy(ABC, Generic[ConfigT]):
         around backward.
         """
         return nullcontext()
+
+    def stand_in(self, *, synchronize: bool) -> None:
+        """Take part in one forward and backward of the other ranks, without a batch of one's own.
+
+        Args:
+            synchronize: whether the others' backward synchronises gradients.
+
+        Raises:
+            UsageError: the strategy cannot.
+        """
+        raise UsageError(
+            f"{type(self).__name__} cannot stand in for a rank without batches; give every rank "
+            "as many batches with even_batches=True"
+        )
+
+    def catch_up(self, source: int) -> None:
+        """Take over the training state of one rank, which went on when others stood in.
+
+        Args:
+            source: the global rank.
+
+        Raises:
+            UsageError: the strategy cannot.
+        """
+        raise UsageError(
+            f"{type(self).__name__} cannot take over the state of rank {source}; give every rank "
+            "as many batches with even_batches=True"
+        )
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """Context in which these parameters are whole on every rank; all ranks must enter it."""

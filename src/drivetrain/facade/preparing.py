@@ -13,6 +13,7 @@ from drivetrain.errors import UsageError
 from drivetrain.facade.agreement import agree, model_facts
 from drivetrain.facade.core import ModelEntry
 from drivetrain.facade.forward import compute_in
+from drivetrain.facade.joining import Joining
 from drivetrain.facade.optimizer import PreparedOptimizer
 from drivetrain.facade.scheduler import PreparedScheduler
 from drivetrain.facade.settings import StrategyChoice, settle_strategy
@@ -26,7 +27,7 @@ from drivetrain.runtime.data import (
 from drivetrain.strategy import Strategy
 
 
-class Preparing(Training):
+class Preparing(Training, Joining):
     """The prepare family of the Accelerator."""
 
     def prepare(
@@ -211,7 +212,10 @@ class Preparing(Training):
         self._entries.append(entry)
         self._models.append(prepared)
         self._set_precision(prepared)
-        prepared.register_forward_pre_hook(functools.partial(self._note_forward, entry))
+        # Before the strategy's own hook, which may communicate.
+        prepared.register_forward_pre_hook(
+            functools.partial(self._note_forward, entry), prepend=True
+        )
         return prepared
 
     def _bind(self, given: Sequence[Optimizer], bound: Sequence[Optimizer]) -> None:
@@ -225,9 +229,10 @@ class Preparing(Training):
                     prepared.optimizer = after
 
     def _note_forward(self, entry: ModelEntry, module: nn.Module, inputs: Any) -> None:
-        del module, inputs
+        del inputs
         if torch.is_grad_enabled():
             self._last_run = entry
+            self._announce(entry, module.training)
 
     def _place(self, model: nn.Module, device_placement: bool | None) -> None:
         if self.device_placement if device_placement is None else device_placement:

@@ -12,6 +12,7 @@ from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.strategy import Part, Reader, Shard
 
+
 class ReplicatedState:
     """Parameters, persistent buffers and optimizer state that every rank holds whole.
 
@@ -56,6 +57,10 @@ class ReplicatedState:
                 tensor.copy_(reader.read(name))
             for index, name, parameter in self._optimized():
                 self._load_state(reader, saved, index, name, parameter)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors of the state, in the same order on every rank."""
+        return [tensor for _, _, tensor in self._tensors()]
 
     def _model_tensors(self) -> dict[str, Tensor]:
         return {**named_parameters(self._model), **persistent_buffers(self._model)}

@@ -14,21 +14,24 @@ _MOST_BYTES = 32 << 20
 """Most bytes in one message: replicating a model must not need a second one in memory."""
 
 
-def replicate(tensors: Iterable[Tensor], communicator: Communicator, label: str) -> None:
-    """Copy tensors from rank 0, those of one dtype and device together.
+def replicate(
+    tensors: Iterable[Tensor], communicator: Communicator, label: str, *, source: int = 0
+) -> None:
+    """Copy tensors from one rank, those of one dtype and device together.
 
     Args:
         tensors: any shapes and strides; the same on every rank.
         communicator: over the ranks that hold a copy.
         label: what the error says if it fails.
+        source: index on the axis of the rank that has the right values.
     """
     if communicator.size == 1:
         return
     with torch.no_grad():
         for group in _groups(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            communicator.broadcast(flat, label=label).wait()
-            if communicator.rank != 0:
+            communicator.broadcast(flat, source, label=label).wait()
+            if communicator.rank != source:
                 _scatter(flat, group)
 
 

@@ -1,0 +1,63 @@
+"""Ranks with different numbers of batches finish together, with equal weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator, DataLoaderConfiguration, communication
+
+
+def run(accelerator, rows, batch_size=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    data = torch.arange(rows * 3, dtype=torch.float64).view(rows, 3) / rows
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model, optimizer, scheduler, DataLoader(TensorDataset(data), batch_size=batch_size)
+    )
+    batches = 0
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for (x,) in loader:
+            batches += 1
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return model, optimizer, scheduler, batches
+
+
+@pytest.mark.ranks(3)
+def test_ranks_end_equal():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, scheduler, batches = run(accelerator, rows=14)  # 7 batches on 3 ranks
+    assert sorted(communication.gather_object([batches])) == [2, 2, 3]
+    state = [*model.parameters(), *model.buffers()]
+    state += [v for s in optimizer.state.values() for v in s.values()]
+    for tensor in state:
+        for other in communication.gather(tensor.detach()[None]):
+            assert torch.equal(other, tensor)
+    assert scheduler.get_last_lr() == pytest.approx([0.1 * 0.9**3])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_even_inputs_need_nothing():
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True)
+    )
+    _, _, _, batches = run(accelerator, rows=8)
+    assert batches == 2
+    assert accelerator.even_batches
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_inside_leaves_at_once():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(KeyError), accelerator.join_uneven_inputs([model]):
+        raise KeyError("mine")
+    accelerator.end_training()
