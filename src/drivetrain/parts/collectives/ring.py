@@ -36,7 +36,7 @@ from drivetrain.parts.collectives.worker import Job, Worker
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 21
 """Largest message: big enough to amortise a message's cost, small enough to pipeline."""
 
 WINDOW = 4
