@@ -6,8 +6,8 @@
     python tests/benchmarks/side_by_side.py drivetrain torch_ddp --rounds 5
 
 Needs an environment with drivetrain, accelerate and deepspeed. Each row is a run of its own on
-``--ranks`` CPU processes over gloo, with one thread each; the rounds go through all rows in turn, so
-what else the machine does hits all of them. Per row: the median over rounds of the median step
+``--ranks`` CPU processes over gloo, with one thread each; the rounds go through all rows in turn,
+so what else the machine does hits all of them. Per row: the median over rounds of the median step
 time, its ratio to torch DDP of the same round, the loss after the last step, the bytes that the
 loopback interface sent per rank and step as a multiple of the parameters' bytes, and the growth of
 resident memory at its peak.
@@ -209,9 +209,8 @@ def main() -> None:
     for _ in range(options.rounds):
         for name in rows:
             results[name].append(run(name, options))
-    print(
-        "| | step | x torch DDP | loss | sent, x 4Ψ | peak memory, x 4Ψ |\n|---|---|---|---|---|---|"
-    )
+    print("| | step | x torch DDP | loss | sent, x 4Ψ | peak memory, x 4Ψ |")
+    print("|---" * 6 + "|")
     for name, found in results.items():
         middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
         ratio = "-"
