@@ -5,7 +5,7 @@ With ``from accelerate import Accelerator, DataLoaderConfiguration`` and the res
 """
 
 import argparse
-import os
+from pathlib import Path
 
 import torch
 
@@ -43,7 +43,7 @@ def datasets():
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--project", required=True)
+    parser.add_argument("--project", type=Path, required=True)
     parser.add_argument("--mixed_precision", default="no")
     args = parser.parse_args()
     accelerator = Accelerator(
@@ -66,7 +66,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
     extra = Doubler()
     with accelerator.main_process_first():
-        os.makedirs(args.project, exist_ok=True)
+        args.project.mkdir(parents=True, exist_ok=True)
     model, optimizer, loader, evaluation_loader, scheduler = accelerator.prepare(
         model, optimizer, loader, evaluation_loader, scheduler
     )
@@ -117,18 +117,18 @@ def main():
     for parameter in model.parameters():
         parameter.data.zero_()
     extra.value = 0
-    accelerator.load_state(os.path.join(args.project, "checkpoints", "checkpoint_1"))
+    accelerator.load_state(args.project / "checkpoints" / "checkpoint_1")
     for name, value in accelerator.unwrap_model(model).state_dict().items():
         assert torch.equal(value.cpu(), before[name].cpu()), name
     assert extra.value == 4
     skipped = accelerator.skip_first_batches(loader, 2)
     assert len(list(skipped)) == len(loader) - 2
-    accelerator.save_model(model, os.path.join(args.project, "export"))
+    accelerator.save_model(model, args.project / "export")
     accelerator.wait_for_everyone()
 
     @accelerator.on_main_process
     def report():
-        return sorted(os.listdir(os.path.join(args.project, "export")))
+        return sorted(path.name for path in (args.project / "export").iterdir())
 
     names = report()
     assert names == (["model.safetensors"] if accelerator.is_main_process else None)
