@@ -110,7 +110,8 @@ def main():
     padded = accelerator.pad_across_processes(torch.ones(accelerator.process_index + 1), dim=0)
     gathered = accelerator.gather(padded)
     n = accelerator.num_processes
-    assert gathered.shape == (n * n,) and gathered.sum() == n * (n + 1) / 2
+    assert gathered.shape == (n * n,)
+    assert gathered.sum() == n * (n + 1) / 2
     with accelerator.split_between_processes(list(range(5))) as mine:
         assert sum(gather_object([sum(mine)])) == 10
     before = {k: v.clone() for k, v in accelerator.get_state_dict(model).items()}
