@@ -16,7 +16,7 @@ class LaunchConfig:
         question="How many processes on each host?",
         minimum=1,
     )
-    nnodes: int = option(1, help="Hosts.", question="How many hosts?", minimum=1)
+    nnodes: int = option(1, help="Number of hosts.", question="How many hosts?", minimum=1)
     node_rank: int = option(0, help="Index of this host, from 0.", minimum=0)
     rdzv_endpoint: str = option("", help="HOST:PORT where the hosts meet; needed with nnodes > 1.")
     max_restarts: int = option(

@@ -1,0 +1,44 @@
+"""A script written for Accelerate runs after a change of imports, under every launcher, alike."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "accelerate_style.py"
+
+LAUNCHERS = {
+    "launch": ["-m", "drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "python": [],
+}
+
+
+def losses(launcher: str, folder: Path, *options: str) -> list[str]:
+    """Run the script and return what it printed, once, from rank 0."""
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "--project", str(folder), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
+    assert [line.split()[:2] for line in printed] == [["epoch", "0"], ["epoch", "1"]]
+    assert float(printed[1].split()[-1]) < float(printed[0].split()[-1])
+    return printed
+
+
+def test_launch_and_torchrun_print_the_same(tmp_path):
+    assert losses("launch", tmp_path / "a") == losses("torchrun", tmp_path / "b")
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_plain_python_is_one_rank(tmp_path, precision):
+    losses("python", tmp_path / "run", "--mixed_precision", precision)
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+    assert not (tmp_path / "run" / "checkpoints" / "checkpoint_2").exists()

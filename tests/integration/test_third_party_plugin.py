@@ -1,0 +1,97 @@
+"""A strategy from another distribution is found, offered, launched and tested like our own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = ROOT / "examples" / "third_party_plugin"
+MINIMAL = str(ROOT / "examples" / "minimal.py")
+CHECKS = "ranks2 and (mixed_dtypes or tied or global_norm or cost_equals_ledger or bit_by_bit)"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Install the example into a folder of its own, offline, and return the folder."""
+    folder = tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source") / "plugin"
+    # A copy is built: nothing may be left in the tree.
+    subprocess.run(["cp", "-r", str(PLUGIN), str(source)], check=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", "--target", str(folder), str(source)]
+    subprocess.run(command, check=True, timeout=120)
+    return folder
+
+
+@pytest.fixture
+def python(installed, tmp_path):
+    """Run this interpreter with the plugin on its path."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=os.environ
+            | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+
+    return run
+
+
+def launch(python, *arguments):
+    return python("-m", "drivetrain_launch", "launch", "--nproc-per-node", "2", *arguments)
+
+
+def test_launch_trains_with_it_as_with_another_strategy(python):
+    flat, ddp = (launch(python, "--strategy", name, MINIMAL) for name in ("flat", "ddp"))
+    assert flat.returncode == ddp.returncode == 0, flat.stderr + ddp.stderr
+    assert len(flat.stdout.splitlines()) == 5
+    assert flat.stdout == ddp.stdout
+
+
+def test_its_knob_changes_the_run(python):
+    summed = launch(python, "--strategy", "flat", "--set", "strategy.mean=false", "--dry-run")
+    assert summed.returncode == 0, summed.stderr
+    assert "--set strategy.mean=false" in summed.stdout
+
+
+def test_it_is_in_the_list_of_an_unknown_name(python):
+    done = launch(python, "--strategy", "flt", MINIMAL)
+    assert done.returncode == 2
+    assert "did you mean 'flat'?" in done.stderr
+    assert "installed: ddp, flat" in done.stderr
+
+
+def test_the_wizard_offers_it_and_asks_its_question(python):
+    code = (
+        "import json\n"
+        "from drivetrain.registry import strategies\n"
+        "from drivetrain_launch.wizard import Wizard\n"
+        "wizard = Wizard(strategies())\n"
+        "titles = {c.value: c.title for c in wizard.current.choices}\n"
+        "wizard.answer('flat')\n"
+        "print(json.dumps([titles, wizard.current.key, wizard.current.text]))\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    titles, key, text = json.loads(done.stdout)
+    assert set(titles) == {"ddp", "flat"}
+    assert "one all-reduce" in titles["flat"]
+    assert (key, text) == ("strategy.mean", "Average gradients over ranks?")
+
+
+def test_it_passes_conformance(python):
+    done = python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"),
+        "-k", CHECKS, str(PLUGIN / "tests"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 passed" in done.stdout
