@@ -4,6 +4,7 @@ Subcommands are imported when they are called, so that ``drivetrain --help`` nei
 nor reads a plugin.
 """
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -33,9 +34,15 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command; None when there is no such command."""
+        """Import one command.
+
+        Raises:
+            click.UsageError: there is no such command.
+        """
         if cmd_name not in COMMANDS:
-            return None
+            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}"
+            raise click.UsageError(f"unknown command {cmd_name!r}; {hint}", ctx)
         command: click.Command = importlib.import_module(
             f"drivetrain_launch.{cmd_name}_command"
         ).command

@@ -99,7 +99,8 @@ def write(path: Path, text: str, *, replace: bool) -> None:
         ConfigError: the file exists and may not be replaced, or cannot be written.
     """
     if path.exists() and not replace:
-        raise ConfigError(f"{path} exists; choose another --output or remove it first")
+        what = "is a folder" if path.is_dir() else "exists"
+        raise ConfigError(f"{path} {what}; choose another --output, or remove it first")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -94,9 +94,12 @@ def launch(resolved: Resolved, arguments: tuple[str, ...]) -> int:
     """Run a checked script on the ranks of this host and return the exit code.
 
     Raises:
+        ConfigError: the folder of the logs cannot be made.
         PreflightError: a port is busy, there are too few accelerators, or the hosts cannot meet.
     """
     settings = resolved.run.launch
+    if settings.log_dir:
+        make_log_dir(Path(settings.log_dir))
     if settings.rdzv_endpoint and settings.node_rank == 0:
         check_port(Endpoint.parse(settings.rdzv_endpoint))
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -131,12 +134,27 @@ def check_script(script: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
             )
         return ("-m", *script)
     if not Path(name).is_file():
-        what = "it is a folder" if Path(name).is_dir() else "no such file"
+        what = "it is a folder" if Path(name).is_dir() else f"no such file in {Path.cwd()}"
         raise ConfigError(
-            f"cannot run the script {name!r}: {what} in {Path.cwd()}; check the path, or use -m "
+            f"cannot run the script {name!r}: {what}; check the path, or use -m "
             "for a module; options of 'drivetrain launch' stand before the script"
         )
     return script
+
+
+def make_log_dir(path: Path) -> None:
+    """Make the folder of the logs.
+
+    Raises:
+        ConfigError: it cannot be made, or is no folder.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"launch.log_dir: expected a folder that exists or can be made, found {str(path)!r}: "
+            f"{error.strerror}; choose another --log-dir"
+        ) from error
 
 
 def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:

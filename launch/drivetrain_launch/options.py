@@ -27,12 +27,16 @@ class Flag:
         key: dotted key of the knob.
         names: spellings, the usual one first.
         value: what the flag sets when it takes no argument; None when it takes one.
+        metavar: what stands for the argument in the help; "" makes it of the knob's type.
+        help: the help text; "" takes the knob's.
     """
 
     group: str
     key: str
     names: tuple[str, ...]
     value: str | None = None
+    metavar: str = ""
+    help: str = ""
 
     @property
     def parameter(self) -> str:
@@ -45,12 +49,12 @@ FLAGS = (
     Flag("Training", STRATEGY_KEY, ("--strategy",)),
     Flag("Training", "precision", ("--precision", "--mixed-precision")),
     Flag("Processes", "launch.nproc_per_node", ("--nproc-per-node",)),
-    Flag("Processes", "launch.device", ("--cpu",), "cpu"),
+    Flag("Processes", "launch.device", ("--cpu",), "cpu", help="Leave accelerators alone."),
     Flag("Processes", "launch.max_restarts", ("--max-restarts",)),
     Flag("Several hosts", "launch.nnodes", ("--nnodes",)),
     Flag("Several hosts", "launch.node_rank", ("--node-rank",)),
-    Flag("Several hosts", "launch.rdzv_endpoint", ("--rdzv-endpoint",)),
-    Flag("Output", "launch.log_dir", ("--log-dir",)),
+    Flag("Several hosts", "launch.rdzv_endpoint", ("--rdzv-endpoint",), metavar="HOST:PORT"),
+    Flag("Output", "launch.log_dir", ("--log-dir",), metavar="DIR"),
 )
 
 
@@ -107,7 +111,7 @@ def source_options(group: str = "Configuration") -> Callable[..., Any]:
             cls=GroupedOption,
             group=group,
             metavar="FILE",
-            help="YAML file that 'drivetrain config' wrote. [default: none]",
+            help="YAML file, such as 'drivetrain config' writes. [default: none]",
         )(function)
 
     return decorate
@@ -166,13 +170,14 @@ def _flag_option(flag: Flag, knobs: Mapping[str, Option]) -> Callable[..., Any]:
         default = "the installed default"
     else:
         knob = knobs[flag.key]
-        help_text, default = knob.help, "none" if knob.default == "" else str(knob.default)
+        help_text = flag.help or knob.help
+        default = "none" if knob.default == "" else str(knob.default)
         if flag.value is not None:
             settings["is_flag"] = True
-            help_text = f"Sets {flag.key.rpartition('.')[2]} to {flag.value}: {knob.help}"
         else:
-            settings["metavar"] = _metavar(knob)
+            settings["metavar"] = flag.metavar or _metavar(knob)
     yaml_key = "strategy" if flag.key == STRATEGY_KEY else flag.key
+    yaml_key += f": {flag.value}" if flag.value is not None else ""
     settings["help"] = f"{help_text} [default: {default}] [YAML: {yaml_key}]"
     return click.option(*flag.names, flag.parameter, **settings)
 

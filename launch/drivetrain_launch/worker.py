@@ -125,12 +125,15 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def script_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Drop the frames of this file and of runpy from the top: the user's script comes first."""
+    """Drop the frames of this file and of runpy from the top: the user's script comes first.
+
+    None when no frame of the script is left, as for one that does not compile.
+    """
     hidden = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
     kept = frames
     while kept is not None and kept.tb_frame.f_code.co_filename in hidden:
         kept = kept.tb_next
-    return kept or frames
+    return kept
 
 
 def leave(code: int) -> NoReturn:

@@ -42,7 +42,8 @@ def test_launch_help_states_default_and_yaml_key_of_every_flag(sandbox):
     text = " ".join(sandbox.run("launch", "--help").stdout.split())
     for flag in FLAGS:
         assert flag.names[0] in text
-        assert f"[YAML: {flag.key.removesuffix('.name')}]" in text
+        value = f": {flag.value}" if flag.value else ""
+        assert f"[YAML: {flag.key.removesuffix('.name')}{value}]" in text
     assert text.count("[default: ") >= len(FLAGS)
     for heading in ("Configuration:", "Training:", "Processes:", "Several hosts:", "Output:"):
         assert heading in text
@@ -110,16 +111,32 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(sandbox):
         (["--config", "missing.yaml", "x.py"], "cannot read the configuration missing.yaml"),
         (["--config", "list.yaml", "x.py"], "list.yaml:1: expected a mapping"),
         (["--config", "keys.yaml", "x.py"], "keys.yaml:3: unknown key launch.nnode; did you mean"),
+        (["--config", ".", "x.py"], "cannot read the configuration .: Is a directory; write one"),
+        (["--config", "bytes.yaml", "x.py"], "bytes.yaml: expected a text in UTF-8"),
+        (["--config", "broken.yaml", "x.py"], "broken.yaml:1: expected YAML; the parser says:"),
+        (["--set", "lunch.nnodes=2", "x.py"], "--set lunch.nnodes=2: unknown key lunch; did you"),
+        (["--set", "seed=1.5", "x.py"], "seed: expected a valid integer, found 1.5"),
+        (["--nproc-per-node", "two", "x.py"], "expected a valid integer or 'auto', found 'two'"),
+        (["--log-dir", "x.py", "x.py"], "launch.log_dir: expected a folder that exists or can be"),
+        (["."], "cannot run the script '.': it is a folder;"),
         (["--wrong-option", "x.py"], "No such option"),
     ],
 )
 def test_bad_input_exits_with_2_and_says_why(command, tmp_path, arguments, text):
     (tmp_path / "x.py").write_text("")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+    (tmp_path / "broken.yaml").write_text("a: [1, }")
     (tmp_path / "list.yaml").write_text("- a\n- b\n")
     (tmp_path / "keys.yaml").write_text("seed: 1\nlaunch:\n  nnode: 2\n")
     code, _, err = command("launch", "--strategy", "toy", *arguments)
     assert code == 2
     assert text in " ".join(err.split())
+
+
+def test_unknown_command_names_the_nearest(command):
+    code, _, err = command("lunch")
+    assert code == 2
+    assert "unknown command 'lunch'; did you mean 'launch'?" in err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -55,6 +55,16 @@ def test_exception_on_one_rank_ends_all_and_is_shown(sandbox):
     assert "elastic" not in done.stderr
 
 
+def test_script_that_does_not_compile_is_shown_without_our_frames(sandbox):
+    script = sandbox.script("def x(:\n    pass\n")
+    done = sandbox.launch("--nproc-per-node", "2", script)
+    assert done.returncode == 1
+    assert "SyntaxError" in root(done) + done.stderr
+    assert 'train.py", line 1' in done.stderr
+    assert "runpy" not in done.stderr
+    assert "worker.py" not in done.stderr
+
+
 def test_rank_that_lost_its_peer_does_not_hide_the_peer_that_was_killed(sandbox):
     script = sandbox.script(
         GLOO + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n"

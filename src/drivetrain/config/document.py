@@ -79,10 +79,15 @@ def read_file(path: str | Path) -> Layer:
                 f"found {size}; is this the right file?"
             )
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"cannot read the configuration {path}: {error}; "
+            f"cannot read the configuration {path}: {error.strerror or error}; "
             "write one with 'drivetrain config --output PATH'"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: expected a text in UTF-8, found a byte that is none at {error.start}; "
+            "is this the right file?"
         ) from error
     node = _compose(text, path)
     if node is None:
@@ -157,7 +162,8 @@ def _compose(text: str, path: Path) -> yaml.Node | None:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(
-            f"{path}{line}: expected YAML, found {getattr(error, 'problem', None) or error}"
+            f"{path}{line}: expected YAML; the parser says: "
+            f"{getattr(error, 'problem', None) or error}"
         ) from error
     finally:
         loader.dispose()

@@ -6,6 +6,7 @@ command line is an error that quotes both, because each was meant for this very 
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -169,7 +170,7 @@ def _validate(
             key = prefix + _known_path(cls, path)
             messages.setdefault(key, ([], detail["input"]))[0].append(detail["msg"])
         for key, (wanted, found) in messages.items():
-            problems.append(_problem(origins, key, " or ".join(wanted), found))
+            problems.append(_problem(origins, key, _expected(wanted), found))
         _check_limits(cls, known, prefix, origins, problems)
         return None
     _check_limits(cls, dataclasses.asdict(result), prefix, origins, problems)
@@ -242,13 +243,22 @@ def _known_path(cls: type, path: list[str]) -> str:
     return ".".join(kept)
 
 
+def _expected(messages: list[str]) -> str:
+    """Say in our words what pydantic expected: one message for each member of a union."""
+    wanted = [re.sub(r", (unable|got) .*", "", message) for message in messages]
+    return " or ".join(wanted).replace("Input should be", "expected").replace(" or expected", " or")
+
+
 def _problem(origins: Mapping[str, Origin], key: str, message: str, found: Any) -> str:
-    message = message[0].lower() + message[1:]
     return f"{_where(origins, key)}: {key}: {message}, found {found!r}"
 
 
 def _where(origins: Mapping[str, Origin], key: str) -> str:
     origin = _find(origins, key)
+    if origin is None:
+        # An unknown section is known by what was set in it.
+        inside = (found for name, found in origins.items() if name.startswith(f"{key}."))
+        origin = next(inside, None)
     return origin.text if origin else "configuration"
 
 

@@ -149,20 +149,27 @@ class Flat(Strategy[FlatConfig]):
             [p.grad is not None for p in trainable], dtype=torch.uint8, device=device
         )
         self._axis.all_reduce(used, reduction="max", label="flags").wait()
-        reached = [p for p, flag in zip(trainable, used.tolist(), strict=True) if flag]
-        for parameter in reached:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for parameter in reached:
-            groups[parameter.dtype].append(parameter.grad)  # type: ignore[arg-type]
-        for gradients in groups.values():
-            self._average(gradients)
+        groups: dict[torch.dtype, list[tuple[nn.Parameter, bool]]] = defaultdict(list)
+        for parameter, flag in zip(trainable, used.tolist(), strict=True):
+            groups[parameter.dtype].append((parameter, bool(flag)))
+        for members in groups.values():
+            self._average(members)
 
-    def _average(self, gradients: list[Tensor]) -> None:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    def _average(self, members: Sequence[tuple[nn.Parameter, bool]]) -> None:
+        """Reduce the gradients of one dtype; one that no rank has is sent as zeros and stays None.
+
+        Args:
+            members: parameters, and whether any rank has a gradient for it.
+        """
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p, _ in members]
+        )
         scale = 1 / self._axis.size if self.config.mean else 1.0
         self._axis.all_reduce(flat, scale=scale, label="gradients").wait()
-        pieces = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, piece in zip(gradients, pieces, strict=True):
-            gradient.copy_(piece.view(gradient.shape))
+        pieces = flat.split([parameter.numel() for parameter, _ in members])
+        for (parameter, used), piece in zip(members, pieces, strict=True):
+            average = piece.view(parameter.shape)
+            if parameter.grad is not None:
+                parameter.grad.copy_(average)
+            elif used:
+                parameter.grad = torch.empty_like(parameter).copy_(average)
