@@ -67,6 +67,12 @@ class Ddp(Strategy[DdpConfig]):
         ]
         return Prepared(model, tuple(optimizers))
 
+    def bind(self, optimizer: Optimizer) -> Optimizer:
+        """Save, load and step one more optimizer."""
+        self._state.add(optimizer)
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        return optimizer
+
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless accumulating, return with averaged gradients."""
         if not self._reducer.synchronizing:

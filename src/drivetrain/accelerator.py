@@ -190,15 +190,13 @@ class Accelerator(Preparing, Gathering, Checkpointing, Exporting, Logging):
             optimizer)`` drops the script's references too.
         """
         for entry in self._entries:
-            restore_forward(entry.model)
-            entry.strategy.close()
+            entry.close()
         for kept in (
             self._entries,
             self._models,
             self._optimizers,
             self._schedulers,
             self._dataloaders,
-            self._waiting,
             self._bound,
         ):
             kept.clear()

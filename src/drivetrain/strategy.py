@@ -218,6 +218,23 @@ class Strategy(ABC, Generic[ConfigT]):
         handed to the strategy of each.
         """
 
+    def bind(self, optimizer: Optimizer) -> Optimizer:
+        """Take over an optimizer that was prepared after its model.
+
+        Args:
+            optimizer: holds parameters of the prepared model.
+
+        Returns:
+            What steps in its place, as ``prepare`` would have returned it.
+
+        Raises:
+            UsageError: the strategy must know it together with the model.
+        """
+        raise UsageError(
+            f"{type(self).__name__} cannot take an optimizer after its model was prepared, found "
+            f"{type(optimizer).__name__}; pass both to one call: prepare(model, optimizer)"
+        )
+
     @abstractmethod
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward from a 0-d loss and synchronise the gradients.

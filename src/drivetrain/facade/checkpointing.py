@@ -203,6 +203,8 @@ class Checkpointing(Core):
         self.step = state["step"]
         self.project_configuration.iteration = state["iteration"] + 1
         self.gradient_state.sync_gradients = True
+        for entry in self._entries:
+            entry.forget_gradients()
 
     def _load_rng(self, reader: checkpoint.CheckpointReader) -> None:
         """Restore this rank's generators; a rank that was not there gets a seed of its own."""

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.config import Resolved
 from drivetrain.errors import UsageError
+from drivetrain.facade.forward import restore_forward
 from drivetrain.facade.optimizer import PreparedOptimizer
 from drivetrain.facade.options import Handlers, ProjectConfiguration
 from drivetrain.facade.scheduler import PreparedScheduler
@@ -37,6 +39,7 @@ class ModelEntry:
         names: parameter name by identity, as the user's model has it.
         scale: loss scale of the gradients at hand; None when there are none or they are unscaled.
         overflow: whether the gradients at hand are infinite somewhere.
+        note: the hook that notes which model runs.
     """
 
     model: nn.Module
@@ -45,6 +48,21 @@ class ModelEntry:
     names: dict[int, str] = field(default_factory=dict)
     scale: float | None = None
     overflow: bool = False
+    note: RemovableHandle | None = None
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients at hand, and what is known of their scale."""
+        self.strategy.unwrap(self.model).zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.scale, self.overflow = None, False
+
+    def close(self) -> None:
+        """Make the model an ordinary one again."""
+        restore_forward(self.model)
+        if self.note is not None:
+            self.note.remove()
+        self.strategy.close()
 
 
 class Core(Processes):
@@ -85,7 +103,6 @@ class Core(Processes):
         self._window = WindowMean(gradient_state, counted=False)
         self._entries: list[ModelEntry] = []
         self._last_run: ModelEntry | None = None
-        self._waiting: list[Optimizer] = []
         self._bound: list[tuple[Optimizer, Optimizer]] = []
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []

@@ -106,7 +106,9 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        # A copy is on its own: it steps on every call. A scheduler put a "step" of its own there.
+        state = {key: value for key, value in self.__dict__.items() if key != "step"}
+        return state | {"_window": GradientState(1), "_before_step": _take}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -118,6 +120,10 @@ class PreparedOptimizer(Optimizer):
     def parameters(self) -> Iterable[Tensor]:
         """The parameters of all groups."""
         return (parameter for group in self.param_groups for parameter in group["params"])
+
+
+def _take(optimizer: Optimizer) -> bool:
+    return True
 
 
 def _switch(optimizer: Optimizer, name: str) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from drivetrain.errors import UsageError
 from drivetrain.facade.agreement import agree, model_facts
 from drivetrain.facade.core import ModelEntry
-from drivetrain.facade.forward import compute_in
+from drivetrain.facade.forward import ForwardNote, compute_in
 from drivetrain.facade.joining import Joining
 from drivetrain.facade.optimizer import PreparedOptimizer
 from drivetrain.facade.scheduler import PreparedScheduler
@@ -106,12 +106,12 @@ class Preparing(Training, Joining):
         for prepared in self._optimizers:
             if optimizer is prepared.given:
                 return prepared
-        bound = next((bound for given, bound in self._bound if given is optimizer), None)
-        if bound is None:
-            self._waiting.append(optimizer)
-        prepared = PreparedOptimizer(
-            optimizer, bound or optimizer, self.gradient_state, self._before_step
-        )
+        bound = next((bound for given, bound in self._bound if given is optimizer), optimizer)
+        for entry in self._entries:
+            if _holds(bound, entry.names) and not any(o is bound for o in entry.optimizers):
+                bound = entry.strategy.bind(bound)
+                entry.optimizers = (*entry.optimizers, bound)
+        prepared = PreparedOptimizer(optimizer, bound, self.gradient_state, self._before_step)
         self._optimizers.append(prepared)
         return prepared
 
@@ -203,7 +203,8 @@ class Preparing(Training, Joining):
         resolved = self.config if choice is None else settle_strategy(choice, self.config)
         run = self.run if choice is None else self._make_run(resolved)
         names = _names_of(model)
-        mine = [o for o in [*optimizers, *self._waiting] if _holds(o, names)]
+        earlier = [prepared.optimizer for prepared in self._optimizers]
+        mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
         kind: type[Strategy[Any]] = strategies().load(resolved.strategy)
         strategy = kind(resolved.strategy_config, run)
         prepared, bound = strategy.prepare(model, mine)
@@ -213,23 +214,20 @@ class Preparing(Training, Joining):
         self._models.append(prepared)
         self._set_precision(prepared)
         # Before the strategy's own hook, which may communicate.
-        prepared.register_forward_pre_hook(
-            functools.partial(self._note_forward, entry), prepend=True
-        )
+        note = ForwardNote(functools.partial(self._note_forward, entry))
+        entry.note = prepared.register_forward_pre_hook(note, prepend=True)
         return prepared
 
     def _bind(self, given: Sequence[Optimizer], bound: Sequence[Optimizer]) -> None:
         """Remember what the strategy made of the optimizers, also for those wrapped already."""
         pairs = list(zip(given, bound, strict=True))
         self._bound = [pair for pair in self._bound if pair[0] not in given] + pairs
-        self._waiting = [waiting for waiting in self._waiting if waiting not in given]
         for prepared in self._optimizers:
             for before, after in pairs:
-                if prepared.given is before:
+                if prepared.optimizer is before:
                     prepared.optimizer = after
 
-    def _note_forward(self, entry: ModelEntry, module: nn.Module, inputs: Any) -> None:
-        del inputs
+    def _note_forward(self, entry: ModelEntry, module: nn.Module) -> None:
         if torch.is_grad_enabled():
             self._last_run = entry
             self._announce(entry, module.training)
@@ -240,7 +238,14 @@ class Preparing(Training, Joining):
 
     def _set_precision(self, model: nn.Module) -> None:
         if self.precision.compute is not None and self.handlers.autocast.enabled:
-            compute_in(model, functools.partial(self._autocast, self.handlers.autocast))
+            handler = self.handlers.autocast
+            # Nothing of this Accelerator inside: copies and pickles of the model hold it too.
+            compute_in(
+                model,
+                functools.partial(
+                    self.precision.autocast, self.device, cache_enabled=handler.cache_enabled
+                ),
+            )
 
     def _refuse_foreign_parameters(
         self, optimizers: Sequence[Optimizer], *, models_given: bool

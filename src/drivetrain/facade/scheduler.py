@@ -67,6 +67,12 @@ class PreparedScheduler:
         """Load a state into the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_window": GradientState(1)}  # a copy is on its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     def __getattr__(self, name: str) -> Any:
         # Only called for names not found above: last_epoch, base_lrs, a scheduler's own methods.
         if name == "scheduler":

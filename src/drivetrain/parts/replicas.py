@@ -25,6 +25,10 @@ class ReplicatedState:
         self._model = model
         self._optimizers = tuple(optimizers)
 
+    def add(self, optimizer: Optimizer) -> None:
+        """Count one more optimizer's state, after that of the others."""
+        self._optimizers = (*self._optimizers, optimizer)
+
     def shards(self, rank: int, size: int) -> Iterator[Shard]:
         """Yield this rank's share: whole tensors, the largest first to the rank with least.
 

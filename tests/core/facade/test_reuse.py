@@ -1,0 +1,147 @@
+"""Prepared objects taken apart: prepared in several calls, freed and prepared again, copied."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator, GradScalerKwargs, UsageError
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(4, 2)
+
+
+def rows(rank=0):
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)) / 100
+
+
+def train(accelerator, model, optimizer):
+    accelerator.backward(model(rows(accelerator.process_index)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same_on_all_ranks(accelerator, tensor):
+    every = accelerator.gather(tensor.detach()[None])
+    assert all(torch.equal(every[0], other) for other in every)
+
+
+def test_optimizer_after_its_model_is_saved_and_loaded(tmp_path):
+    def build():
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(linear())
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+        return accelerator, model, optimizer
+
+    accelerator, model, optimizer = build()
+    train(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "saved")
+    again, loaded, loaded_optimizer = build()
+    again.load_state(tmp_path / "saved")
+    expected = optimizer.state[model.weight]
+    found = loaded_optimizer.state[loaded.weight]
+    assert found["step"] == expected["step"] == 1
+    assert torch.equal(found["exp_avg"], expected["exp_avg"])
+
+
+def test_optimizer_after_its_model_is_unscaled():
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=64.0)]
+    )
+    model = accelerator.prepare(linear())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    expected = model.weight.detach() - rows().sum(dim=0)
+    train(accelerator, model, optimizer)
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_one_optimizer_over_models_prepared_before_and_after_it():
+    accelerator = Accelerator(cpu=True)
+    first, second = linear(), linear()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    first = accelerator.prepare(first)
+    second, optimizer = accelerator.prepare(second, optimizer)
+    assert [len(entry.optimizers) for entry in accelerator._entries] == [1, 1]
+    third, fourth = linear(), linear()
+    other = torch.optim.SGD([*third.parameters(), *fourth.parameters()], lr=0.1)
+    other = Accelerator.prepare_optimizer(accelerator, other)
+    accelerator.prepare(third)
+    accelerator.prepare(fourth)
+    assert [len(entry.optimizers) for entry in accelerator._entries] == [1, 1, 1, 1]
+
+
+def test_strategy_that_must_know_an_optimizer_from_the_start_says_so(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(linear())
+    kind = type(accelerator.strategy_of(model))
+    monkeypatch.delattr(kind, "bind")
+    with pytest.raises(UsageError, match=r"prepare\(model, optimizer\)"):
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.ranks(2)
+def test_model_prepared_again_after_free_memory():
+    accelerator = Accelerator(cpu=True)
+    model = linear()
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        train(accelerator, model, optimizer)
+        assert_same_on_all_ranks(accelerator, model.weight)
+        accelerator.free_memory(optimizer)
+    assert not model._forward_pre_hooks
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copy_of_a_model_is_an_ordinary_one(precision, copier):
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model = accelerator.prepare(linear())
+    average = copier(accelerator.unwrap_model(model))
+    with torch.no_grad():
+        average.weight.zero_()
+        average.bias.zero_()
+    assert average(rows()).abs().sum() == 0
+    assert model(rows()).abs().sum() > 0
+    average(rows()).sum().backward()
+    assert model.weight.grad is None
+    assert accelerator._last_run is accelerator._entries[0]
+    again = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(average, None, True)
+    torch.nn.init.ones_(again.weight)
+    out = again(rows())
+    assert torch.equal(out, out.bfloat16().float())  # computed in bf16
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_of_optimizer_and_scheduler(copier):
+    accelerator = Accelerator(cpu=True)
+    model = linear()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    train(accelerator, model, optimizer)
+    scheduler.step()
+    twin, schedule = copier((optimizer, scheduler))
+    schedule.step()
+    assert schedule.get_last_lr() == [0.25]
+    assert twin.param_groups[0]["lr"] == 0.25
+    assert scheduler.get_last_lr() == [0.5]
+    twin.step()
+
+
+def test_load_state_inside_a_window_forgets_its_gradients(tmp_path):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = linear()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.save_state(tmp_path / "saved")
+    with accelerator.accumulate(model):
+        accelerator.backward(model(rows()).sum())
+    accelerator.load_state(tmp_path / "saved")
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows()).sum())
+    torch.testing.assert_close(model.weight.grad, rows().sum(dim=0).expand(2, 4))
