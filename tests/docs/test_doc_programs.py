@@ -1,0 +1,117 @@
+"""The Python blocks of README and docs run, in order, as the programs and tests that they show."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+QUICKSTART = """
+import torch
+from types import SimpleNamespace
+
+class Model(torch.nn.Linear):
+    def forward(self, x, y=None):
+        out = super().forward(x)
+        if y is None:
+            return out
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(out, y))
+
+rows = [{"x": torch.randn(3), "y": torch.tensor(i % 2)} for i in range(10)]
+model = Model(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+loader = torch.utils.data.DataLoader(rows, batch_size=2)
+evaluation_loader = torch.utils.data.DataLoader([(r["x"], r["y"]) for r in rows], batch_size=4)
+"""
+
+README = """
+import torch
+
+loss_function = torch.nn.functional.mse_loss
+
+def build():
+    model = torch.nn.Linear(2, 1)
+    data = [(torch.ones(2), torch.ones(1)) for _ in range(8)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, optimizer, torch.utils.data.DataLoader(data, batch_size=2)
+"""
+
+NOTEBOOK = """
+import torch
+from drivetrain import Accelerator
+
+def train(rate):
+    accelerator = Accelerator()
+    assert accelerator.num_processes == 2 and rate == 0.1
+"""
+
+
+def blocks(name: str, language: str = "python") -> list[str]:
+    """Return the blocks of one language of a page."""
+    return [text for kind, text in FENCE.findall((ROOT / name).read_text()) if kind == language]
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Run a program in a folder of its own, on the CPU, as a user would; it must end well."""
+
+    def run(program: str, *arguments: str) -> str:
+        (tmp_path / "program.py").write_text(program)
+        done = subprocess.run(
+            [sys.executable, *(arguments or ("program.py",))],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_every_python_block_compiles():
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for text in blocks(str(page.relative_to(ROOT))):
+            compile(text, str(page), "exec")
+
+
+def test_loop_of_the_readme(python):
+    (diff,) = blocks("README.md", "diff")
+    lines = [line[1:] for line in diff.splitlines() if line[:1] in ("+", " ")]
+    python(README + "\n".join(lines) + "\nprint(loss.item())\n")
+
+
+def test_blocks_of_the_quickstart(python, tmp_path):
+    program = QUICKSTART + "".join(blocks("docs/quickstart.md"))
+    accuracy = float(
+        python(program + "\nprint(accuracy.item(), sum(map(len, correct)) == 10)\n").split()[0]
+    )
+    assert 0 <= accuracy <= 1
+    assert (tmp_path / "runs/mine/checkpoints/checkpoint_2/manifest.json").is_file()
+
+
+def test_notebook_block_of_the_cli_page(python):
+    (text,) = blocks("docs/cli.md")
+    python(NOTEBOOK + text)
+
+
+def test_blocks_of_the_plugin_page(python):
+    config, conformance, own_test = blocks("docs/writing-a-plugin.md")
+    python(
+        f"{config}\n{conformance}\n"
+        "from drivetrain.config import options_of\n"
+        "(knob,) = options_of(FlatConfig)\n"
+        "assert knob.question and knob.default is True\n"
+        "assert TestFlat.worlds == (1, 2, 3, 4)\n"
+    )
+    done = python(own_test, "-m", "pytest", "-q", "-p", "no:cacheprovider", "program.py")
+    assert "1 passed" in done
