@@ -4,8 +4,10 @@ Besides the launcher, this is the only file that reads the environment. The vari
 torchrun's own, so ``torchrun train.py`` and ``drivetrain launch train.py`` look the same from here.
 """
 
+import atexit
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +18,13 @@ from drivetrain.errors import PreflightError
 
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
 """Environment variable with the path of the run's configuration file."""
+
+LAST_WORK_S = 0.05
+"""How long the end of the interpreter waits for gloo's threads.
+
+They need the interpreter once more to let go of the tensors of the last collective. When it is
+already ending, Python ends such a thread in the middle of C++ code, which aborts the process.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +150,7 @@ def _join(device: torch.device, backend: str | None, timeout: timedelta) -> None
             f"cannot join the other ranks at {address} with {chosen}: {error}; check that every "
             "rank was started and that the address and port are free and reachable"
         ) from error
+    atexit.register(time.sleep, LAST_WORK_S)
 
 
 def _hosts(size: int) -> tuple[str, ...]:
