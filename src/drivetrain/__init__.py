@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "drivetrain.accelerator": ("Accelerator",),
+    "drivetrain.aliases": (
+        "AcceleratedOptimizer",
+        "AcceleratedScheduler",
+        "DataLoaderShard",
+        "DistributedOperationException",
+        "GeneralTracker",
+        "extract_model_from_parallel",
+    ),
     "drivetrain.availability": (
         "is_bf16_available",
         "is_cuda_available",
@@ -78,6 +86,7 @@ _HOMES = {
     "drivetrain.notebook": ("debug_launcher", "notebook_launcher"),
     "drivetrain.processes": ("DistributedType", "PartialState"),
     "drivetrain.runtime.data": ("prepare_data_loader", "skip_first_batches"),
+    "drivetrain.runtime.data.order": ("SeedableRandomSampler",),
     "drivetrain.runtime.gradient_state": ("GradientState",),
     "drivetrain.runtime.rng": ("set_seed", "synchronize_rng_states"),
     "drivetrain.strategy": (

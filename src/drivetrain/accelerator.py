@@ -118,6 +118,7 @@ class Accelerator(Preparing, Gathering, Checkpointing, Exporting, Logging):
             _project(project_config, project_dir),
             device_placement=device_placement,
         )
+        self.even_batches = resolved.run.data.even_batches
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = tuple(rng_types) if rng_types is not None else ("generator",)
         self._trackers = Trackers(
@@ -150,9 +151,9 @@ class Accelerator(Preparing, Gathering, Checkpointing, Exporting, Logging):
         return self.config.run.data.dispatch_batches
 
     @property
-    def even_batches(self) -> bool:
-        """Whether every rank gets as many full batches."""
-        return self.config.run.data.even_batches
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders know their position: always."""
+        return True
 
     @property
     def use_seedable_sampler(self) -> bool:

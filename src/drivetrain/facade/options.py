@@ -20,6 +20,8 @@ class DataLoaderConfiguration:
         use_seedable_sampler: derive the shuffle order from the seed and the epoch.
         data_seed: seed of the shuffle order.
         non_blocking: copy batches to the device asynchronously.
+        use_stateful_dataloader: accepted for scripts that set it: every loader's position is in
+            every checkpoint.
     """
 
     split_batches: bool | None = None
@@ -28,6 +30,7 @@ class DataLoaderConfiguration:
     use_seedable_sampler: bool | None = None
     data_seed: int | None = None
     non_blocking: bool | None = None
+    use_stateful_dataloader: bool = True
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,6 +62,8 @@ class ProjectConfiguration:
             ``project_dir/checkpoints/checkpoint_N``.
         total_limit: how many automatically named checkpoints are kept.
         iteration: number of the next automatic checkpoint.
+        save_on_each_node: accepted for scripts that set it: every rank writes its own part, into
+            a directory that all hosts share.
     """
 
     project_dir: str | Path | None = None
@@ -66,6 +71,13 @@ class ProjectConfiguration:
     automatic_checkpoint_naming: bool = False
     total_limit: int | None = None
     iteration: int = 0
+    save_on_each_node: bool = False
+
+    def set_directories(self, project_dir: str | Path | None = None) -> None:
+        """Set project_dir, and logging_dir when there is none."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """prepare(): hands models to strategies, divides loaders, gates optimizers and schedulers."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -155,7 +156,7 @@ class Preparing(Training, Joining):
                 self._dataloaders.append(data_loader)
             return data_loader
         place = self.device_placement if device_placement is None else device_placement
-        data = self.config.run.data
+        data = dataclasses.replace(self.config.run.data, even_batches=self.even_batches)
         prepared = prepare_data_loader(
             data_loader,
             axis=self.mesh["dp"],
@@ -183,6 +184,7 @@ class Preparing(Training, Joining):
 
     step_scheduler_with_optimizer: bool
     rng_types: Sequence[str]
+    even_batches: bool
 
     def _is_prepared(self, item: Any) -> bool:
         return isinstance(item, PreparedOptimizer)

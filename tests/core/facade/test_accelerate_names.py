@@ -1,0 +1,45 @@
+"""What scripts written for Accelerate set and import, beyond the loop."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import drivetrain
+from drivetrain import Accelerator, DataLoaderConfiguration, ProjectConfiguration
+
+
+@pytest.mark.ranks(2)
+def test_even_batches_can_be_set_before_prepare():
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.even_batches
+    accelerator.even_batches = False
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(3.0)), batch_size=1))
+    assert len(list(loader)) == 2 - accelerator.process_index
+    accelerator.end_training()
+
+
+def test_prepared_objects_have_the_names_of_accelerate(tmp_path):
+    project = ProjectConfiguration(save_on_each_node=True)
+    project.set_directories(tmp_path)
+    accelerator = Accelerator(
+        cpu=True,
+        project_config=project,
+        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
+    )
+    assert accelerator.use_stateful_dataloader
+    assert accelerator.logging_dir == str(tmp_path)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    dataset = TensorDataset(torch.arange(4.0))
+    sampler = drivetrain.SeedableRandomSampler(dataset, seed=3)
+    loader = DataLoader(dataset, batch_size=2, sampler=sampler)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    assert isinstance(optimizer, drivetrain.AcceleratedOptimizer)
+    assert isinstance(scheduler, drivetrain.AcceleratedScheduler)
+    assert isinstance(loader, drivetrain.DataLoaderShard)
+    assert sorted(torch.cat([x for (x,) in loader]).tolist()) == [0, 1, 2, 3]
+    compiled = torch.compile(model, backend="eager")
+    assert drivetrain.extract_model_from_parallel(compiled) is compiled
+    assert drivetrain.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
