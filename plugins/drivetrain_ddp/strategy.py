@@ -43,6 +43,7 @@ class Ddp(Strategy[DdpConfig]):
         self._communicator: Communicator = connect(
             run.mesh["dp"], run.traffic, run.world.device, run.world.timeout
         )
+        self._alone = self._communicator.size == 1
         self._reducer = Reducer([], self._communicator, choose_hook(config), config)
         self._handles: list[RemovableHandle] = []
 
@@ -56,8 +57,7 @@ class Ddp(Strategy[DdpConfig]):
         self._model = model
         self._state = ReplicatedState(model, optimizers)
         replicate([*model.parameters(), *model.buffers()], self._communicator, "replicate model")
-        alone = self._communicator.size == 1
-        parameters = [] if alone else list(named_parameters(model).items())
+        parameters = [] if self._alone else list(named_parameters(model).items())
         self._reducer = Reducer(
             parameters, self._communicator, choose_hook(self.config), self.config
         )
@@ -75,7 +75,7 @@ class Ddp(Strategy[DdpConfig]):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless accumulating, return with averaged gradients."""
-        if not self._reducer.synchronizing:
+        if self._alone or not self._reducer.synchronizing:
             loss.backward(**options)  # type: ignore[no-untyped-call]
             return
         self._reducer.refresh()
@@ -86,10 +86,10 @@ class Ddp(Strategy[DdpConfig]):
         else:
             self._reducer.finish()
 
-    def gradients(self) -> Iterator[Tensor]:
+    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradient of every parameter that has one."""
         self._reducer.finish()
-        for parameter in self._model.parameters():
+        for parameter in self._model.parameters() if only is None else only:
             if parameter.grad is not None:
                 yield parameter.grad
 
@@ -101,13 +101,7 @@ class Ddp(Strategy[DdpConfig]):
         only: Collection[nn.Parameter] | None = None,
     ) -> Tensor:
         """Scale the gradients to a norm of at most max_norm; equal on all ranks as it stands."""
-        self._reducer.finish()
-        chosen = None if only is None else {id(parameter) for parameter in only}
-        gradients = [
-            parameter.grad
-            for parameter in self._model.parameters()
-            if parameter.grad is not None and (chosen is None or id(parameter) in chosen)
-        ]
+        gradients = list(self.gradients(only))
         norm = global_norm(gradients, norm_type, device=self.run.world.device)
         clip_(gradients, norm, max_norm)
         return norm
@@ -165,7 +159,7 @@ class Ddp(Strategy[DdpConfig]):
         self._communicator.close()
 
     def _before_forward(self) -> None:
-        if not self._reducer.synchronizing:
+        if self._alone or not self._reducer.synchronizing:
             return
         self._reducer.finish()  # what an exception in backward cut short
         self._reducer.refresh()

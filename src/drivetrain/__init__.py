@@ -19,6 +19,7 @@ _HOMES = {
     "drivetrain.aliases": (
         "AcceleratedOptimizer",
         "AcceleratedScheduler",
+        "AcceleratorState",
         "DataLoaderShard",
         "DistributedOperationException",
         "GeneralTracker",

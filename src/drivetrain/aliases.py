@@ -1,21 +1,60 @@
 """Names that scripts written for Accelerate use for what is called otherwise here."""
 
+from datetime import timedelta
+
 from torch import nn
 
+from drivetrain.config import read_file
 from drivetrain.errors import RankMismatchError as DistributedOperationException
 from drivetrain.facade.optimizer import PreparedOptimizer as AcceleratedOptimizer
 from drivetrain.facade.scheduler import PreparedScheduler as AcceleratedScheduler
+from drivetrain.processes import PartialState
 from drivetrain.runtime.data import PreparedLoader as DataLoaderShard
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import launched_config
 from drivetrain.tracking import Tracker as GeneralTracker
 
 __all__ = [
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
+    "AcceleratorState",
     "DataLoaderShard",
     "DistributedOperationException",
     "GeneralTracker",
     "extract_model_from_parallel",
 ]
+
+
+class AcceleratorState(PartialState):
+    """The processes of a run and its precision, for scripts without an Accelerator at hand.
+
+    Args:
+        mixed_precision: ``no``, ``bf16`` or ``fp16``; None takes the launch configuration's.
+        cpu: compute on the CPU even when there is an accelerator.
+        backend: communication library; None takes the device's own.
+        timeout: how long a collective may wait.
+
+    Raises:
+        ConfigError: an unknown precision.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        super().__init__(cpu=cpu, backend=backend, timeout=timeout)
+        path = launched_config()
+        configured = read_file(path).values.get("precision", "no") if path else "no"
+        self.precision = Precision.of(mixed_precision or str(configured))
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of the run: no, bf16 or fp16."""
+        return self.precision.name
 
 
 def extract_model_from_parallel(

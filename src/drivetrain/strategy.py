@@ -244,11 +244,14 @@ class Strategy(ABC, Generic[ConfigT]):
         """
 
     @abstractmethod
-    def gradients(self) -> Iterator[Tensor]:
+    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that the optimizers will read on this rank.
 
         The facade scales, clamps and checks them in place. Together the ranks yield every element
         at least once.
+
+        Args:
+            only: the parameters whose gradients are wanted; None means all.
         """
 
     @abstractmethod

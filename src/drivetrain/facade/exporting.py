@@ -1,6 +1,7 @@
 """One model's weights as the script sees them: a state dict, or files that others can read."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,21 @@ from drivetrain.facade.core import Core, ModelEntry
 
 class Exporting(Core):
     """The exports of the Accelerator."""
+
+    @contextmanager
+    def gathered(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter] | None = None
+    ) -> Iterator[None]:
+        """Context in which parameters are whole on every rank, for reading and surgery. Collective.
+
+        Args:
+            model: a prepared model.
+            parameters: which of its parameters; None means all.
+        """
+        entry = self._entry_of(model)
+        chosen = list(model.parameters()) if parameters is None else list(parameters)
+        with entry.strategy.gathered(chosen):
+            yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the whole model's state on the CPU, with the user's names. Collective."""

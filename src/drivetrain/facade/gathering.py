@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain import communication
+from drivetrain.errors import UsageError
 from drivetrain.facade.core import Core
 from drivetrain.nested import find_batch_size, is_tensor, recursively_apply, slice_tensors
 
@@ -25,7 +27,16 @@ class Gathering(Core):
         Raises:
             RankMismatchError: shapes, dtypes or structure differ; on every rank.
         """
+        self._refuse_after_end("gather")
         return communication.gather(tensor)
+
+    def _refuse_after_end(self, operation: str) -> None:
+        """Raise when the ranks have parted: the local value would pass for that of all."""
+        if self.world.size > 1 and not dist.is_initialized():
+            raise UsageError(
+                f"expected {operation}() before end_training(), found it after: this rank has left "
+                "the process group"
+            )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and drop the samples that only repeat others to fill the last batch.
@@ -35,6 +46,7 @@ class Gathering(Core):
             use_gather_object: gather as objects even when these are tensors, for example because
                 their shapes differ.
         """
+        self._refuse_after_end("gather_for_metrics")
         if use_gather_object or not _all_tensors(input_data):
             gathered: Any = communication.gather_object(input_data)
         else:
@@ -55,6 +67,7 @@ class Gathering(Core):
             reduction: ``sum``, ``mean``, ``max`` or ``none``.
             scale: factor of the result.
         """
+        self._refuse_after_end("reduce")
         return communication.reduce(tensor, reduction, scale)
 
     def pad_across_processes(

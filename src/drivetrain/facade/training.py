@@ -59,11 +59,13 @@ class Training(Core):
             self._window = WindowMean(state, counted=True)
         state.next_micro_batch()
         self.step = state.micro_batch
-        with ExitStack() as stack:
-            if not state.sync_gradients and not state.sync_each_batch:
+        if state.sync_gradients or state.sync_each_batch:
+            yield
+        else:
+            with ExitStack() as stack:
                 for entry in self._entries_of(models):
                     stack.enter_context(entry.strategy.accumulating())
-            yield
+                yield
         if state.sync_gradients:
             self.scaler.update()
 
@@ -161,7 +163,7 @@ class Training(Core):
             return
         for entry in self._owners_of(given):
             self._unscale(entry)
-            for piece in entry.strategy.gradients():
+            for piece in entry.strategy.gradients(_subset(entry, given)):
                 piece.clamp_(-clip_value, clip_value)
 
     @contextmanager
@@ -212,6 +214,8 @@ class Training(Core):
 
     def _note_scale(self) -> None:
         """Remember which scale the gradients of this window are made with."""
+        if not self.scaler.is_enabled():
+            return
         for entry in self._entries:
             if entry.scale is None:
                 entry.scale = self.scaler.get_scale()

@@ -43,3 +43,31 @@ def test_prepared_objects_have_the_names_of_accelerate(tmp_path):
     compiled = torch.compile(model, backend="eager")
     assert drivetrain.extract_model_from_parallel(compiled) is compiled
     assert drivetrain.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
+
+
+def test_accelerator_state_knows_processes_and_precision():
+    from drivetrain import AcceleratorState, ConfigError
+
+    state = AcceleratorState("bf16", cpu=True)
+    assert (state.num_processes, state.mixed_precision) == (1, "bf16")
+    assert AcceleratorState(cpu=True).mixed_precision == "no"
+    with pytest.raises(ConfigError, match="precision"):
+        AcceleratorState("fp7", cpu=True)
+
+
+def test_value_clipping_of_a_part_leaves_the_rest():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    accelerator.backward(100 * model(torch.ones(1, 4)).square().sum())
+    kept = model[1].weight.grad.clone()
+    accelerator.clip_grad_value_(model[0].parameters(), 1e-3)
+    assert torch.equal(model[1].weight.grad, kept)
+    assert float(model[0].weight.grad.abs().max()) <= 1.001e-3
+
+
+def test_gathered_holds_whole_parameters():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(3, 2))
+    with accelerator.gathered(model), torch.no_grad():
+        model.weight.fill_(2.0)
+    assert float(model.weight.detach().sum()) == 12.0

@@ -44,8 +44,9 @@ class Toy(Strategy[ToyConfig]):
                 dist.all_reduce(gradient, group=axis.group)
                 gradient.div_(axis.size)
 
-    def gradients(self) -> Iterator[Tensor]:
-        return (p.grad for p in self._model.parameters() if p.grad is not None)
+    def gradients(self, only: Any = None) -> Iterator[Tensor]:
+        chosen = self._model.parameters() if only is None else only
+        return (p.grad for p in chosen if p.grad is not None)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type)

@@ -67,10 +67,11 @@ class Flat(Strategy[FlatConfig]):
             self._pending = True
             self._settle()
 
-    def gradients(self) -> Iterator[Tensor]:
+    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield every gradient there is."""
         self._settle()
-        return (p.grad for p in self._model.parameters() if p.grad is not None)
+        chosen = self._model.parameters() if only is None else only
+        return (p.grad for p in chosen if p.grad is not None)
 
     def clip_grad_norm(
         self,

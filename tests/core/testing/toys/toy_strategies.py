@@ -62,9 +62,9 @@ class Toy(Strategy[ToyConfig]):
             self.communicator.all_reduce(flat, scale=1 / self.communicator.size).wait()
             parameter.grad.copy_(flat)
 
-    def gradients(self):
+    def gradients(self, only=None):
         self.settle()
-        return (p.grad for p in self.trained if p.grad is not None)
+        return (p.grad for p in (self.trained if only is None else only) if p.grad is not None)
 
     def clip_grad_norm(self, max_norm, norm_type=2.0, *, only=None):
         self.settle()
