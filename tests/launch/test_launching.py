@@ -16,7 +16,7 @@ print("err of rank", os.environ["RANK"], file=sys.stderr)
 """
 
 REDUCE = """
-import os, sys
+import os, sys, time
 import torch, torch.distributed as dist
 size = int(os.environ.get("WORLD_SIZE", 1))
 if size > 1:
@@ -26,6 +26,7 @@ if size > 1:
     dist.all_reduce(value)
 if int(os.environ.get("RANK", 0)) == 0:
     print("sum", value.tolist())
+time.sleep(0.3)  # gloo's thread must let go of the last tensors before the interpreter ends
 """
 
 
@@ -137,7 +138,8 @@ def test_failed_attempt_is_reported_and_restarted(sandbox):
 def test_same_script_runs_under_launch_torchrun_and_python(sandbox):
     script = sandbox.script(REDUCE)
     env = sandbox.environment()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", script]
     two = subprocess.run(
         torchrun, cwd=sandbox.folder, env=env, capture_output=True, text=True, timeout=60,
         check=True,
