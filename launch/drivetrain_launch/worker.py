@@ -78,11 +78,17 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
+LAST_WORK_S = 0.05
+"""How long the end of a script waits for gloo's threads, as ``World`` does for groups it joins."""
+
+
 def leave_process_group() -> None:
     """Destroy the process group of a script that ended well without doing so itself."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+        # A group that the script made itself: gloo's threads let go of the last tensors first.
+        time.sleep(LAST_WORK_S)
 
 
 def code_of(error: SystemExit) -> int:
