@@ -16,23 +16,19 @@ round, which observes the order, and every round of a model under reentrant chec
 gradient may come more than once, multiply and send all buckets at the end.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.buckets import MIB, Bucket, plan_buckets
 from drivetrain.parts.collectives import Communicator
+from drivetrain.parts.rounds import Rounds, on_gradient
 from drivetrain_ddp.compression import CommunicationHook, Exchange
 from drivetrain_ddp.config import DdpConfig
-
-_current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Slot:
@@ -114,7 +110,7 @@ class Reducer:
         config: DdpConfig,
     ) -> None:
         self.synchronizing = True
-        self.rounds = 0
+        self.rounds = Rounds(self._begin, self._end)
         self._parameters = [parameter for _, parameter in parameters]
         self._names = [name for name, _ in parameters]
         self._communicator = communicator
@@ -123,9 +119,7 @@ class Reducer:
         self._handles: list[RemovableHandle] = []
         self._scale = 1.0 / communicator.size
         self._eager = False
-        self._task: int | None = None
         self._launched = 0
-        self._reentrant = False
         self._trainable: list[bool] | None = None
         self.refresh()
 
@@ -136,7 +130,7 @@ class Reducer:
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable == self._trainable:
             return
-        self.finish()
+        self.rounds.finish()
         self._detach()
         self._trainable = trainable
         chosen = [index for index, wanted in enumerate(trainable) if wanted]
@@ -144,7 +138,7 @@ class Reducer:
             Slot(place, self._names[index], self._parameters[index])
             for place, index in enumerate(chosen)
         ]
-        self._handles = [_register(slot.parameter, self._make_hook(slot)) for slot in self._slots]
+        self._handles = [on_gradient(slot.parameter, self._make_hook(slot)) for slot in self._slots]
         self._order = list(reversed(range(len(self._slots))))
         self._observed: list[int] | None = None
         self._observing = True
@@ -152,7 +146,7 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are, a round cut short is given up."""
-        self._task = None
+        self.rounds.give_up()
         self._detach()
 
     def _detach(self) -> None:
@@ -189,9 +183,8 @@ class Reducer:
                 if parameter.grad is not slot.view:
                     slot.adopt(parameter.grad)
                 return
-            if _current_task() != self._task:
-                self._enter(_current_task())
-            if slot.round == self.rounds:
+            self.rounds.enter()
+            if slot.round == self.rounds.count:
                 self._came_again(slot)
             grad, scale = parameter.grad, self._scale if self._eager else 1.0
             if grad is not slot.view:
@@ -202,27 +195,11 @@ class Reducer:
 
         return ready
 
-    def _enter(self, task: int) -> None:
-        """Notice that a hook runs in another backward than the hook before it."""
-        nested = _inside_backward()
-        if self._task is not None and task > self._task:
-            if nested:  # reentrant checkpointing: gradients may come twice
-                self._reentrant = True
-                return
-            self.finish()  # an exception cut the round short
-        if self._task is None:
-            self._begin()
-        self._reentrant |= nested
-        self._task = task
-        if not nested:
-            Variable._execution_engine.queue_callback(self.finish)
-
     def _begin(self) -> None:
         if self._observed is not None:
             self._order, self._observed = self._observed, None
             self._build()
-        self.rounds += 1
-        self._eager = not self._observing and not self._reentrant
+        self._eager = not self._observing and not self.rounds.reentrant
         self._launched = 0
         self._came: list[int] = []
         for state in self._buckets:
@@ -231,9 +208,9 @@ class Reducer:
             state.exchange = None
 
     def _count_down(self, slot: Slot) -> None:
-        if slot.round == self.rounds:
+        if slot.round == self.rounds.count:
             return
-        slot.round = self.rounds
+        slot.round = self.rounds.count
         self._came.append(slot.index)
         slot.bucket.pending -= 1
         if not slot.bucket.pending and self._eager:
@@ -241,7 +218,7 @@ class Reducer:
 
     def _came_again(self, slot: Slot) -> None:
         """A gradient grew after it was complete: only a round that sends all at its end may."""
-        self._reentrant = True
+        self.rounds.reentrant = True
         if self._eager:
             raise UsageError(
                 f"{slot.name!r} got its gradient twice in one backward, which it did not in the "
@@ -271,7 +248,7 @@ class Reducer:
         """Complete a bucket: what earlier micro-batches left counts, nothing at all is zero."""
         scale = self._scale if self._eager else 1.0
         for slot in state.slots:
-            if slot.round == self.rounds:
+            if slot.round == self.rounds.count:
                 continue
             grad = slot.parameter.grad
             if grad is None:
@@ -284,31 +261,13 @@ class Reducer:
 
     # --- after backward ---
 
-    def synchronize(self) -> None:
-        """Take part in a round although this rank's loss reached no parameter."""
-        if self._task is None:
-            self._begin()
-            self._task = -1
-        self.finish()
-
-    def finish(self) -> None:
-        """End the round, if one is under way: send what was not sent, wait, hand out gradients.
-
-        Raises:
-            CollectiveError: a rank failed or did not answer in time.
-        """
-        if self._task is None:
-            return
-        try:
-            with torch.no_grad():
-                for state in self._buckets[self._launched :]:
-                    self._launch(state)
-                for state in self._buckets:
-                    self._settle(state)
-            if self._observing:
-                self._observe()
-        finally:
-            self._task = None
+    def _end(self) -> None:
+        for state in self._buckets[self._launched :]:
+            self._launch(state)
+        for state in self._buckets:
+            self._settle(state)
+        if self._observing:
+            self._observe()
 
     def _settle(self, state: _Round) -> None:
         if state.exchange is None:
@@ -335,19 +294,3 @@ class Reducer:
         observed = order.tolist()
         if observed != self._order:
             self._observed = observed
-
-
-def _register(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return handle
-
-
-def _inside_backward() -> bool:
-    """Whether this backward runs inside a custom function's backward: reentrant checkpointing."""
-    code = BackwardCFunction.apply.__code__
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

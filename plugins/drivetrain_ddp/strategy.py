@@ -79,16 +79,16 @@ class Ddp(Strategy[DdpConfig]):
             loss.backward(**options)  # type: ignore[no-untyped-call]
             return
         self._reducer.refresh()
-        rounds = self._reducer.rounds
+        rounds = self._reducer.rounds.count
         loss.backward(**options)  # type: ignore[no-untyped-call]
-        if self._reducer.rounds == rounds:
-            self._reducer.synchronize()  # the loss reached no parameter here; others may wait
+        if self._reducer.rounds.count == rounds:
+            self._reducer.rounds.take_part()  # the loss reached no parameter here; others may wait
         else:
-            self._reducer.finish()
+            self._reducer.rounds.finish()
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradient of every parameter that has one."""
-        self._reducer.finish()
+        self._reducer.rounds.finish()
         for parameter in self._model.parameters() if only is None else only:
             if parameter.grad is not None:
                 yield parameter.grad
@@ -161,10 +161,10 @@ class Ddp(Strategy[DdpConfig]):
     def _before_forward(self) -> None:
         if self._alone or not self._reducer.synchronizing:
             return
-        self._reducer.finish()  # what an exception in backward cut short
+        self._reducer.rounds.finish()  # what an exception in backward cut short
         self._reducer.refresh()
         if self.config.buffers == "broadcast":
             replicate(self._model.buffers(), self._communicator, "buffers before forward")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._reducer.finish()
+        self._reducer.rounds.finish()

@@ -69,6 +69,11 @@ class Part:
         """Return the part that is the whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
+    @classmethod
+    def range_of(cls, shape: Sequence[int], start: int, stop: int) -> "Part":
+        """Return a half-open range of the flattened tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape), (start, stop))
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -333,9 +338,23 @@ class Strategy(ABC, Generic[ConfigT]):
             "as many batches with even_batches=True"
         )
 
-    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Context in which these parameters are whole on every rank; all ranks must enter it."""
+    def gathered(
+        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
+    ) -> AbstractContextManager[None]:
+        """Context in which these parameters are whole on every rank; all ranks must enter it.
+
+        Args:
+            parameters: of the prepared model.
+            modify: whether they may be changed inside; where ranks differ rank 0's values count.
+        """
         return nullcontext()
+
+    def names(self) -> Mapping[int, str]:
+        """Return, by identity, the name of each parameter that an optimizer holds in place of one.
+
+        Empty where optimizers hold the model's own parameters.
+        """
+        return {}
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module inside a prepared one."""

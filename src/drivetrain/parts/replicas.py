@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint import describe_difference
-from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
+from drivetrain.parts.saved_state import allocate_state, check_fits, group_of, state_keys
 from drivetrain.strategy import Part, Reader, Shard
 
 
@@ -54,13 +53,13 @@ class ReplicatedState:
         Raises:
             CheckpointError: names or shapes differ; nothing was changed.
         """
-        saved = set(reader.keys())
-        self._check(reader, saved)
+        self._check(reader)
+        keys = state_keys(reader)
         with torch.no_grad():
             for name, tensor in self._model_tensors().items():
                 tensor.copy_(reader.read(name))
             for index, name, parameter in self._optimized():
-                self._load_state(reader, saved, index, name, parameter)
+                self._load_state(reader, keys.get((name, index), []), index, name, parameter)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the state, in the same order on every rank."""
@@ -88,65 +87,31 @@ class ReplicatedState:
                 if isinstance(value, Tensor):
                     yield name, f"{index}.{key}", value
 
-    def _check(self, reader: Reader, saved: set[tuple[str, str]]) -> None:
-        """Refuse a checkpoint of another model, or with state that no optimizer here holds."""
-        known = {(index, name) for index, name, _ in self._optimized()}
+    def _check(self, reader: Reader) -> None:
         expected = {
             (name, ""): tuple(tensor.shape) for name, tensor in self._model_tensors().items()
         }
-        found = {
-            (name, state): reader.shape(name, state)
-            for name, state in sorted(saved)
-            if not state or (int(state.partition(".")[0]), name) not in known
-        }
-        difference = describe_difference(expected, found)
-        if difference:
-            raise CheckpointError(f"the checkpoint does not fit this model: {difference}")
+        check_fits(reader, expected, {(index, name) for index, name, _ in self._optimized()})
 
     def _load_state(
         self,
         reader: Reader,
-        saved: set[tuple[str, str]],
+        keys: Sequence[str],
         index: int,
         name: str,
         parameter: nn.Parameter,
     ) -> None:
         optimizer = self._optimizers[index]
-        prefix = f"{index}."
-        keys = sorted(
-            state.removeprefix(prefix)
-            for owner, state in saved
-            if owner == name and state.startswith(prefix)
-        )
         scalars = reader.scalars(name, index)
         present = optimizer.state.get(parameter, {})
         loaded: dict[str, Any] = dict(scalars)
         for key in keys:
-            values = reader.read(name, prefix + key)
+            values = reader.read(name, f"{index}.{key}")
             kept = present.get(key)
             if not isinstance(kept, Tensor) or kept.shape != values.shape:
-                kept = _allocate(values, key, parameter, _group_of(optimizer, parameter))
+                kept = allocate_state(values, key, parameter, group_of(optimizer, parameter))
             loaded[key] = kept.copy_(values)
         if loaded:
             optimizer.state[parameter] = loaded
         else:
             optimizer.state.pop(parameter, None)
-
-
-def _group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    return next(
-        group
-        for group in optimizer.param_groups
-        if any(member is parameter for member in group["params"])
-    )
-
-
-def _allocate(values: Tensor, key: str, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-    """Return an empty state tensor, of the dtype and on the device that torch's optimizers use."""
-    if key == "step":
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        return torch.empty_like(values, device=parameter.device if on_device else "cpu")
-    if values.shape == parameter.shape:
-        dtype = parameter.dtype if values.is_floating_point() else values.dtype
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty_like(values, device=parameter.device)

@@ -1,0 +1,35 @@
+"""ZeRO: the states of data-parallel training divided among the ranks that would all hold the same.
+
+Paper: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+SC 2020 (sections 5 and 7). The idea in five lines:
+
+1. Parameters lie side by side in flat units; every rank owns 1/N of every unit.
+2. In backward a unit's gradients are reduce-scattered: each rank gets the mean of what it owns.
+3. The user's optimizer steps this rank's fragments only: its state is 1/N (stage 1).
+4. Gradients outside of the owned range are given up as soon as they are sent (stage 2).
+5. So are parameters: a unit is gathered before use and freed after (stage 3).
+
+With P elements, N ranks and f = (N-1)/N a rank sends f P for the reduction and f P for the
+updated parameters per step, as much as data parallelism does; stage 3 gathers once more for
+backward: 3 f P.
+
+==================== ================================================================
+config.py            the knobs
+layout.py            which parameter lies where, who owns what: arithmetic
+unit.py              one unit's memory: flat tensor, owned shard, parameters as views
+gradients.py         one unit's gradients: buffer, reduction, owned range
+reducer.py           when units are reduced during backward
+gathering.py         when units are gathered and freed (stage 3)
+binding.py           fragments in the place of parameters in optimizers
+suitability.py       whether an optimizer may step fragments
+surgery.py           changes to whole parameters
+state.py             checkpoints
+cost.py              bytes held and sent
+zero.py, stages.py   the contract: what all stages do, and what each adds
+==================== ================================================================
+"""
+
+from drivetrain_zero.config import Zero1Config, Zero2Config, Zero3Config
+from drivetrain_zero.stages import Zero1, Zero2, Zero3
+
+__all__ = ["Zero1", "Zero1Config", "Zero2", "Zero2Config", "Zero3", "Zero3Config"]

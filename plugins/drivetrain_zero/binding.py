@@ -1,0 +1,137 @@
+"""Puts fragments into optimizers' groups in the place of parameters; the objects stay the user's.
+
+Group dictionaries stay the same objects, so schedulers and weight decay go on working. State that
+an optimizer already has is cut like the parameter it belongs to.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain_zero.suitability import check_suits
+from drivetrain_zero.unit import FlatUnit, Slot
+
+_FUSED = (SGD, Adam, AdamW, Adagrad)
+"""Optimizers whose fused kernel does the same arithmetic in one pass over memory."""
+
+
+@dataclass(slots=True)
+class Bound:
+    """One optimizer and the parameters that it trains.
+
+    Attributes:
+        optimizer: the user's object.
+        slots: by name; the same on every rank, also where this rank owns nothing of them.
+    """
+
+    optimizer: Optimizer
+    slots: dict[str, Slot] = field(default_factory=dict)
+
+    @property
+    def units(self) -> set[FlatUnit]:
+        """The units that its step changes."""
+        return {slot.unit for slot in self.slots.values()}
+
+
+class Binding:
+    """The optimizers of one model.
+
+    Args:
+        whole_parameters: whether ranks own whole parameters; otherwise flat ranges.
+        fused: whether to take the fused kernel where the user left the choice open.
+        before_step: called before every step.
+        after_step: called after every step with what the optimizer holds.
+    """
+
+    def __init__(
+        self,
+        *,
+        whole_parameters: bool,
+        fused: bool,
+        before_step: Callable[[], None],
+        after_step: Callable[[Bound], None],
+    ) -> None:
+        self.slots: dict[nn.Parameter, Slot] = {}
+        self._whole_parameters = whole_parameters
+        self._fused = fused
+        self._before_step = before_step
+        self._after_step = after_step
+        self._bound: list[Bound] = []
+        self._handles: list[RemovableHandle] = []
+
+    def __iter__(self) -> Iterator[Bound]:
+        return iter(self._bound)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that cannot step what a rank owns.
+
+        Raises:
+            UsageError: says which partition it needs.
+        """
+        check_suits(optimizer, whole_parameters=self._whole_parameters)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Bind one more optimizer."""
+        bound = Bound(optimizer)
+        self._rebind(bound)
+        self._bound.append(bound)
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if self._has_strays(bound):
+                self._rebind(bound)
+            self._before_step()
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._after_step(bound)
+
+        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_post_hook(after))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _has_strays(self, bound: Bound) -> bool:
+        """Return whether there are whole parameters in the groups, as after add_param_group."""
+        return any(
+            p in self.slots for group in bound.optimizer.param_groups for p in group["params"]
+        )
+
+    def _rebind(self, bound: Bound) -> None:
+        for group in bound.optimizer.param_groups:
+            held = [self._replace(bound, parameter) for parameter in group["params"]]
+            group["params"] = [one for one in held if one is not None]
+            if self._fused and type(bound.optimizer) in _FUSED and _leaves_choice(group):
+                group["fused"] = True
+
+    def _replace(self, bound: Bound, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what stands in a parameter's place; None where this rank owns nothing of it."""
+        slot = self.slots.get(parameter)
+        if slot is None:
+            return parameter
+        bound.slots[slot.name] = slot
+        fragment = slot.unit.fragment(slot)
+        state = bound.optimizer.state.pop(parameter, None)
+        if state is not None and fragment is not None:
+            bound.optimizer.state[fragment] = {k: _cut(v, slot, fragment) for k, v in state.items()}
+        return fragment
+
+
+def _cut(value: Any, slot: Slot, fragment: nn.Parameter) -> Any:
+    if not isinstance(value, Tensor) or value.shape != slot.shape or not slot.shape:
+        return value
+    owned = slot.in_memory_order(value)[slice(*slot.owned)].clone()
+    return owned.as_strided(fragment.shape, fragment.stride())
+
+
+def _leaves_choice(group: Mapping[str, Any]) -> bool:
+    options = ("foreach", "fused", "capturable", "differentiable")
+    return all(not group.get(option) for option in options) and all(
+        parameter.is_floating_point() for parameter in group["params"]
+    )

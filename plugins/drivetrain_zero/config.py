@@ -1,0 +1,70 @@
+"""The knobs of ZeRO: each stage has those of the stage before it and its own."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from drivetrain.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Zero1Config:
+    """Options of the strategy ``zero1``."""
+
+    bucket_mib: float = option(
+        25.0, help="MiB of gradients that are reduced together", minimum=0.001, maximum=4096
+    )
+    partition: Literal["flat", "parameter"] = option(
+        "flat",
+        help="flat cuts every bucket into equal ranges; parameter gives whole parameters to one "
+        "rank each, for optimizers that need whole matrices",
+    )
+    buffers: Literal["broadcast", "none"] = option(
+        "broadcast",
+        help="whether rank 0's buffers (BatchNorm statistics) replace the others' before a "
+        "training forward",
+    )
+    fused: bool = option(
+        True,
+        help="whether torch's fused kernel steps Adam, AdamW, Adagrad and SGD optimizers that "
+        "leave the choice open",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Zero2Config(Zero1Config):
+    """Options of the strategy ``zero2``."""
+
+    accumulate: Literal["reduce", "local"] = option(
+        "reduce",
+        help="reduce sends the gradients of every micro-batch and keeps 1/N; local keeps whole "
+        "gradients during an accumulation window and sends them once",
+    )
+    buffers_in_flight: int = option(
+        3, help="gradient buckets that may be filled or on their way at once", minimum=2
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Zero3Config(Zero2Config):
+    """Options of the strategy ``zero3``."""
+
+    keep_below: int = option(
+        100_000,
+        help="parameters with fewer elements stay whole on every rank, as in stage 2: fewer and "
+        "larger messages",
+        minimum=0,
+    )
+    own_unit_from: int = option(
+        1_000_000,
+        help="elements from which a layer outside of the repeated blocks, such as an embedding, is "
+        "gathered and freed by itself",
+        minimum=1,
+    )
+    reshard_after_forward: bool | int = option(
+        True,
+        help="whether a unit is freed between its forward and its backward; a number of ranks "
+        "keeps it divided over groups of that many neighbors instead",
+    )
+    prefetch: int = option(
+        1, help="units that are gathered ahead of the one that computes", minimum=0, maximum=8
+    )

@@ -1,0 +1,329 @@
+"""Stage 3: units are gathered just before use and freed after; who needs a unit next is remembered.
+
+Three mechanisms, from the fastest to the one that nothing escapes:
+
+- Hooks on a unit's module gather it before forward, free it after, and free it again in backward
+  when the gradients of the module's inputs are there.
+- The unit that followed this one last time (in forward, in backward, in evaluation: each by itself)
+  is gathered ahead. If the order changes, the wrong unit was ahead, and nothing else happens.
+- Whatever touches a parameter that is away gets its unit gathered on the spot: code outside of the
+  module by the parameter's guard, backward by hooks on the tensors that autograd saved.
+
+Every rank must need the same units in the same order. The communicator checks the order, so ranks
+that take different paths end with an error that names the units.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.guard import guard
+from drivetrain.parts.naming import clean_name
+from drivetrain.parts.rounds import after_backward, in_backward
+from drivetrain_zero.hooks import UnitHook, is_compiled
+from drivetrain_zero.layout import ROOT
+from drivetrain_zero.unit import FlatUnit, storages
+
+
+class Gatherer:
+    """Gathers and frees the sharded units of one model.
+
+    Args:
+        model: the user's model.
+        units: its sharded units.
+        ahead: how many units are gathered ahead.
+        reshard_after_forward: whether units are freed between forward and backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[FlatUnit],
+        *,
+        ahead: int,
+        reshard_after_forward: bool,
+    ) -> None:
+        self._units = units
+        self._storages = storages(units)
+        self._ahead = ahead
+        self._reshard = reshard_after_forward
+        self._next: dict[tuple[str, FlatUnit], FlatUnit] = {}
+        self._latest: dict[str, FlatUnit] = {}
+        self._final: FlatUnit | None = None
+        self._forwards: list[saved_tensors_hooks] = []
+        self._cleaning = False
+        for unit in units:
+            unit.guard = AbsentGuard(unit, self)
+            unit.free()
+        self._handles = self._register(model)
+
+    # --- bringing and freeing ---
+
+    def fetch(self, unit: FlatUnit) -> None:
+        """Return when a unit is whole; start those that followed it last time."""
+        if not unit.whole:
+            phase = self._phase()
+            if unit.arrival is None:
+                unit.start()
+            self._remember(phase, unit)
+            self._start_ahead(phase, unit)
+            unit.arrive()
+
+    def release(self, unit: FlatUnit) -> None:
+        """Free a unit that nobody holds."""
+        if not unit.holds and (unit.whole or unit.arrival is not None):
+            unit.free()
+
+    def release_all(self) -> None:
+        """Free every unit that nobody holds."""
+        for unit in self._units:
+            self.release(unit)
+        self._latest.clear()
+
+    @contextmanager
+    def holding(self, units: Sequence[FlatUnit]) -> Iterator[None]:
+        """Context in which units stay whole; all ranks must enter it with the same units."""
+        for unit in units:
+            unit.holds += 1
+        try:
+            for unit in units:
+                self.fetch(unit)
+            yield
+        finally:
+            for unit in units:
+                unit.holds -= 1
+                self.release(unit)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the model runs forward or backward now, which free at their end."""
+        return bool(self._forwards) or in_backward()
+
+    def close(self) -> None:
+        """Take the hooks off. Units stay divided; the only rank of an axis has them whole."""
+        for handle in self._handles:
+            handle.remove()
+        for unit in self._units:
+            unit.guard = DetachedGuard(self.refusal(unit))
+            if unit.communicator.size == 1:
+                unit.start()
+            elif not unit.holds:
+                unit.free()
+
+    def refusal(self, unit: FlatUnit) -> UsageError:
+        """Return the error for a use of values that are not there."""
+        first = unit.slots[0].name
+        return UsageError(
+            f"expected parameters with values, found those of {unit.label} (such as {first!r}) "
+            "divided over the ranks between steps: they can be read, but neither changed nor kept "
+            "as a view; do that inside 'with accelerator.gathered(model):' on every rank, or take "
+            "accelerator.get_state_dict(model) or save_model()"
+        )
+
+    def _phase(self) -> str:
+        if in_backward():
+            return "backward"
+        if not self._forwards:
+            return "between"
+        return "forward" if torch.is_grad_enabled() else "evaluation"
+
+    def _remember(self, phase: str, unit: FlatUnit) -> None:
+        before = self._latest.get(phase)
+        if before is not None:
+            self._next[phase, before] = unit
+        self._latest[phase] = unit
+
+    def _start_ahead(self, phase: str, unit: FlatUnit) -> None:
+        for _ in range(self._ahead):
+            following = self._next.get((phase, unit))
+            if following is None:
+                return
+            if not following.whole and following.arrival is None:
+                following.start()
+            unit = following
+
+    # --- hooks ---
+
+    def _register(self, model: nn.Module) -> list[RemovableHandle]:
+        modules = {clean_name(name): module for name, module in model.named_modules()}
+        by_module: dict[nn.Module, list[FlatUnit]] = {}
+        for unit in self._units:
+            # The inside of a compiled model is one graph: hooks on parts of it would break it.
+            module = model if is_compiled(model) else modules.get(unit.layout.key)
+            if module is not None and (unit.layout.key != ROOT or is_compiled(model)):
+                by_module.setdefault(module, []).append(unit)
+        handles = [
+            model.register_forward_pre_hook(UnitHook(self._enter_model), prepend=True),
+            model.register_forward_hook(UnitHook(self._leave_model), always_call=True),
+        ]
+        for module, units in by_module.items():
+            hook = ModuleUnits(self, units)
+            handles.append(module.register_forward_pre_hook(UnitHook(hook.enter), with_kwargs=True))
+            handles.append(module.register_forward_hook(UnitHook(hook.leave)))
+        return handles
+
+    def _enter_model(self, module: nn.Module, inputs: Any) -> None:
+        if not self._forwards and not in_backward():
+            self._latest.clear()
+        hooks = self.saving()
+        hooks.__enter__()
+        self._forwards.append(hooks)
+
+    def _leave_model(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._forwards:
+            self._forwards.pop().__exit__(None, None, None)
+        if self._forwards or in_backward():
+            return
+        self._final = self._latest.get("forward", self._final)
+        if not torch.is_grad_enabled() or outputs is None:
+            self.release_all()  # evaluation, or an exception
+
+    def leave_unit(self, unit: FlatUnit) -> None:
+        """Free a unit after its forward, unless its backward is next."""
+        if in_backward():
+            return  # recomputed: its backward follows
+        if not torch.is_grad_enabled() or (self._reshard and unit is not self._final):
+            self.release(unit)
+
+    # --- what autograd saves ---
+
+    def saving(self) -> saved_tensors_hooks:
+        """Return the context in which autograd saves views of units without their values."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        unit = self._storages.get(tensor.untyped_storage()._cdata)
+        return tensor if unit is None else (unit, tensor.detach())
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        unit, view = packed
+        self._clean_after_backward()
+        self.fetch(unit)
+        result: Tensor = view
+        return result
+
+    def _clean_after_backward(self) -> None:
+        if in_backward() and not self._cleaning:
+            self._cleaning = True
+            after_backward(self._clean)
+
+    def _clean(self) -> None:
+        self._cleaning = False
+        self.release_all()
+
+
+class ModuleUnits:
+    """The units of one module: what its hooks do.
+
+    Args:
+        gatherer: gathers and frees.
+        units: the units, those of several dtypes apart.
+    """
+
+    def __init__(self, gatherer: Gatherer, units: Sequence[FlatUnit]) -> None:
+        self._gatherer = gatherer
+        self._units = units
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Gather before forward; free when backward has passed through the inputs."""
+        for unit in self._units:
+            self._gatherer.fetch(unit)
+        if torch.is_grad_enabled():
+            inputs = [
+                leaf
+                for leaf in tree_leaves((args, kwargs))
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
+            if inputs:
+                register_multi_grad_hook(inputs, self._passed, mode="all")
+
+    def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Free after forward."""
+        for unit in self._units:
+            self._gatherer.leave_unit(unit)
+
+    def _passed(self, gradients: Any) -> None:
+        for unit in self._units:
+            self._gatherer.release(unit)
+
+
+class AbsentGuard:
+    """Guards the parameters of a sharded unit.
+
+    Args:
+        unit: the unit.
+        gatherer: gathers and frees it.
+    """
+
+    def __init__(self, unit: FlatUnit, gatherer: Gatherer) -> None:
+        self._unit = unit
+        self._gatherer = gatherer
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Gather the unit for one use; between steps it is freed again after it.
+
+        Raises:
+            UsageError: between steps, a use that would write into the values or keep a view.
+        """
+        if self._gatherer.in_forward:
+            self._gatherer.fetch(self._unit)
+            return function(*args, **kwargs)
+        if function is Tensor.detach:
+            return self._without_values(*args)
+        with ExitStack() as stack:
+            stack.enter_context(self._gatherer.saving())
+            stack.enter_context(self._gatherer.holding([self._unit]))
+            before = [parameter._version for parameter in self._unit.parameters]
+            result = function(*args, **kwargs)
+            changed = before != [parameter._version for parameter in self._unit.parameters]
+            if changed or self._aliases(result):
+                raise self._gatherer.refusal(self._unit)
+            return result
+
+    def _aliases(self, result: Any) -> bool:
+        storage = self._unit.flat.untyped_storage()._cdata
+        return any(
+            isinstance(leaf, Tensor)
+            and leaf.layout is torch.strided
+            and leaf.untyped_storage()._cdata == storage
+            for leaf in tree_leaves(result)
+        )
+
+    def _without_values(self, parameter: nn.Parameter) -> Tensor:
+        """Return what a state dict shows of a parameter: its facts, and an error for its values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = parameter.detach()
+        guard(shown, DetachedGuard(self._gatherer.refusal(self._unit)))
+        return shown
+
+
+class DetachedGuard:
+    """Guards what a state dict shows of a sharded parameter: shape and dtype, no values.
+
+    Args:
+        refusal: raised for every other use.
+    """
+
+    def __init__(self, refusal: UsageError) -> None:
+        self._refusal = refusal
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise self._refusal

@@ -1,0 +1,211 @@
+"""Averages gradients over ranks while backward runs, and leaves each rank the range that it owns.
+
+One synchronised backward is a round::
+
+    first gradient      begin: count down from all parameters of every unit
+    each gradient       move it into its unit's buffer, count down
+    unit at zero        launch its reduce-scatter, and those after it that are complete: always in
+                        the order of the units, which is the same on all ranks
+    end of backward     zeros for what is missing, launch the rest, wait, hand the gradients out
+
+A parameter that got no gradient on any rank must not move, not even by an optimizer's momentum; so
+the ranks take the maximum of one byte per parameter: whether any of them had a gradient for it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.collectives import Communicator
+from drivetrain.parts.collectives.communicator import Handle
+from drivetrain.parts.pool import BufferPool
+from drivetrain.parts.rounds import Rounds, on_gradient
+from drivetrain.runtime.precision import Precision
+from drivetrain_zero.gradients import UnitGradients
+from drivetrain_zero.unit import FlatUnit, Slot
+
+
+class Reducer:
+    """Owns the gradient hooks and buffers of one model.
+
+    Args:
+        communicator: the ranks that share the model.
+        precision: dtypes of gradients.
+        device: where the buffers live.
+        in_flight: buffers that may be lent at once; 0 keeps a buffer for every unit.
+        pool_bytes: size of the buffers that are lent; larger ones are allocated when needed.
+        at_end: called at the end of every round.
+
+    Attributes:
+        synchronizing: whether backward sends gradients; otherwise they stay in the buffers.
+        rounds: the rounds so far.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        precision: Precision,
+        device: torch.device,
+        *,
+        in_flight: int = 0,
+        pool_bytes: int = 0,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.synchronizing = True
+        self.rounds = Rounds(self._begin, self._end)
+        self._communicator = communicator
+        self._precision = precision
+        self._device = device
+        self._scale = 1.0 / communicator.size
+        self._in_flight = in_flight
+        self._pool_bytes = pool_bytes
+        self._pool = BufferPool(in_flight, pool_bytes) if in_flight and pool_bytes else None
+        self._lent: dict[int, bool] = {}
+        self._at_end = at_end
+        self._gradients: list[UnitGradients] = []
+        self._handles: dict[Slot, RemovableHandle] = {}
+        self._active: list[UnitGradients] = []
+        self._launched = 0
+        self._flying: deque[UnitGradients] = deque()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the buffers that are kept for lending."""
+        return self._pool.nbytes if self._pool is not None else 0
+
+    def add(self, units: Sequence[FlatUnit]) -> None:
+        """Reduce the gradients of more units, after those of the others."""
+        for unit in units:
+            wire = self._precision.reduce_dtype(unit.layout.dtype)
+            total = self._precision.accumulate_dtype(unit.layout.dtype)
+            lend = self._borrow if self._in_flight else None
+            self._gradients.append(UnitGradients(unit, wire, total, lend, self._take_back))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Follow changes of ``requires_grad``; every rank must make the same ones."""
+        for gradients in self._gradients:
+            for slot in gradients.unit.slots:
+                trainable = slot.parameter.requires_grad
+                if trainable and slot not in self._handles:
+                    hook = self._make_hook(slot, gradients)
+                    self._handles[slot] = on_gradient(slot.parameter, hook)
+                elif not trainable and slot in self._handles:
+                    self._handles.pop(slot).remove()
+
+    def forget(self) -> None:
+        """Drop gradients of micro-batches that were not sent."""
+        for gradients in self._gradients:
+            gradients.forget()
+
+    def close(self) -> None:
+        """Take the hooks off; a round cut short is given up."""
+        self.rounds.give_up()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+        if self._pool is not None:
+            self._pool.close()
+
+    # --- during backward ---
+
+    def _make_hook(self, slot: Slot, gradients: UnitGradients) -> Callable[[Tensor], None]:
+        """Return a parameter's hook: a closure, since it runs once per parameter and step."""
+        rounds, scale = self.rounds, self._scale
+
+        def ready(parameter: Tensor) -> None:
+            if not self.synchronizing:
+                gradients.receive(slot, scale)
+                return
+            rounds.enter()
+            if slot.round == rounds.count:
+                self._came_again(slot, gradients)
+                gradients.receive(slot, scale)
+                return
+            slot.round = rounds.count
+            gradients.receive(slot, scale)
+            gradients.pending -= 1
+            if not gradients.pending and not rounds.reentrant:
+                self._launch_complete()
+
+        return ready
+
+    def _begin(self) -> None:
+        self._active = [gradients for gradients in self._gradients if gradients.begin()]
+        self._launched = 0
+
+    def _came_again(self, slot: Slot, gradients: UnitGradients) -> None:
+        """A gradient grew after it was complete: fine unless it was sent already."""
+        self.rounds.reentrant = True
+        if gradients.on_its_way or self._active.index(gradients) < self._launched:
+            raise UsageError(
+                f"{slot.name!r} got its gradient twice in one backward, the second time after it "
+                "was sent; use torch.utils.checkpoint with use_reentrant=False"
+            )
+
+    def _launch_complete(self) -> None:
+        while self._launched < len(self._active) and not self._active[self._launched].pending:
+            self._launch(self._active[self._launched])
+
+    def _launch(self, gradients: UnitGradients) -> None:
+        gradients.launch()
+        self._flying.append(gradients)
+        self._launched += 1
+
+    # --- after backward ---
+
+    def _end(self) -> None:
+        for gradients in self._active[self._launched :]:
+            self._launch(gradients)
+        flags, handle = self._agree_on_missing()
+        while self._flying:
+            self._flying.popleft().settle()
+        if handle is not None:
+            handle.wait()
+        present = flags.tolist()
+        first = 0
+        for gradients in self._active:
+            awaited = gradients.awaited
+            had = present[first : first + len(awaited)]
+            gradients.deliver([slot for slot, some in zip(awaited, had, strict=True) if some])
+            first += len(awaited)
+        if self._at_end is not None:
+            self._at_end()
+
+    def _agree_on_missing(self) -> tuple[Tensor, Handle | None]:
+        """Return one byte per active parameter, 1 where some rank has a gradient, when it came."""
+        flags = [
+            slot not in gradients.missing
+            for gradients in self._active
+            for slot in gradients.awaited
+        ]
+        tensor = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        if not flags:
+            return tensor, None
+        return tensor, self._communicator.all_reduce(
+            tensor, reduction="max", label="which parameters have gradients"
+        )
+
+    # --- buffers ---
+
+    def _borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Lend a buffer; when all are out, the oldest reduction ends first."""
+        while self._flying and len(self._lent) >= self._in_flight:
+            self._flying.popleft().settle()
+        # Too many out, because gradients come in no order: one that is not kept afterwards.
+        fits = numel * dtype.itemsize <= self._pool_bytes and len(self._lent) < self._in_flight
+        if self._pool is not None and fits:
+            buffer = self._pool.take(numel, dtype, self._device)
+        else:
+            buffer = torch.empty(numel, dtype=dtype, device=self._device)
+        self._lent[buffer.untyped_storage()._cdata] = fits
+        return buffer
+
+    def _take_back(self, buffer: Tensor) -> None:
+        pooled = self._lent.pop(buffer.untyped_storage()._cdata, False)
+        if self._pool is not None and pooled:
+            self._pool.give_back(buffer)

@@ -1,0 +1,196 @@
+"""The training state in global coordinates: what this rank saves, and how it loads what it owns.
+
+A unit holds parameters in the order of their memory. For a contiguous parameter the owned range is
+a range of the flattened parameter; for any other (channels_last, transposed) it is a few boxes.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.checkpoint.assembly import boxes
+from drivetrain.errors import CheckpointError
+from drivetrain.parts.naming import named_parameters, persistent_buffers
+from drivetrain.parts.saved_state import allocate_state, check_fits, group_of, state_keys
+from drivetrain.strategy import Part, Reader, Shard
+from drivetrain_zero.unit import Slot
+
+_SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
+"""State of torch's optimizers that is one number, whatever the parameter's shape."""
+
+
+class ShardedState:
+    """Parameters, buffers and optimizer state of one model.
+
+    Args:
+        model: the user's model.
+        slots: the parameters that lie in units, by name.
+        held: for each optimizer, in the order of ``prepare``, the names of what it holds.
+        rank: this rank on the axis; rank 0 saves what all ranks hold.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: Mapping[str, Slot],
+        held: Sequence[tuple[Optimizer, Collection[str]]],
+        rank: int,
+    ) -> None:
+        self._model = model
+        self._slots = slots
+        self._held = held
+        self._rank = rank
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield what this rank saves; together the ranks yield each element once."""
+        if self._rank == 0:
+            for name, tensor in self._whole().items():
+                shape = tuple(tensor.shape)
+                yield Shard(name, "", tensor.detach(), shape, Part.whole(shape))
+        for name, slot in self._slots.items():
+            if slot.owned_numel:
+                yield from _shards(name, "", slot, slot.unit.shard[slot.local()].detach())
+            elif not slot.numel and self._rank == 0:
+                empty = torch.empty(slot.shape, dtype=slot.unit.shard.dtype)
+                yield Shard(name, "", empty, slot.shape, Part.whole(slot.shape))
+        for index, (optimizer, names) in enumerate(self._held):
+            for name in names:
+                yield from self._optimizer_shards(index, optimizer, self._slots[name])
+
+    def load(self, reader: Reader) -> None:
+        """Load what this rank owns, reading nothing else.
+
+        Raises:
+            CheckpointError: names or shapes differ; nothing was changed.
+        """
+        expected = {(name, ""): tuple(t.shape) for name, t in self._whole().items()}
+        expected |= {(name, ""): slot.shape for name, slot in self._slots.items()}
+        check_fits(
+            reader,
+            expected,
+            {(i, name) for i, (_, names) in enumerate(self._held) for name in names},
+        )
+        keys = state_keys(reader)
+        with torch.no_grad():
+            for name, tensor in self._whole().items():
+                tensor.copy_(reader.read(name))
+            for slot in self._slots.values():
+                _read(reader, "", slot, slot.unit.shard[slot.local()])
+            for index, (optimizer, names) in enumerate(self._held):
+                for name in names:
+                    self._load_optimizer(
+                        reader, keys.get((name, index), []), index, name, optimizer
+                    )
+
+    def _whole(self) -> dict[str, Tensor]:
+        """Return what every rank holds: buffers, and parameters that lie in no unit."""
+        rest = {
+            name: parameter
+            for name, parameter in named_parameters(self._model).items()
+            if name not in self._slots
+        }
+        return {**rest, **persistent_buffers(self._model)}
+
+    def _optimizer_shards(self, index: int, optimizer: Optimizer, slot: Slot) -> Iterator[Shard]:
+        if slot.fragment is None:
+            return
+        for key, value in optimizer.state.get(slot.fragment, {}).items():
+            if not isinstance(value, Tensor):
+                continue
+            name = f"{index}.{key}"
+            pieces = not slot.unit.layout.whole_parameters
+            if pieces and value.shape == slot.fragment.shape:
+                yield from _shards(slot.name, name, slot, value.detach().reshape(-1))
+            elif slot.owned[0] == 0:  # the owner of the first element speaks for all
+                shape = tuple(value.shape)
+                yield Shard(slot.name, name, value.detach(), shape, Part.whole(shape))
+
+    def _load_optimizer(
+        self, reader: Reader, keys: Sequence[str], index: int, name: str, optimizer: Optimizer
+    ) -> None:
+        slot = self._slots[name]
+        if slot.fragment is None:
+            return
+        present = optimizer.state.get(slot.fragment, {})
+        loaded: dict[str, Any] = dict(reader.scalars(name, index))
+        for key in keys:
+            loaded[key] = self._load_tensor(reader, key, index, slot, optimizer, present.get(key))
+        if loaded:
+            optimizer.state[slot.fragment] = loaded
+        else:
+            optimizer.state.pop(slot.fragment, None)
+
+    def _load_tensor(
+        self,
+        reader: Reader,
+        key: str,
+        index: int,
+        slot: Slot,
+        optimizer: Optimizer,
+        kept: Any,
+    ) -> Tensor:
+        state, fragment = f"{index}.{key}", slot.fragment
+        if fragment is None:
+            raise CheckpointError(f"{slot.name!r} is not held by rank {self._rank}")
+        shape = reader.shape(slot.name, state)
+        whole = slot.unit.layout.whole_parameters
+        piecewise = not whole and shape == slot.shape and not (shape == () and key in _SCALARS)
+        if piecewise:
+            values = torch.empty(slot.owned_numel, dtype=fragment.dtype)
+            _read(reader, state, slot, values)
+            values = values.view(fragment.shape)
+        else:
+            values = reader.read(slot.name, state)
+            if shape and not whole:
+                raise CheckpointError(
+                    f"expected state {key!r} of {slot.name!r} to have the parameter's shape "
+                    f"{slot.shape}, or none, found {shape}; it belongs to a whole parameter: set "
+                    "partition: parameter"
+                )
+        if not isinstance(kept, Tensor) or kept.shape != values.shape:
+            kept = allocate_state(values, key, fragment, group_of(optimizer, fragment))
+        kept.copy_(values)
+        return kept
+
+
+def _shards(name: str, state: str, slot: Slot, owned: Tensor) -> Iterator[Shard]:
+    for part, piece in _pieces(slot, owned):
+        yield Shard(name, state, piece, slot.shape, part)
+
+
+def _read(reader: Reader, state: str, slot: Slot, owned: Tensor) -> None:
+    """Fill the owned range of a parameter from a checkpoint."""
+    if slot.contiguous:
+        if slot.owned_numel:
+            owned.copy_(reader.read(slot.name, state, Part.range_of(slot.shape, *slot.owned)))
+        return
+    for part, piece in _pieces(slot, owned, copy=False):
+        piece.copy_(reader.read(slot.name, state, part))
+
+
+def _pieces(slot: Slot, owned: Tensor, *, copy: bool = True) -> Iterator[tuple[Part, Tensor]]:
+    """Yield the parts that the owned range consists of, with their elements.
+
+    Args:
+        slot: the parameter.
+        owned: 1-D, its owned elements in the order of memory.
+        copy: whether elements that are not in the part's order are copied into it; without, the
+            tensor is a view of ``owned`` that can be written.
+    """
+    if slot.contiguous:
+        yield Part.range_of(slot.shape, *slot.owned), owned
+        return
+    dims = sorted(range(len(slot.shape)), key=lambda dim: -slot.strides[dim])
+    memory = Part.range_of(tuple(slot.shape[dim] for dim in dims), *slot.owned)
+    back = [dims.index(dim) for dim in range(len(dims))]
+    for box in boxes(memory):
+        piece = owned[box.start : box.start + prod(box.sizes)].view(box.sizes).permute(back)
+        part = Part(
+            tuple(box.offsets[i] for i in back),
+            tuple(box.sizes[i] for i in back),
+        )
+        yield part, piece.contiguous() if copy else piece

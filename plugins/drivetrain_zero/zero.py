@@ -1,0 +1,341 @@
+"""What all stages of ZeRO do: lay out units, reduce, step what is owned, send it around."""
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from drivetrain.parts.deferred import WeightSource, fill
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.errors import CollectiveError
+from drivetrain.parts.collectives import Communicator, connect
+from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.norms import clip_, global_norm
+from drivetrain.parts.replicate import ForwardHook, replicate
+from drivetrain.strategy import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy, TensorSpec
+from drivetrain_zero.binding import Binding, Bound
+from drivetrain_zero.config import Zero1Config
+from drivetrain_zero.cost import Estimate
+from drivetrain_zero.hooks import UnitHook, ZeroGrad, is_compiled
+from drivetrain_zero.layout import Cut, UnitLayout, plan
+from drivetrain_zero.reducer import Reducer
+from drivetrain_zero.state import ShardedState
+from drivetrain_zero.surgery import changes_accepted
+from drivetrain_zero.unit import FlatUnit
+
+ConfigT = TypeVar("ConfigT", bound=Zero1Config)
+
+
+class Zero(Strategy[ConfigT], Generic[ConfigT]):
+    """What all stages do, over the mesh axis ``dp``; one object per prepared model.
+
+    ``prepare`` returns the very objects it was given: parameters become views of flat units, and
+    the optimizers' groups hold this rank's fragments of them.
+    """
+
+    checks_order: ClassVar[bool] = False
+    """Whether ranks could ask for different collectives, because these depend on the forward."""
+
+    def __init__(self, config: ConfigT, run: Run) -> None:
+        super().__init__(config, run)
+        world = run.world
+        self._communicator: Communicator = connect(
+            run.mesh["dp"], run.traffic, world.device, world.timeout, checked=self.checks_order
+        )
+        self._units: list[FlatUnit] = []
+        self._outside: dict[str, nn.Parameter] = {}
+        self._handles: list[RemovableHandle] = []
+        self._source: WeightSource | None = None
+        self._reducer = self._make_reducer([])
+        self._binding = Binding(
+            whole_parameters=config.partition == "parameter",
+            fused=config.fused,
+            before_step=self._before_step,
+            after_step=self._after_step,
+        )
+
+    @classmethod
+    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
+        """Return one axis, ``dp``, over all ranks."""
+        return {"dp": world_size}
+
+    # --- what stages differ in ---
+
+    @classmethod
+    @abstractmethod
+    def cut(cls, config: ConfigT) -> Cut:
+        """Return how the model is cut into units."""
+
+    @classmethod
+    @abstractmethod
+    def lent_buffers(cls, config: ConfigT) -> int:
+        """Return how many gradient buffers are lent; 0 keeps whole gradients."""
+
+    @classmethod
+    @abstractmethod
+    def reduces_each(cls, config: ConfigT) -> bool:
+        """Return whether every micro-batch's gradients are reduced."""
+
+    @classmethod
+    def gathers(cls, config: ConfigT, run: Run) -> int:
+        """Return how often a sharded unit is gathered in one optimizer step, at most."""
+        return 0
+
+    @classmethod
+    def is_placed(cls, spec: TensorSpec) -> bool:
+        """Return whether a parameter lies in a unit; what never moves needs none."""
+        return spec.trainable
+
+    # --- taking over ---
+
+    def materialize(self, model: nn.Module, source: WeightSource) -> None:
+        """Remember where the values of a model built on meta come from; fill its buffers."""
+        self._source = source
+        fill(model, [name for name, _ in model.named_buffers()], source, self.run.world.device)
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Lay the model out in units and give the optimizers this rank's fragments."""
+        for optimizer in optimizers:
+            self._binding.check(optimizer)
+        self._model = model
+        ordinary = [p for p in model.parameters() if p.device.type != "meta"]
+        replicate([*ordinary, *model.buffers()], self._communicator, "replicate model")
+        self._reducer = self._make_reducer(self._plan(self.config, ModelSpec.of(model), self.run))
+        self._outside = named_parameters(model)
+        self._add_units()
+        self._source = None
+        for optimizer in optimizers:
+            self._binding.add(optimizer)
+        self._handles.append(model.register_forward_pre_hook(ForwardHook(self._before_forward)))
+        if is_compiled(model):  # a compiled forward does not ask the parameters' guards
+            self._handles.append(model.register_forward_pre_hook(UnitHook(self._before_compiled)))
+        model.__dict__["zero_grad"] = ZeroGrad(model, self._clear)
+        return Prepared(model, tuple(optimizers))
+
+    def bind(self, optimizer: Optimizer) -> Optimizer:
+        """Give one more optimizer its fragments."""
+        self._binding.check(optimizer)
+        self._binding.add(optimizer)
+        return optimizer
+
+    def _make_reducer(self, layouts: Sequence[UnitLayout]) -> Reducer:
+        lent = self.lent_buffers(self.config)
+        return Reducer(
+            self._communicator,
+            self.run.precision,
+            self.run.world.device,
+            in_flight=lent,
+            pool_bytes=Estimate.of(layouts, self.run).lent_bytes() if lent else 0,
+            at_end=self._after_round,
+        )
+
+    def _add_units(self) -> None:
+        """Lay out the parameters that lie in no unit and belong into one."""
+        specs = [
+            TensorSpec(name, tuple(p.shape), p.dtype, p.requires_grad)
+            for name, p in self._outside.items()
+        ]
+        chosen = [spec for spec in specs if self.is_placed(spec)]
+        if not chosen:
+            return
+        devices = [self._device_of(self._outside[spec.name]) for spec in chosen]
+        size = self._communicator.size
+        layouts = plan(chosen, self.run.precision, self.cut(self.config), size, devices)
+        units = [self._make_unit(layout) for layout in layouts]
+        for spec in chosen:
+            del self._outside[spec.name]
+        self._units += units
+        self._binding.slots.update({slot.parameter: slot for u in units for slot in u.slots})
+        self._reducer.add(units)
+
+    def _make_unit(self, layout: UnitLayout) -> FlatUnit:
+        device = self._device_of(self._outside[layout.places[0].name])
+        unit = FlatUnit(layout, self._outside, self._values, self._communicator, device)
+        if self._source is not None and unit.resident:
+            replicate([unit.flat], self._communicator, "replicate model")
+        return unit
+
+    def _device_of(self, parameter: nn.Parameter) -> torch.device:
+        return self.run.world.device if parameter.device.type == "meta" else parameter.device
+
+    def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
+        if parameter.device.type == "meta" and self._source is not None:
+            return self._source.value(name, parameter)
+        return parameter.detach()
+
+    # --- the step ---
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward; unless gradients stay local, return with this rank's range of them."""
+        rounds = self._reducer.rounds
+        if not self._reducer.synchronizing:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+            return
+        self._refresh()
+        before = rounds.count
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+        if rounds.count == before:
+            rounds.take_part()  # the loss reached no parameter here; others may wait
+        else:
+            rounds.finish()
+
+    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+        """Yield the gradients of this rank's fragments."""
+        self._reducer.rounds.finish()
+        slots = self._binding.slots
+        for slot in slots.values() if only is None else [slots[p] for p in only if p in slots]:
+            if slot.fragment is not None and slot.fragment.grad is not None:
+                yield slot.fragment.grad
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        only: Collection[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale the gradients to a norm of at most max_norm: one number crosses the wire."""
+        gradients = list(self.gradients(only))
+        over = [self._communicator] if self._communicator.size > 1 else []
+        norm = global_norm(gradients, norm_type, over=over, device=self.run.world.device)
+        clip_(gradients, norm, max_norm)
+        return norm
+
+    def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Keep gradients local inside, unless every micro-batch's gradients are reduced."""
+        return nullcontext() if self.reduces_each(self.config) else self._local(enabled)
+
+    @contextmanager
+    def _local(self, enabled: bool) -> Iterator[None]:
+        before = self._reducer.synchronizing
+        self._reducer.synchronizing = not enabled
+        try:
+            yield
+        finally:
+            self._reducer.synchronizing = before
+
+    def _before_forward(self) -> None:
+        if not self._reducer.synchronizing:
+            return
+        self._reducer.rounds.finish()  # what an exception in backward cut short
+        self._refresh()
+        if self.config.buffers == "broadcast":
+            replicate(self._model.buffers(), self._communicator, "buffers before forward")
+
+    def _refresh(self) -> None:
+        """Follow changes of ``requires_grad``; every rank must make the same ones."""
+        if any(parameter.requires_grad for parameter in self._outside.values()):
+            self._add_units()
+        self._reducer.refresh()
+
+    def _before_step(self) -> None:
+        self._reducer.rounds.finish()
+
+    def _after_round(self) -> None:
+        """Do what the stage does when a backward is over."""
+
+    def _after_step(self, bound: Bound) -> None:
+        """Send the updated ranges around, in the order in which forward will need them."""
+        touched = bound.units
+        for unit in reversed(self._units):
+            if unit.resident and unit in touched:
+                unit.arrive()
+                unit.start()
+
+    def _before_compiled(self, module: nn.Module, inputs: Any) -> None:
+        self._arrive()
+
+    def _arrive(self) -> None:
+        for unit in self._units:
+            unit.arrive()
+
+    def _clear(self, set_to_none: bool) -> None:
+        """Clear gradients, as ``zero_grad`` of the model does."""
+        self._reducer.forget()
+        for slot in self._binding.slots.values():
+            if slot.fragment is not None and slot.fragment.grad is not None:
+                if set_to_none:
+                    slot.fragment.grad = None
+                else:
+                    slot.fragment.grad.zero_()
+
+    # --- state ---
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield this rank's range of every parameter and of its optimizer state."""
+        return self._state().shards()
+
+    def load(self, reader: Reader) -> None:
+        """Load this rank's ranges; those of the others arrive by an all-gather."""
+        self._arrive()
+        self._state().load(reader)
+        for unit in self._units:
+            if unit.resident:
+                unit.start()
+        self._arrive()
+
+    def names(self) -> Mapping[int, str]:
+        """Return the parameter's name of every fragment, by identity."""
+        slots = self._binding.slots.values()
+        return {id(slot.fragment): slot.name for slot in slots if slot.fragment is not None}
+
+    def _state(self) -> ShardedState:
+        slots = {slot.name: slot for slot in self._binding.slots.values()}
+        held = [(bound.optimizer, list(bound.slots)) for bound in self._binding]
+        return ShardedState(self._model, slots, held, self._communicator.rank)
+
+    @contextmanager
+    def gathered(
+        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
+    ) -> Iterator[None]:
+        """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
+        slots = self._binding.slots
+        wanted = {slots[parameter].unit for parameter in parameters if parameter in slots}
+        units = [unit for unit in self._units if unit in wanted]
+        changes = changes_accepted(units, self._communicator) if modify else nullcontext()
+        with self._holding(units), changes:
+            yield
+
+    def _holding(self, units: Sequence[FlatUnit]) -> AbstractContextManager[None]:
+        for unit in units:
+            unit.arrive()
+        return nullcontext()
+
+    # --- accounts ---
+
+    @classmethod
+    def _plan(cls, config: ConfigT, model: ModelSpec, run: Run) -> list[UnitLayout]:
+        specs = [spec for spec in model.parameters if cls.is_placed(spec)]
+        return plan(specs, run.precision, cls.cut(config), run.mesh["dp"].size)
+
+    @classmethod
+    def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
+        """Return what ``drivetrain_zero.cost`` works out."""
+        estimate = Estimate.of(cls._plan(config, model, run), run)
+        lent = cls.lent_buffers(config)
+        sent = estimate.sent(
+            model,
+            reductions=run.accumulation if cls.reduces_each(config) else 1,
+            gathers=cls.gathers(config, run),
+            buffers=config.buffers == "broadcast",
+        )
+        return Cost(held=estimate.held(model, lent_buffers=lent), sent=sent)
+
+    def close(self) -> None:
+        """Take everything off; parameters that are whole become ordinary ones."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._model.__dict__.pop("zero_grad", None)
+        self._binding.close()
+        self._reducer.close()
+        try:
+            self._arrive()
+        except CollectiveError:
+            return  # a rank failed: what did not arrive stays guarded
+        finally:
+            self._communicator.close()

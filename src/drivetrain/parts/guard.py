@@ -1,0 +1,154 @@
+"""Parameters whose values are elsewhere or on their way: a touch brings them, or is refused.
+
+The parameter object stays the one that the user's model, optimizers and lists hold; only its class
+changes while its values are away. A class with ``__torch_function__`` sees every use from Python:
+nobody reads memory that is freed or half written, and facts such as the shape cost nothing. When
+the values are there the class is ``nn.Parameter`` again and nothing is in the way of a forward.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.errors import UsageError
+
+
+class Guard(Protocol):
+    """Decides what happens when a guarded parameter is used."""
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Make the parameter's values available, unguard it, and return ``function``'s result."""
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter that asks its guard before anything reads or writes its values."""
+
+    _guard: Guard
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer questions about facts at once; pass everything else to the guard."""
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        guarded = next(leaf for leaf in tree_leaves((args, kwargs)) if is_guarded(leaf))
+        return guarded._guard.run(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._guard.run(nn.Parameter.__deepcopy__, (self, memo), {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._guard.run(nn.Parameter.__reduce_ex__, (self, protocol), {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Parameter(values elsewhere, shape {tuple(self.shape)}, {self.dtype})"
+
+
+def is_guarded(value: object) -> bool:
+    """Return whether a parameter's values are away."""
+    return issubclass(type(value), GuardedParameter)
+
+
+def guard(parameter: Tensor, by: Guard) -> None:
+    """Let a guard decide about every use of a parameter's values."""
+    parameter.__class__ = GuardedParameter
+    parameter._guard = by  # type: ignore[attr-defined]
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    """Make a parameter an ordinary one again: its values are there."""
+    if is_guarded(parameter):
+        parameter.__class__ = nn.Parameter
+        del parameter._guard  # type: ignore[attr-defined]  # copies and pickles must not drag it
+
+
+def check_ordinary(name: str, parameter: nn.Parameter) -> None:
+    """Refuse parameters that have a class of their own, whose behavior a guard would hide.
+
+    Raises:
+        UsageError: names the parameter and its class.
+    """
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        raise UsageError(
+            f"expected ordinary dense parameters, found {name!r} of class "
+            f"{type(parameter).__name__} and layout {parameter.layout}; keep it out of the model "
+            "that is prepared, or use a strategy that replicates parameters"
+        )
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+def _setters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__set__ for name in names}
+
+
+_FACTS: frozenset[Any] = frozenset(
+    _getters(
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad",
+        "grad_fn",
+        "names",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_mkldnn",
+        "is_nested",
+        "itemsize",
+        "nbytes",
+        "_version",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "output_nr",
+        "retains_grad",
+    )
+    | _setters("grad", "requires_grad")
+    | {getattr(Tensor, "grad").__delete__}
+    | {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.stride,
+        Tensor.storage_offset,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.is_signed,
+        Tensor.is_contiguous,
+        Tensor.is_inference,
+        Tensor.get_device,
+        Tensor.requires_grad_,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.untyped_storage,
+        Tensor.__len__,
+        Tensor.__hash__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    }
+)
+"""Uses that need no values."""

@@ -1,0 +1,111 @@
+"""Notices where a synchronised backward begins and ends, from the hooks of its parameters.
+
+A round begins with the first gradient of a backward. It ends with whichever comes first: a callback
+of the autograd engine at the end of that backward, the strategy's own call after it, or the next
+round, when an exception cut this one short. Backward inside a custom function's backward (reentrant
+checkpointing) belongs to the round around it.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
+
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Rounds:
+    """The rounds of one model.
+
+    Args:
+        begin: called when a round begins.
+        end: called when it ends; must send what was not sent.
+
+    Attributes:
+        count: rounds begun so far.
+        reentrant: whether a gradient may come more than once in a round.
+    """
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self.count = 0
+        self.reentrant = False
+        self._begin = begin
+        self._end = end
+        self._task: int | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a round has begun and not ended."""
+        return self._task is not None
+
+    def enter(self) -> None:
+        """Join the round of the backward that runs now, or begin it: called by every hook."""
+        task = _current_task()
+        if task == self._task:
+            return
+        nested = _inside_backward()
+        if self._task is not None and task > self._task:
+            if nested:
+                self.reentrant = True
+                return
+            self.finish()  # an exception cut the round short
+        if self._task is None:
+            self.count += 1
+            self._begin()
+        self.reentrant |= nested
+        self._task = task
+        if not nested:
+            Variable._execution_engine.queue_callback(self.finish)
+
+    def take_part(self) -> None:
+        """Run a whole round without any gradient: other ranks may have some."""
+        if self._task is None:
+            self.count += 1
+            self._begin()
+            self._task = -1
+        self.finish()
+
+    def finish(self) -> None:
+        """End the round, if one is under way."""
+        if self._task is None:
+            return
+        try:
+            with torch.no_grad():
+                self._end()
+        finally:
+            self._task = None
+
+    def give_up(self) -> None:
+        """Forget a round under way: nothing more is sent for it."""
+        self._task = None
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs inside a backward, for example in a recomputed forward."""
+    return _current_task() != -1
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Call an action when the backward that runs now is over."""
+    Variable._execution_engine.queue_callback(action)
+
+
+def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call a hook when a parameter's gradient has been accumulated."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _inside_backward() -> bool:
+    """Whether this backward runs inside a custom function's backward: reentrant checkpointing."""
+    code = BackwardCFunction.apply.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
