@@ -62,7 +62,7 @@ def plan(resolved: Resolved, ranks: int) -> Run:
     return Run(
         world=world,
         mesh=Mesh.plan(axes, world),
-        precision=Precision.of(resolved.run.precision),
+        precision=Precision.configured(resolved.run),
         accumulation=resolved.run.accumulation,
         traffic=Traffic(),
     )

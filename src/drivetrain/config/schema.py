@@ -59,6 +59,26 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DtypesConfig:
+    """Which dtypes tensors have, where they differ from what ``precision`` alone gives."""
+
+    param: Literal["as_given", "bf16", "fp16"] = option(
+        "as_given",
+        help="Dtype in which forward reads fp32 parameters of two dims or more; vectors keep "
+        "theirs. bf16 needs precision bf16, fp16 needs fp16.",
+    )
+    reduce: Literal["as_given", "bf16", "fp16", "fp32"] = option(
+        "as_given",
+        help="Dtype in which gradients cross ranks; as_given sends the parameters' dtype.",
+    )
+    master: Literal["auto", "fp32", "none"] = option(
+        "auto",
+        help="Copy that the optimizer updates. auto: fp32 for what param converts; fp32: also for "
+        "parameters given in bf16 or fp16; none: the parameter itself is updated.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """One run, without its strategy section, which the strategy's own plugin declares."""
 
@@ -66,6 +86,9 @@ class RunConfig:
         "no",
         help="Compute precision: no (fp32), bf16, or fp16 with a dynamic loss scale.",
         question="Which precision?",
+    )
+    dtypes: DtypesConfig = section(
+        DtypesConfig, help="Dtypes of parameters, gradients on the wire and master copies."
     )
     accumulation: int = option(
         1,

@@ -95,7 +95,7 @@ class Core(Processes):
         self.project_configuration = project
         self.device_placement = device_placement
         self.traffic = Traffic()
-        self.precision = Precision.of(resolved.run.precision)
+        self.precision = Precision.configured(resolved.run)
         self.scaler = self._make_scaler()
         self.step = 0
         self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
