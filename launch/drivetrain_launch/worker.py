@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -74,12 +75,20 @@ def run(arguments: list[str]) -> int:
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
+    join_threads()
     leave_process_group()
     return 0
 
 
 LAST_WORK_S = 0.05
 """How long the end of a script waits for gloo's threads, as ``World`` does for groups it joins."""
+
+
+def join_threads() -> None:
+    """Wait for the threads that python's own end would wait for: one may be saving a checkpoint."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
 
 
 def leave_process_group() -> None:

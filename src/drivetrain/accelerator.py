@@ -189,7 +189,17 @@ class Accelerator(Preparing, Gathering, Checkpointing, Exporting, Logging):
         Returns:
             A None for each object, so that ``model, optimizer = accelerator.free_memory(model,
             optimizer)`` drops the script's references too.
+
+        Raises:
+            CheckpointError: the save in the background failed; all is forgotten even so.
         """
+        try:
+            self._background.close()
+        finally:
+            self._forget()
+        return [None for _ in objects]
+
+    def _forget(self) -> None:
         for entry in self._entries:
             entry.close()
         for kept in (
@@ -206,18 +216,23 @@ class Accelerator(Preparing, Gathering, Checkpointing, Exporting, Logging):
         gc.collect()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
-        return [None for _ in objects]
 
     def clear(self, *objects: Any) -> list[None]:
         """Do what ``free_memory`` does."""
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finish the trackers, take the strategies off, and leave the process group."""
-        self._trackers.finish()
-        self.free_memory()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+        """Finish the trackers, take the strategies off, and leave the process group.
+
+        Raises:
+            CheckpointError: the save in the background failed; all the rest is done.
+        """
+        try:
+            self._trackers.finish()
+            self.free_memory()
+        finally:
+            if self._owns_group and dist.is_initialized():
+                dist.destroy_process_group()
 
     def __repr__(self) -> str:
         return (

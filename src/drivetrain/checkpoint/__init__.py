@@ -4,6 +4,8 @@ Everything here works on plain data (shards, mappings, tensors) and knows neithe
 strategy. The format is described in ``docs/checkpoint-format.md``.
 """
 
+from drivetrain.checkpoint.background import Background
+from drivetrain.checkpoint.contents import Contents
 from drivetrain.checkpoint.difference import describe_difference
 from drivetrain.checkpoint.export import ExportPlan, ExportTensor, plan_export, write_export
 from drivetrain.checkpoint.exported import read_export
@@ -11,13 +13,16 @@ from drivetrain.checkpoint.loading import CheckpointReader, ModelReader, open_ch
 from drivetrain.checkpoint.naming import latest, next_name, prune
 from drivetrain.checkpoint.objects import load, save
 from drivetrain.checkpoint.plain import check_plain
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save, save_checkpoint
 
 __all__ = [
+    "Background",
     "CheckpointReader",
+    "Contents",
     "ExportPlan",
     "ExportTensor",
     "ModelReader",
+    "Save",
     "check_plain",
     "describe_difference",
     "latest",

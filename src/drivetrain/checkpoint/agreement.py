@@ -2,10 +2,14 @@
 
 A rank that raised alone would leave the others waiting in their next collective. So a step runs
 inside ``together``: all ranks hear how it went everywhere, and all of them raise the same error.
+
+Every function is collective over a process group of all ranks: the default one, or, for a thread
+that saves in the background, a group of its own. Two threads must never speak over one group.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -14,22 +18,27 @@ from drivetrain.runtime.world import World
 
 T = TypeVar("T")
 
+Group: TypeAlias = dist.ProcessGroup | None
+"""A process group of all ranks; None means the default one."""
+
 SHOWN = 4
 """How many different failures one message quotes."""
 
 
-def together(world: World, doing: str, work: Callable[[], T]) -> T:
+def together(world: World, doing: str, work: Callable[[], T], group: Group = None) -> T:
     """Run one step on every rank and return this rank's result when all of them succeeded.
 
-    Collective over the default process group; a world of one process needs none.
+    A world of one process needs no process group.
 
     Args:
         world: this process among all processes.
         doing: what the step is, for the message: ``cannot {doing}: ...``.
         work: the step; it must not communicate after it has failed on some rank only.
+        group: whom the ranks speak over.
 
     Raises:
-        CheckpointError: the step failed on some rank; every rank raises the same message.
+        CheckpointError: the step failed on some rank, and every rank raises the same message; or
+            not all ranks came here within the timeout.
     """
     result: T | None = None
     cause: Exception | None = None
@@ -37,37 +46,75 @@ def together(world: World, doing: str, work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         cause = error
-    verdicts = gather(world, None if cause is None else explain(cause))
+    verdicts = gather(world, None if cause is None else explain(cause), group, doing=doing)
     if any(verdicts):
         raise CheckpointError(f"cannot {doing}: {_summary(verdicts)}") from cause
     return result  # type: ignore[return-value]  # work() returned it: nothing failed
 
 
-def gather(world: World, value: T) -> list[T]:
+def check_same(world: World, doing: str, facts: Mapping[str, Any]) -> None:
+    """Raise on every rank when the ranks want different things.
+
+    Args:
+        world: this process among all processes.
+        doing: what they want to do, for the message.
+        facts: what must be the same on all ranks, by what it is called in the message.
+
+    Raises:
+        CheckpointError: names the first fact that differs, with the values of two ranks.
+    """
+    everyone = gather(world, dict(facts), doing=doing)
+    for rank, theirs in enumerate(everyone):
+        for what, value in everyone[0].items():
+            if theirs.get(what) != value:
+                raise CheckpointError(
+                    f"cannot {doing}: ranks disagree on {what}: rank 0 has {value}, rank {rank} "
+                    f"has {theirs.get(what)}; all ranks must call it together, with the same "
+                    "arguments"
+                )
+
+
+def gather(world: World, value: T, group: Group = None, *, doing: str = "agree") -> list[T]:
     """Return the values of all ranks, on all ranks."""
     if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value)
+    with _heard(world, doing):
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
-def collect(world: World, value: T) -> list[T]:
+def collect(world: World, value: T, group: Group = None) -> list[T]:
     """Return the values of all ranks on rank 0, and an empty list on the others."""
     if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size if world.is_main else []
-    dist.gather_object(value, values if world.is_main else None, dst=0)
+    with _heard(world, "tell rank 0 what was written"):
+        dist.gather_object(value, values if world.is_main else None, dst=0, group=group)
     return values
 
 
-def share(world: World, value: T) -> T:
+def share(world: World, value: T, group: Group = None) -> T:
     """Return rank 0's value on all ranks."""
     if world.size == 1:
         return value
     box: list[Any] = [value]
-    dist.broadcast_object_list(box, src=0)
+    with _heard(world, "hear what rank 0 has chosen"):
+        dist.broadcast_object_list(box, src=0, group=group)
     return box[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _heard(world: World, doing: str) -> Iterator[None]:
+    """Say what the ranks were about to do when some of them did not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"cannot {doing}: expected an answer of all {world.size} ranks within "
+            f"{world.timeout.total_seconds():g} s, rank {world.rank} found: {error}; all ranks "
+            "must save and load together, at the same step"
+        ) from error
 
 
 def explain(error: Exception) -> str:

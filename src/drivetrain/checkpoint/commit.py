@@ -38,9 +38,14 @@ def begin(target: Path, token: str, *, overwrite: bool) -> Path:
     _check_free(target, overwrite)
     for leftover in _leftovers(target, "tmp", "old"):
         delete(leftover)
-    draft = _hidden(target, "tmp", token)
+    draft = draft_of(target, token)
     draft.mkdir()
     return draft
+
+
+def draft_of(target: Path, token: str) -> Path:
+    """Return where a checkpoint is written before it gets its name."""
+    return _hidden(target, "tmp", token)
 
 
 def commit(draft: Path, target: Path, token: str, *, overwrite: bool) -> None:

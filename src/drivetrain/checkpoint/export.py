@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.agreement import share, together
-from drivetrain.checkpoint.tensorfile import TensorFile, file_order, sync_directory, write_text
+from drivetrain.checkpoint.tensorfile import TensorFile, file_order, sync_directory, write_bytes
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 
@@ -209,7 +209,7 @@ def _publish(directory: Path, plan: ExportPlan, drafts: dict[str, Path]) -> None
     """
     used = [*plan.files, INDEX] if len(plan.files) > 1 else [*plan.files]
     if INDEX in used:
-        write_text(drafts[INDEX], plan.index())
+        write_bytes(drafts[INDEX], plan.index().encode())
         (directory / SINGLE).unlink(missing_ok=True)
     (directory / INDEX).unlink(missing_ok=True)
     for name in used:  # the index last: it is what makes the files a model

@@ -69,14 +69,17 @@ class CheckpointReader:
         self.directory = directory
         self.world_size = manifest.world_size
         self._rank_files = manifest.rank_files
+        self._listed = frozenset(manifest.files)
         self._files = _Files(directory)
         body = self._read_state(manifest)
         self.state: Mapping[str, Any] = body["state"]
         self.models = len(manifest.models)
         scalars = body["scalars"] or [{}] * self.models
         self._readers = tuple(
-            ModelReader(self._files, tensors, own)
-            for tensors, own in zip(manifest.models, scalars, strict=True)
+            ModelReader(self._files, tensors, own, aliases)
+            for tensors, own, aliases in zip(
+                manifest.models, scalars, manifest.aliases, strict=True
+            )
         )
 
     def model(self, index: int) -> "ModelReader":
@@ -96,6 +99,19 @@ class CheckpointReader:
         """Return the tensors of one rank's own, None when that rank saved none."""
         name = self._rank_files.get(rank)
         return None if name is None else self._files.all_of(name)
+
+    def encoded(self, name: str) -> bytes:
+        """Return the content of a file that only the user can read.
+
+        Raises:
+            CheckpointError: the checkpoint lists no such file.
+        """
+        if name not in self._listed:
+            raise CheckpointError(
+                f"expected the file {name!r} among those of {self.directory}, found "
+                f"{', '.join(sorted(self._listed))}; the state is damaged"
+            )
+        return (self.directory / name).read_bytes()
 
     def close(self) -> None:
         """Let go of the mapped files; what was read stays valid."""
@@ -123,10 +139,21 @@ class CheckpointReader:
 
 
 class ModelReader:
-    """Reads one model of a checkpoint: implements ``drivetrain.strategy.Reader``."""
+    """Reads one model of a checkpoint: implements ``drivetrain.strategy.Reader``.
 
-    def __init__(self, files: "_Files", tensors: Sequence[SavedTensor], scalars: Scalars) -> None:
+    Attributes:
+        aliases: further names of tied parameters -> the name they are saved under.
+    """
+
+    def __init__(
+        self,
+        files: "_Files",
+        tensors: Sequence[SavedTensor],
+        scalars: Scalars,
+        aliases: Mapping[str, str],
+    ) -> None:
         self._files = files
+        self.aliases = aliases
         self._tensors = {(tensor.name, tensor.state): tensor for tensor in tensors}
         self._scalars = scalars
 
@@ -142,8 +169,29 @@ class ModelReader:
         """
         return self._find(name, state).shape
 
-    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
-        """Return one part of a tensor (default: all of it), on the CPU, in the saved dtype.
+    def dtype(self, name: str, state: str = "") -> torch.dtype:
+        """Return the dtype in which a tensor was saved.
+
+        Raises:
+            CheckpointError: the checkpoint lacks it.
+        """
+        return _TORCH_DTYPES[self._find(name, state).dtype]
+
+    def read(
+        self,
+        name: str,
+        state: str = "",
+        part: Part | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return one part of a tensor, on the CPU.
+
+        Args:
+            name: the parameter's or buffer's name.
+            state: "" for the parameter or buffer itself, else the optimizer state.
+            part: which part; None means all of it.
+            dtype: converts on the way, without a second copy; None means the saved dtype.
 
         Raises:
             CheckpointError: the checkpoint lacks it, or the part lies outside of it.
@@ -155,7 +203,7 @@ class ModelReader:
                 f"expected a part of {label(name, state)} inside its shape {saved.shape}, "
                 f"found {wanted}"
             )
-        memory = torch.empty(numel(wanted), dtype=_TORCH_DTYPES[saved.dtype])
+        memory = torch.empty(numel(wanted), dtype=dtype or _TORCH_DTYPES[saved.dtype])
         copied = sum(
             copy_overlap(memory, wanted, self._files.tensor(one, saved.dtype), one.part)
             for one in saved.parts

@@ -67,6 +67,8 @@ class Manifest:
         files: size and digest of every file but the manifest.
         models: the tensors of each prepared model.
         rank_files: the file with the state of a rank's own, of the ranks that have one.
+        aliases: of each model, the further names of tied parameters -> the name in ``models``;
+            empty in manifests that were written before there were aliases.
     """
 
     world_size: int
@@ -74,6 +76,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
     models: tuple[tuple[SavedTensor, ...], ...]
     rank_files: Mapping[int, str]
+    aliases: tuple[Mapping[str, str], ...]
 
     def to_text(self) -> str:
         """Return the JSON text, with a digest of its own content."""
@@ -83,7 +86,10 @@ class Manifest:
             "world_size": self.world_size,
             "libraries": dict(self.libraries),
             "files": {name: asdict(record) for name, record in sorted(self.files.items())},
-            "models": [{"tensors": [_tensor_to_json(t) for t in model]} for model in self.models],
+            "models": [
+                {"tensors": [_tensor_to_json(t) for t in model], "aliases": dict(aliases)}
+                for model, aliases in zip(self.models, self.aliases, strict=True)
+            ],
             "rank_files": {str(rank): name for rank, name in sorted(self.rank_files.items())},
         }
         return json.dumps({**body, "sha256": _digest(body)}, separators=(",", ":")) + "\n"
@@ -127,6 +133,10 @@ class Manifest:
                 for model in body["models"]
             ),
             rank_files={int(rank): listed(name) for rank, name in body["rank_files"].items()},
+            aliases=tuple(
+                {str(alias): str(name) for alias, name in model.get("aliases", {}).items()}
+                for model in body["models"]
+            ),
         )
 
 

@@ -6,6 +6,8 @@
     all ranks                    token | shards |                                  |        verdict
     each bar is a verdict that all ranks hear: if one fails, all raise and the draft is removed
 
+What stands right of the first bar can happen in another thread, from a copy of the shards.
+
 Files of one rank and kind are cut at ``FILE_BYTES``: shards that a store reads back from disk one
 by one are never all in memory.
 """
@@ -13,7 +15,8 @@ by one are never all in memory.
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -23,8 +26,16 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.checkpoint import commit
-from drivetrain.checkpoint.agreement import collect, explain, share, together
+from drivetrain.checkpoint.agreement import (
+    Group,
+    check_same,
+    collect,
+    explain,
+    share,
+    together,
+)
 from drivetrain.checkpoint.assembly import fits, numel
+from drivetrain.checkpoint.contents import Contents
 from drivetrain.checkpoint.manifest import (
     FILE_NAME,
     Manifest,
@@ -40,8 +51,8 @@ from drivetrain.checkpoint.tensorfile import (
     DTYPES,
     FileRecord,
     sync_directory,
+    write_bytes,
     write_tensors,
-    write_text,
 )
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
@@ -73,69 +84,100 @@ class Batch:
 
 @dataclass(slots=True)
 class Report:
-    """What one rank wrote, as it tells rank 0; the scalars are those it was given."""
+    """What one rank wrote, as it tells rank 0; scalars and aliases are those it was given."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     models: list[list[SavedTensor]] = field(default_factory=list)
     rank_file: str = ""
     scalars: Sequence[Scalars] = ()
+    aliases: Sequence[Mapping[str, str]] = ()
 
 
 def save_checkpoint(
-    directory: Path,
-    *,
-    world: World,
-    models: Sequence[Iterable[Shard]],
-    scalars: Sequence[Scalars] = (),
-    state: Mapping[str, Any] | None = None,
-    rank_state: Mapping[str, Tensor] | None = None,
-    overwrite: bool = False,
+    directory: Path, contents: Contents, *, world: World, overwrite: bool = False
 ) -> None:
     """Write a checkpoint directory. Collective: every rank calls it with the same directory.
 
     Args:
         directory: the checkpoint; on a file system that all hosts share.
+        contents: what this rank saves.
         world: this process among all processes.
-        models: for each prepared model the shards of this rank; over all ranks each element once.
-        scalars: for each model the optimizer state of this rank that is no tensor; what several
-            ranks have must be equal, what only some have is joined.
-        state: plain values that are the same on all ranks (rank 0's are stored): schedulers,
-            epoch, loader positions, custom objects.
-        rank_state: tensors of this rank alone, such as its random-number states.
         overwrite: replace an existing checkpoint, in one step and only when the new one is whole.
 
     Raises:
         CheckpointError: on every rank, when it failed on any. Nothing that existed was touched.
     """
-    target = Path(directory).resolve()
-    token = share(world, secrets.token_hex(8))
-    draft = together(
-        world, f"save {target}", lambda: _begin(target, token, world, overwrite=overwrite)
-    )
-    try:
-        writer = RankWriter(draft, world)
-        report = together(
-            world,
-            f"save {target}",
-            lambda: writer.write(models, scalars, state or {}, rank_state or {}),
-        )
-        reports = collect(world, report)
-        together(
-            world,
-            f"save {target}",
-            lambda: _write_common(draft, reports, state or {}) if world.is_main else None,
-        )
-        together(
-            world,
-            f"save {target}",
-            lambda: (
-                commit.commit(draft, target, token, overwrite=overwrite) if world.is_main else None
-            ),
-        )
-    except BaseException:
-        if world.is_main:
-            commit.delete(draft)
-        raise
+    Save(directory, world, overwrite=overwrite).finish(contents)
+
+
+class Save:
+    """One save, begun when it is made: a draft that is written and then given its name.
+
+    Args:
+        directory: the checkpoint; the same on every rank.
+        world: this process among all processes.
+        overwrite: replace an existing checkpoint.
+
+    Raises:
+        CheckpointError: on every rank: they want different things, the directory exists, or it
+            cannot be made.
+    """
+
+    def __init__(self, directory: Path, world: World, *, overwrite: bool = False) -> None:
+        self._world = world
+        self._overwrite = overwrite
+        wanted = {"the directory": Path(directory).absolute(), "overwrite": overwrite}
+        check_same(world, "save a checkpoint", wanted)
+        self._target = Path(directory).resolve()
+        self._token = share(world, secrets.token_hex(8))
+        self._doing = f"save {self._target}"
+        self._draft = together(world, self._doing, self._begin)
+
+    def stage(self, contents: Contents) -> Contents:
+        """Return a copy of the contents in host memory, which training no longer changes.
+
+        Raises:
+            CheckpointError: on every rank, when any has no memory or a state that is not plain;
+                the draft is gone.
+        """
+        with self._abandoned_on_failure():
+            return together(self._world, self._doing, contents.staged)
+
+    def finish(self, contents: Contents, group: Group = None) -> None:
+        """Write the contents, and give the draft its name. Collective over the group.
+
+        Raises:
+            CheckpointError: on every rank, when it failed on any; the draft is gone.
+        """
+        world, doing = self._world, self._doing
+        with self._abandoned_on_failure():
+            writer = RankWriter(self._draft, world)
+            report = together(world, doing, lambda: writer.write(contents), group)
+            reports = collect(world, report, group)
+            complete = partial(self._on_main, lambda: write_common(self._draft, reports, contents))
+            together(world, doing, complete, group)
+            together(world, doing, partial(self._on_main, self._commit), group)
+
+    @contextmanager
+    def _abandoned_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self._world.is_main:
+                commit.delete(self._draft)
+            raise
+
+    def _begin(self) -> Path:
+        if self._world.is_main:
+            return commit.begin(self._target, self._token, overwrite=self._overwrite)
+        return commit.draft_of(self._target, self._token)
+
+    def _commit(self) -> None:
+        commit.commit(self._draft, self._target, self._token, overwrite=self._overwrite)
+
+    def _on_main(self, work: Callable[[], None]) -> None:
+        if self._world.is_main:
+            work()
 
 
 class RankWriter:
@@ -152,30 +194,26 @@ class RankWriter:
         self._failure: Exception | None = None
         self._needed = 0  # bytes
 
-    def write(
-        self,
-        models: Sequence[Iterable[Shard]],
-        scalars: Sequence[Scalars],
-        state: Mapping[str, Any],
-        rank_state: Mapping[str, Tensor],
-    ) -> Report:
+    def write(self, contents: Contents) -> Report:
         """Write everything this rank holds.
 
         Raises:
             CheckpointError: what failed first, with the path, the bytes needed and the bytes free.
         """
-        self._attempt(lambda: check_plain(dict(state), "state"))
-        self._attempt(lambda: check_plain([dict(one) for one in scalars], "scalars"))
-        for index, shards in enumerate(models):
+        scalars = [dict(one) for one in contents.scalars]
+        self._attempt(lambda: check_plain(dict(contents.state), "state"))
+        self._attempt(lambda: check_plain(scalars, "scalars"))
+        for index, shards in enumerate(contents.models):
             self._report.models.append([])
             self._write_model(index, shards)
-        if rank_state:
+        if contents.rank_state:
             self._report.rank_file = f"rank-{self._world.rank:05d}.safetensors"
-            self._write_file(self._report.rank_file, rank_state)
+            self._write_file(self._report.rank_file, contents.rank_state)
         self._attempt(lambda: sync_directory(self._draft))
         if self._failure is not None:
             raise CheckpointError(self._explain(self._failure)) from self._failure
-        self._report.scalars = [dict(one) for one in scalars]
+        self._report.scalars = scalars
+        self._report.aliases = [dict(names) for names in contents.aliases]
         return self._report
 
     def _write_model(self, index: int, shards: Iterable[Shard]) -> None:
@@ -238,12 +276,7 @@ class RankWriter:
         )
 
 
-def _begin(target: Path, token: str, world: World, *, overwrite: bool) -> Path:
-    draft = target.with_name(f".{target.name}.tmp-{token}")
-    return commit.begin(target, token, overwrite=overwrite) if world.is_main else draft
-
-
-def _write_common(draft: Path, reports: list[Report], state: Mapping[str, Any]) -> None:
+def write_common(draft: Path, reports: list[Report], contents: Contents) -> None:
     """Write what belongs to all ranks, the manifest last; rank 0 does this."""
     files = {name: record for report in reports for name, record in report.files.items()}
     _check_visible(draft, files)
@@ -251,17 +284,30 @@ def _write_common(draft: Path, reports: list[Report], state: Mapping[str, Any]) 
         merge_tensors(tensor for piece in pieces for tensor in piece)
         for pieces in zip(*(report.models for report in reports), strict=True)
     )
-    files |= _write_state(draft, state, merge_scalars([report.scalars for report in reports]))
+    scalars = merge_scalars([report.scalars for report in reports])
+    files |= _write_state(draft, contents.state, scalars)
+    for name, data in contents.encoded.items():
+        files[name] = write_bytes(draft / name, data)
     manifest = Manifest(
         world_size=len(reports),
         libraries=libraries(),
         files=files,
         models=models,
+        aliases=_merge_aliases(reports, len(models)),
         rank_files={
             rank: report.rank_file for rank, report in enumerate(reports) if report.rank_file
         },
     )
-    write_text(draft / FILE_NAME, manifest.to_text())
+    write_bytes(draft / FILE_NAME, manifest.to_text().encode())
+
+
+def _merge_aliases(reports: Sequence[Report], models: int) -> tuple[dict[str, str], ...]:
+    """Join what the ranks know of tied names; a rank that has only part of a model knows few."""
+    merged: tuple[dict[str, str], ...] = tuple({} for _ in range(models))
+    for report in reports:
+        for names, more in zip(merged, report.aliases, strict=False):
+            names.update(more)
+    return merged
 
 
 def _write_state(
@@ -272,7 +318,8 @@ def _write_state(
         "state": encode(dict(state), "state", tensors),
         "scalars": encode(list(scalars), "scalars", tensors),
     }
-    files = {STATE_FILE: write_text(draft / STATE_FILE, json.dumps(body, indent=1) + "\n")}
+    text = json.dumps(body, indent=1) + "\n"
+    files = {STATE_FILE: write_bytes(draft / STATE_FILE, text.encode())}
     if tensors:
         files[STATE_TENSORS] = write_tensors(draft / STATE_TENSORS, tensors)
     return files

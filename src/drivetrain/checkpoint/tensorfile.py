@@ -189,10 +189,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     return file.record
 
 
-def write_text(path: Path, text: str) -> FileRecord:
-    """Write a new UTF-8 file durably and return its size and digest."""
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Write a new file durably and return its size and digest."""
     with HashedFile(path) as file:
-        file.write(text.encode())
+        file.write(data)
     return file.record
 
 

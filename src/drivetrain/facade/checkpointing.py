@@ -1,19 +1,34 @@
 """Saving and resuming as the script sees it: the whole state of a run, complete or not at all."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint
-from drivetrain.checkpoint.agreement import share, together
-from drivetrain.errors import CheckpointError, UsageError
+from drivetrain.checkpoint.agreement import Group, check_same, share, together
+from drivetrain.errors import UsageError
 from drivetrain.facade.core import Core, ModelEntry
+from drivetrain.facade.model_state import (
+    aliases_of,
+    converted,
+    groups_of,
+    load_groups,
+    same_number,
+    scalars_of,
+)
+from drivetrain.facade.registered import (
+    Decode,
+    Encode,
+    Registered,
+    check_registration,
+    file_name,
+    load_registered,
+)
 from drivetrain.log import get_logger
 from drivetrain.runtime import rng
 
@@ -28,27 +43,25 @@ class Checkpointing(Core):
         """Number of the next automatically named checkpoint."""
         return self.project_configuration.iteration
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(
+        self, *objects: Any, encode: Encode | None = None, decode: Decode | None = None
+    ) -> None:
         """Keep the state of more objects in every checkpoint.
 
         Args:
             objects: anything with ``state_dict()`` and ``load_state_dict()`` whose state is tensors
                 and plain values.
+            encode: opt-in for state of any other kind: makes bytes of it, which are stored as they
+                are in a file of their own. Choose what may be trusted: this library reads no
+                pickle, but a ``decode`` of yours that does will run what it finds.
+            decode: makes the state of these bytes again; without it they are never read.
 
         Raises:
-            UsageError: names the arguments that lack these methods.
+            UsageError: names the arguments that lack these methods, or the missing half of the
+                codec.
         """
-        lacking = [
-            f"argument {i} ({type(item).__name__})"
-            for i, item in enumerate(objects)
-            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
-        ]
-        if lacking:
-            raise UsageError(
-                "expected objects with state_dict() and load_state_dict(), found without: "
-                + ", ".join(lacking)
-            )
-        self._custom_objects.extend(objects)
+        check_registration(objects, encode, decode)
+        self._custom_objects.extend(Registered(item, encode, decode) for item in objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` before each ``save_state``.
@@ -74,6 +87,7 @@ class Checkpointing(Core):
         safe_serialization: bool = True,
         *,
         overwrite: bool = False,
+        wait: bool = True,
     ) -> str:
         """Save everything that an exact resume needs. Collective.
 
@@ -86,51 +100,57 @@ class Checkpointing(Core):
             safe_serialization: must be True: checkpoints hold no pickles.
             overwrite: replace a checkpoint of this name; the old one goes only when the new one
                 is complete.
+            wait: False returns when this rank's shards are copied to host memory, which takes as
+                many bytes as its files until they are written; a thread writes them while
+                training goes on. One save at a time: the next save or load, ``free_memory`` and
+                ``end_training`` wait for it, as ``wait_for_checkpoint`` does.
 
         Returns:
             The directory.
 
         Raises:
-            CheckpointError: the directory exists, the disk is full, a state is not plain; on every
-                rank, and what was there before is still there.
+            CheckpointError: the directory exists, the disk is full, a state is not plain, ranks
+                are at different steps, or the save before this one failed in the background; on
+                every rank, and what was there before is still there.
         """
         if not safe_serialization:
             raise UsageError(
                 "expected safe_serialization=True, found False; checkpoints hold no pickles, use "
                 "torch.save yourself where you need one"
             )
+        self.wait_for_checkpoint()
+        self._check_same_step()
         project = self.project_configuration
         automatic = project.automatic_checkpoint_naming
         directory = self._automatic_directory() if automatic else _given(output_dir)
-        if not self.gradient_state.sync_gradients:
-            logger.warning(
-                "save_state() inside an accumulation window: the gradients of its "
-                f"{self.gradient_state.window_length} micro-batches are not in the checkpoint"
-            )
-        models = list(self._models)
-        if self._save_hooks:
-            weights = [model.state_dict() for model in models]
-            for hook in self._save_hooks.values():
-                hook(models, weights, str(directory))
-        entries = [entry for entry in self._entries if any(entry.model is m for m in models)]
-        checkpoint.save_checkpoint(
-            directory,
-            world=self.world,
-            models=[entry.strategy.shards() for entry in entries],
-            scalars=[_scalars(entry) for entry in entries],
-            state=self._state(entries),
-            rank_state=rng.capture(),
-            overwrite=overwrite,
-        )
+        entries = self._entries_to_save(directory)
+        doing = f"save {directory}"
+        contents = together(self.world, doing, partial(self._contents, entries))
+        save = checkpoint.Save(directory, self.world, overwrite=overwrite)
+        old = (directory.parent, project.total_limit) if automatic else (directory, None)
+        if wait:
+            self._finish(save, contents, *old)
+        else:
+            staged = save.stage(contents)
+            logger.info(f"{doing} in the background from {staged.shard_bytes} bytes of host memory")
+            self._background.start(partial(self._finish, save, staged, *old))
         if automatic:
             project.iteration += 1
-            if self.world.is_main and project.total_limit is not None:
-                checkpoint.prune(directory.parent, project.total_limit)
-        self.wait_for_everyone()
         return str(directory)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the save in the background is complete; at once when there is none.
+
+        Raises:
+            CheckpointError: that save failed; on every rank, and what was there before is still
+                there.
+        """
+        self._background.wait()
 
     def load_state(self, input_dir: str | Path | None = None, *, verify: str = "full") -> str:
         """Continue from a checkpoint of any strategy and any number of ranks. Collective.
+
+        Weights that were saved in another dtype are converted, and a warning says how many.
 
         Args:
             input_dir: the directory; None means the last automatically named one.
@@ -140,22 +160,86 @@ class Checkpointing(Core):
             The directory.
 
         Raises:
-            CheckpointError: not a checkpoint, damaged, or of other models; on every rank.
+            CheckpointError: not a checkpoint, damaged, or of other models; on every rank. Or the
+                save in the background failed.
         """
+        self.wait_for_checkpoint()
         directory = self._last_directory() if input_dir is None else Path(input_dir)
         models = list(self._models)
         for hook in self._load_hooks.values():
             hook(models, str(directory))
         entries = [entry for entry in self._entries if any(entry.model is m for m in models)]
+        doing = f"load {directory}"
         with checkpoint.open_checkpoint(directory, self.world, verify=verify) as reader:
-            _same_number("prepared models", len(entries), reader.models)
+            same_number("prepared models", len(entries), reader.models)
             for i, entry in enumerate(entries):
-                entry.strategy.load(reader.model(i))
-                _load_groups(entry, reader.state["groups"][i])
-            self._load_state(reader.state)
+                saved = reader.model(i)
+                together(self.world, doing, partial(entry.strategy.load, saved))
+                load_groups(entry, reader.state["groups"][i])
+                changed = converted(entry, saved, self.world)
+                if changed:
+                    logger.warning(f"{directory}: weights of model {i} were converted: {changed}")
+            together(self.world, doing, partial(self._load_state, reader))
             self._load_rng(reader)
         self.wait_for_everyone()
         return str(directory)
+
+    @cached_property
+    def _background(self) -> checkpoint.Background:
+        """The save that is being finished while training goes on."""
+        return checkpoint.Background(self.world)
+
+    def _check_same_step(self) -> None:
+        """Raise on every rank when they do not stand between the same two micro-batches."""
+        window = self.gradient_state
+        within = 0 if window.sync_gradients else window.micro_batch
+        if within:
+            logger.warning(
+                "save_state() inside an accumulation window: the gradients of its "
+                f"{window.window_length} micro-batches are not in the checkpoint"
+            )
+        facts = {
+            "the steps that the optimizers have taken": [each.steps for each in self._optimizers],
+            "the micro-batches of the accumulation window": within,
+        }
+        check_same(self.world, "save a checkpoint", facts)
+
+    def _entries_to_save(self, directory: Path) -> list[ModelEntry]:
+        models = list(self._models)
+        if self._save_hooks:
+            weights = [model.state_dict() for model in models]
+            for hook in self._save_hooks.values():
+                hook(models, weights, str(directory))
+        return [entry for entry in self._entries if any(entry.model is m for m in models)]
+
+    def _contents(self, entries: Sequence[ModelEntry]) -> checkpoint.Contents:
+        encoded = {
+            file_name(i): registered.encoded()
+            for i, registered in enumerate(self._custom_objects)
+            if registered.encode is not None and self.world.is_main
+        }
+        return checkpoint.Contents(
+            models=[entry.strategy.shards() for entry in entries],
+            scalars=[scalars_of(entry) for entry in entries],
+            aliases=[aliases_of(entry) for entry in entries],
+            state=self._state(entries),
+            rank_state=rng.capture(),
+            encoded=encoded,
+        )
+
+    def _finish(
+        self,
+        save: checkpoint.Save,
+        contents: checkpoint.Contents,
+        root: Path,
+        limit: int | None,
+        group: Group = None,
+    ) -> None:
+        """Complete a save and then remove what the limit no longer keeps."""
+        save.finish(contents, group)
+        if limit is not None:
+            remove = partial(checkpoint.prune, root, limit) if self.world.is_main else list
+            together(self.world, f"remove old checkpoints in {root}", remove, group)
 
     def _automatic_directory(self) -> Path:
         root = self._checkpoint_root()
@@ -183,22 +267,36 @@ class Checkpointing(Core):
         return {
             "step": self.step,
             "iteration": self.project_configuration.iteration,
-            "groups": [_groups(entry) for entry in entries],
+            "groups": [groups_of(entry) for entry in entries],
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "loaders": [loader.state_dict() for loader in self._dataloaders],
             "scaler": self.scaler.state_dict(),
-            "objects": [item.state_dict() for item in self._custom_objects],
+            "steps": [optimizer.steps for optimizer in self._optimizers],
+            "objects": [
+                None if registered.encode is not None else registered.item.state_dict()
+                for registered in self._custom_objects
+            ],
+            "encoded": {
+                i: file_name(i)
+                for i, registered in enumerate(self._custom_objects)
+                if registered.encode is not None
+            },
         }
 
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        for what, mine, theirs in (
+    def _load_state(self, reader: checkpoint.CheckpointReader) -> None:
+        state = reader.state
+        kinds: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
             ("prepared schedulers", self._schedulers, state["schedulers"]),
             ("prepared loaders", self._dataloaders, state["loaders"]),
-            ("registered objects", self._custom_objects, state["objects"]),
-        ):
-            _same_number(what, len(mine), len(theirs))
+        )
+        for what, mine, theirs in kinds:
+            same_number(what, len(mine), len(theirs))
             for item, saved in zip(mine, theirs, strict=True):
                 item.load_state_dict(saved)
+        same_number("registered objects", len(self._custom_objects), len(state["objects"]))
+        load_registered(self._custom_objects, reader, state["objects"])
+        for optimizer, steps in zip(self._optimizers, state.get("steps", ()), strict=False):
+            optimizer.steps = steps
         self.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
         self.project_configuration.iteration = state["iteration"] + 1
@@ -226,44 +324,3 @@ def _given(output_dir: str | Path | None) -> Path:
             "automatic_checkpoint_naming in the ProjectConfiguration"
         )
     return Path(output_dir)
-
-
-def _same_number(what: str, expected: int, found: int) -> None:
-    if expected != found:
-        raise CheckpointError(
-            f"expected a checkpoint with {expected} {what}, found {found}; prepare and register "
-            "the same objects in the same order as the run that saved it"
-        )
-
-
-def _scalars(entry: ModelEntry) -> dict[int, dict[str, dict[str, Any]]]:
-    """Return the optimizers' state that is no tensor, by optimizer and parameter name."""
-    result: dict[int, dict[str, dict[str, Any]]] = {}
-    for i, optimizer in enumerate(entry.optimizers):
-        result[i] = {
-            entry.names[id(parameter)]: plain
-            for parameter, state in optimizer.state.items()
-            if id(parameter) in entry.names
-            and (plain := {k: v for k, v in state.items() if not isinstance(v, Tensor)})
-        }
-    return result
-
-
-def _groups(entry: ModelEntry) -> list[list[dict[str, Any]]]:
-    """Return the hyperparameters of every group of every optimizer of a model."""
-    return [
-        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        for optimizer in entry.optimizers
-    ]
-
-
-def _load_groups(entry: ModelEntry, saved: list[list[dict[str, Any]]]) -> None:
-    _same_number("optimizers of a model", len(entry.optimizers), len(saved))
-    for optimizer, groups in zip(entry.optimizers, saved, strict=True):
-        _same_number("parameter groups", len(optimizer.param_groups), len(groups))
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            for key, value in values.items():
-                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value

@@ -89,9 +89,14 @@ class Joining(Core):
             for optimizer in optimizers
         ]
         schedules = [scheduler.state_dict() for scheduler in self._schedulers]
-        groups, schedules = communication.broadcast_object_list([groups, schedules], source)
+        steps = [optimizer.steps for optimizer in self._optimizers]
+        groups, schedules, steps = communication.broadcast_object_list(
+            [groups, schedules, steps], source
+        )
         for optimizer, theirs in zip(optimizers, groups, strict=True):
             for group, values in zip(optimizer.param_groups, theirs, strict=True):
                 group.update(values)
         for scheduler, state in zip(self._schedulers, schedules, strict=True):
             scheduler.load_state_dict(state)
+        for prepared, taken in zip(self._optimizers, steps, strict=True):
+            prepared.steps = taken

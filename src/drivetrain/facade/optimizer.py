@@ -18,6 +18,9 @@ class PreparedOptimizer(Optimizer):
         state: the accumulation window.
         before_step: called before each real step; returns False when the step must be skipped
             because a gradient is infinite.
+
+    Attributes:
+        steps: how many windows it has come to the end of, skipped steps among them.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class PreparedOptimizer(Optimizer):
         self._window = state
         self._before_step = before_step
         self._skipped = False
+        self.steps = 0
 
     @property
     def state(self) -> Any:
@@ -84,6 +88,7 @@ class PreparedOptimizer(Optimizer):
         """Update the parameters, at the end of a window only."""
         if not self._window.sync_gradients:
             return None
+        self.steps += 1
         self._skipped = not self._before_step(self.optimizer)
         if self._skipped:
             return None

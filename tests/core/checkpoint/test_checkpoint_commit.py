@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.checkpoint import commit, open_checkpoint, save_checkpoint, saving
+from drivetrain.checkpoint import Contents, commit, open_checkpoint, save_checkpoint, saving
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Part, Shard
@@ -17,10 +17,12 @@ from drivetrain.strategy import Part, Shard
 WORLD = World()
 
 
-def save(directory, value, **options):
+def save(directory, value, *, overwrite=False, **contents):
     tensor = torch.full((4,), float(value))
     shard = Shard("w", "", tensor, (4,), Part.whole((4,)))
-    save_checkpoint(directory, world=WORLD, models=[[shard]], **options)
+    save_checkpoint(
+        directory, Contents(models=[[shard]], **contents), world=WORLD, overwrite=overwrite
+    )
 
 
 def value_in(directory):
@@ -111,8 +113,8 @@ def kill(*_, **__):
 def killed_at(point, directory):
     """Save in this process, which dies at the point."""
     if point == "between files":
-        real = saving.write_text
-        saving.write_text = lambda path, text: kill() if "state" in path.name else real(path, text)
+        real = saving.write_bytes
+        saving.write_bytes = lambda path, data: kill() if "state" in path.name else real(path, data)
     elif point == "before the manifest":
         saving.Manifest.to_text = kill
     elif point == "before the rename":

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from drivetrain.checkpoint import open_checkpoint, save_checkpoint
+from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Part, Shard
@@ -22,9 +22,8 @@ def directory(tmp_path):
         tensor = torch.full((8,), value)
         return [Shard("w", "", tensor, (8,), Part.whole((8,)))]
 
-    save_checkpoint(
-        tmp_path / "ck", world=WORLD, models=[shards(1.0), shards(2.0)], state={"epoch": 1}
-    )
+    contents = Contents(models=[shards(1.0), shards(2.0)], state={"epoch": 1})
+    save_checkpoint(tmp_path / "ck", contents, world=WORLD)
     return tmp_path / "ck"
 
 

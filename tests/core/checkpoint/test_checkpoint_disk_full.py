@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.checkpoint import (
+    Contents,
     ExportTensor,
     open_checkpoint,
     plan_export,
@@ -40,7 +41,7 @@ def small_disk(tmp_path):
 def save(directory, world, numel, name="w"):
     tensor = torch.ones(numel, dtype=torch.uint8)
     shard = Shard(name, "", tensor, (numel,), Part.whole((numel,)))
-    save_checkpoint(directory, world=world, models=[[shard]], overwrite=True)
+    save_checkpoint(directory, Contents(models=[[shard]]), world=world, overwrite=True)
 
 
 def test_disk_full_in_a_checkpoint(small_disk):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.checkpoint import latest, next_name, prune, save_checkpoint
+from drivetrain.checkpoint import Contents, latest, next_name, prune, save_checkpoint
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Part, Shard
@@ -11,7 +11,7 @@ from drivetrain.strategy import Part, Shard
 
 def save(directory):
     shard = Shard("w", "", torch.ones(1), (1,), Part.whole((1,)))
-    save_checkpoint(directory, world=World(), models=[[shard]])
+    save_checkpoint(directory, Contents(models=[[shard]]), world=World())
 
 
 def names(root):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.checkpoint import (
+    Contents,
     ExportTensor,
     describe_difference,
     open_checkpoint,
@@ -40,15 +41,13 @@ def column_shards(world):
 
 def save(directory, world, **options):
     rank = world.rank
-    save_checkpoint(
-        directory,
-        world=world,
+    contents = Contents(
         models=[[*flat_shards(world), *flat_shards(world, "0.m")], column_shards(world)],
         scalars=[{0: {"w": {"step": 4}, f"only.{rank}": {"step": rank}}}, {}],
         state={"epoch": 2},
         rank_state={"r": torch.tensor([rank])},
-        **options,
     )
+    save_checkpoint(directory, contents, world=world, **options)
 
 
 def check(directory, world):
@@ -122,7 +121,7 @@ def test_a_failure_on_one_rank_is_raised_on_both(tmp_path, monkeypatch):
         monkeypatch.setattr(tensorfile.HashedFile, "write", fail)
 
     def work():
-        save_checkpoint(tmp_path / "ck", world=world, models=[shards()], overwrite=True)
+        save_checkpoint(tmp_path / "ck", Contents(models=[shards()]), world=world, overwrite=True)
 
     raises_the_same(world, "rank 1: Input/output error: the file", work)
     assert walked == ["a", "b", "c"]
@@ -164,7 +163,7 @@ def test_ranks_that_contradict_each_other(tmp_path):
     world = World.discover(cpu=True)
 
     def save_with(shards, scalars):
-        save_checkpoint(tmp_path / "ck", world=world, models=[shards], scalars=scalars)
+        save_checkpoint(tmp_path / "ck", Contents(models=[shards], scalars=scalars), world=world)
 
     shape = (2 + world.rank,)
     shard = Shard("w", "", torch.ones(1), shape, Part((world.rank,), (1,)))

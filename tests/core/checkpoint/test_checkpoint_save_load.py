@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.checkpoint import open_checkpoint, save_checkpoint, saving
+from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint, saving
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Part, Reader, Shard
@@ -18,8 +18,8 @@ def whole(name, tensor, state=""):
     return Shard(name, state, tensor, tuple(tensor.shape), Part.whole(tensor.shape))
 
 
-def save(directory, *models, **options):
-    save_checkpoint(directory, world=WORLD, models=models, **options)
+def save(directory, *models, **contents):
+    save_checkpoint(directory, Contents(models=models, **contents), world=WORLD)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from drivetrain.checkpoint import tensorfile
-from drivetrain.checkpoint.tensorfile import DTYPES, TensorFile, write_tensors, write_text
+from drivetrain.checkpoint.tensorfile import DTYPES, TensorFile, write_bytes, write_tensors
 from drivetrain.errors import CheckpointError
 
 
@@ -100,14 +100,14 @@ def test_planted_link_is_not_followed(tmp_path):
     victim.write_text("precious")
     (tmp_path / "f").symlink_to(victim)
     with pytest.raises(FileExistsError):
-        write_text(tmp_path / "f", "evil")
+        write_bytes(tmp_path / "f", b"evil")
     assert victim.read_text() == "precious"
 
 
 def test_short_writes_go_on(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, memoryview(data)[:3]))
-    write_text(tmp_path / "f", "0123456789")
+    write_bytes(tmp_path / "f", b"0123456789")
     assert (tmp_path / "f").read_text() == "0123456789"
 
 
@@ -118,7 +118,7 @@ def test_io_errors_name_the_file(tmp_path, monkeypatch, call):
 
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(OSError, match="Input/output error") as caught:
-        write_text(tmp_path / "f", "x")
+        write_bytes(tmp_path / "f", b"x")
     assert caught.value.filename == str(tmp_path / "f")
 
 
@@ -129,13 +129,13 @@ sys.modules["numpy"] = None
 warnings.simplefilter("ignore")
 from pathlib import Path
 import torch
-from drivetrain.checkpoint import open_checkpoint, save_checkpoint
+from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Part, Shard
 t = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
 shard = Shard("t", "", t, (2, 3), Part.whole((2, 3)))
 target = Path(sys.argv[1])
-save_checkpoint(target, world=World(), models=[[shard]])
+save_checkpoint(target, Contents(models=[[shard]]), world=World())
 found = open_checkpoint(target, World()).model(0).read("t", part=Part((0, 1), (2, 1)))
 assert found.tolist() == [[1.0], [4.0]], found
 """

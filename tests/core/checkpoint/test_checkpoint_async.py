@@ -1,0 +1,211 @@
+"""A save in the background: training goes on, values are those of the call, no error is lost."""
+
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from drivetrain import Accelerator, ProjectConfiguration
+from drivetrain.checkpoint import open_checkpoint, saving
+from drivetrain.errors import CheckpointError
+from drivetrain.runtime.world import World
+
+WORLDS = pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=pytest.mark.ranks(2))], ids=["one", "two"]
+)
+
+
+class Counter:
+    """Registered state that changes after the call."""
+
+    def __init__(self):
+        self.seen = {"steps": [0], "mean": torch.zeros(2)}
+
+    def state_dict(self):
+        return self.seen
+
+    def load_state_dict(self, state):
+        self.seen = state
+
+
+class Gate:
+    """Holds every write of a file back until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.opened = threading.Event()
+        real = saving.write_tensors
+
+        def held(path, tensors):
+            assert self.opened.wait(30)
+            return real(path, tensors)
+
+        monkeypatch.setattr(saving, "write_tensors", held)
+
+
+def build(**options):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, **options)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def step(accelerator, model, optimizer):
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+@WORLDS
+def test_values_are_those_of_the_call(tmp_path, monkeypatch, world):
+    accelerator, model, optimizer = build()
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    step(accelerator, model, optimizer)
+    weight = model.weight.detach().clone()
+    moment = optimizer.state[model.weight]["exp_avg"].clone()
+    gate = Gate(monkeypatch)
+    accelerator.save_state(tmp_path / "ck", wait=False)
+    counter.seen["steps"].append(1)
+    counter.seen["mean"].add_(1)
+    for _ in range(3):  # with collectives of its own, while the other thread waits for the gate
+        step(accelerator, model, optimizer)
+    assert not torch.equal(model.weight, weight)
+    if world > 1:
+        dist.barrier()
+    assert not (tmp_path / "ck").exists()
+    gate.opened.set()
+    accelerator.wait_for_checkpoint()
+    with open_checkpoint(tmp_path / "ck", accelerator.world) as found:
+        assert torch.equal(found.model(0).read("weight"), weight)
+        assert torch.equal(found.model(0).read("weight", "0.exp_avg"), moment)
+        assert found.state["objects"][0]["steps"] == [0]
+        assert found.state["objects"][0]["mean"].tolist() == [0, 0]
+    accelerator.load_state(tmp_path / "ck")
+    assert torch.equal(model.weight, weight)
+    accelerator.end_training()
+
+
+@WORLDS
+def test_next_save_load_and_end_wait_for_it(tmp_path, world):
+    project = ProjectConfiguration(
+        project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2
+    )
+    accelerator, model, optimizer = build(project_config=project)
+    for _ in range(4):
+        step(accelerator, model, optimizer)
+        accelerator.save_state(wait=False)
+    assert accelerator.load_state().endswith("checkpoint_3")
+    assert names(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
+    accelerator.save_state(wait=False)
+    accelerator.end_training()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_3", "checkpoint_4"]
+    open_checkpoint(tmp_path / "checkpoints" / "checkpoint_4", World())
+
+
+@WORLDS
+@pytest.mark.parametrize("end", ["wait_for_checkpoint", "save_state", "load_state", "free_memory"])
+def test_an_error_is_raised_on_every_rank_at_the_next_call(tmp_path, monkeypatch, world, end):
+    accelerator, model, optimizer = build()
+    accelerator.save_state(tmp_path / "ck")
+    before = model.weight.detach().clone()
+    step(accelerator, model, optimizer)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error", "the file")
+
+    if accelerator.process_index == world - 1:
+        monkeypatch.setattr(saving, "write_tensors", fail)
+    accelerator.save_state(tmp_path / "ck", overwrite=True, wait=False)
+    arguments = [tmp_path / "ck"] if end in ("save_state", "load_state") else []
+    with pytest.raises(CheckpointError, match="Input/output error: the file"):
+        getattr(accelerator, end)(*arguments)
+    monkeypatch.undo()
+    accelerator.wait_for_checkpoint()  # once is enough
+    accelerator.wait_for_everyone()  # rank 0 removes the draft after the verdict
+    assert names(tmp_path) == ["ck"]
+    with open_checkpoint(tmp_path / "ck", accelerator.world) as found:
+        assert torch.equal(found.model(0).read("weight"), before)
+    accelerator.end_training()
+
+
+def test_a_directory_that_exists_is_refused_by_the_call_itself(tmp_path):
+    accelerator, _, _ = build()
+    accelerator.save_state(tmp_path / "ck")
+    with pytest.raises(CheckpointError, match="already exists"):
+        accelerator.save_state(tmp_path / "ck", wait=False)
+    accelerator.wait_for_checkpoint()
+
+
+@pytest.mark.ranks(2)
+def test_a_state_that_is_not_plain_leaves_nothing(tmp_path):
+    accelerator, _, _ = build()
+    counter = Counter()
+    counter.seen = {"fn": print} if accelerator.process_index else {}
+    accelerator.register_for_checkpointing(counter)
+    with pytest.raises(CheckpointError, match=r"rank 1: state\.objects\[0\]\.fn is a"):
+        accelerator.save_state(tmp_path / "ck", wait=False)
+    accelerator.wait_for_everyone()
+    assert list(tmp_path.iterdir()) == []
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_grows_too_large_in_the_background(tmp_path):
+    accelerator, _, _ = build()
+    model = accelerator.prepare(nn.Linear(300, 300))
+    accelerator.save_state(tmp_path / "ck")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    accelerator.wait_for_everyone()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        accelerator.save_state(tmp_path / "ck", overwrite=True, wait=False)
+        with pytest.raises(CheckpointError, match=r"File too large: .*ck.*need \d+ bytes"):
+            accelerator.wait_for_checkpoint()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    accelerator.wait_for_everyone()
+    assert names(tmp_path) == ["ck"]
+    accelerator.load_state(tmp_path / "ck")
+    assert model.weight.shape == (300, 300)
+    accelerator.end_training()
+
+
+SCRIPT = """
+import sys, time, torch
+from drivetrain import Accelerator
+from drivetrain.checkpoint import saving
+real = saving.write_tensors
+def slowly(path, tensors):
+    time.sleep(0.5)
+    return real(path, tensors)
+saving.write_tensors = slowly
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(4, 3))
+accelerator.save_state(sys.argv[1], wait=False)
+if sys.argv[2] == "exit":
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "exit"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_that_ends_without_waiting_completes_the_save(tmp_path, ranks, how):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "drivetrain_launch", "launch", "--cpu"]
+    command += ["--nproc-per-node", str(ranks), str(tmp_path / "train.py")]
+    command = command if ranks > 1 else [sys.executable, str(tmp_path / "train.py")]
+    command += [str(tmp_path / "ck"), how]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert open_checkpoint(tmp_path / "ck", World()).world_size == ranks
