@@ -20,6 +20,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "launch": "Run a training script on several processes.",
     "config": "Answer a few questions and write the configuration file.",
+    "checkpoint": "Look into a checkpoint, check it, or export its weights.",
     "env": "Describe this machine, for a bug report.",
     "test": "Check in seconds that this machine trains correctly.",
     "completion": "Print the completion script of a shell.",

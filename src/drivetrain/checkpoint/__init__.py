@@ -6,9 +6,11 @@ strategy. The format is described in ``docs/checkpoint-format.md``.
 
 from drivetrain.checkpoint.background import Background
 from drivetrain.checkpoint.contents import Contents
+from drivetrain.checkpoint.convert import export_checkpoint
 from drivetrain.checkpoint.difference import describe_difference
 from drivetrain.checkpoint.export import ExportPlan, ExportTensor, plan_export, write_export
 from drivetrain.checkpoint.exported import read_export
+from drivetrain.checkpoint.inspection import Description, describe, find_problems
 from drivetrain.checkpoint.loading import CheckpointReader, ModelReader, open_checkpoint
 from drivetrain.checkpoint.naming import latest, next_name, prune
 from drivetrain.checkpoint.objects import load, save
@@ -19,12 +21,16 @@ __all__ = [
     "Background",
     "CheckpointReader",
     "Contents",
+    "Description",
     "ExportPlan",
     "ExportTensor",
     "ModelReader",
     "Save",
     "check_plain",
+    "describe",
     "describe_difference",
+    "export_checkpoint",
+    "find_problems",
     "latest",
     "load",
     "next_name",

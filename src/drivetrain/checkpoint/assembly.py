@@ -6,12 +6,16 @@ between two parts is a few copies between overlapping boxes, done by strided vie
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from drivetrain.strategy import Part
+
+Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a box."""
 
 
 class Box(NamedTuple):
@@ -30,7 +34,8 @@ class Box(NamedTuple):
 
 def numel(part: Part) -> int:
     """Return how many elements a part has."""
-    return prod(part.sizes) if part.flat is None else part.flat[1] - part.flat[0]
+    first, last = _range(part)
+    return last - first
 
 
 def fits(part: Part, shape: Sequence[int]) -> bool:
@@ -46,7 +51,7 @@ def fits(part: Part, shape: Sequence[int]) -> bool:
 
 def boxes(part: Part) -> Iterator[Box]:
     """Yield the boxes that a part is made of, in the order of its memory; none when it is empty."""
-    first, last = (0, prod(part.sizes)) if part.flat is None else part.flat
+    first, last = _range(part)
     start = 0
     for offsets, sizes in _split(part.sizes, first, last):
         at = tuple(a + b for a, b in zip(part.offsets, offsets, strict=True))
@@ -77,6 +82,50 @@ def copy_overlap(target: Tensor, wanted: Part, source: Tensor, saved: Part) -> i
                 _window(target, goal, *common).copy_(_window(source, piece, *common))
                 copied += prod(common[1])
     return copied
+
+
+def first_overlap(parts: Sequence[Part]) -> tuple[Part, Part] | None:
+    """Return two parts of one tensor that share elements, None when no two do.
+
+    Parts of the same box are compared by their ranges; only boxes that overlap are compared
+    element range by element range. So it stays quick for a part on each of many ranks.
+    """
+    by_box: dict[Extent, list[Part]] = {}
+    for part in parts:
+        if numel(part):
+            by_box.setdefault((part.offsets, part.sizes), []).append(part)
+    for same in by_box.values():
+        same.sort(key=_range)
+        for one, other in pairwise(same):
+            if _range(other)[0] < _range(one)[1]:
+                return one, other
+    for box, another in _overlapping(sorted(by_box)):
+        found = _first_shared(by_box[box], by_box[another])
+        if found is not None:
+            return found
+    return None
+
+
+def _overlapping(ordered: Sequence[Extent]) -> Iterator[tuple[Extent, Extent]]:
+    """Yield the pairs of boxes that overlap, of boxes sorted by their offsets."""
+    for index, (offsets, sizes) in enumerate(ordered):
+        for other in ordered[index + 1 :]:
+            if other[0][0] >= offsets[0] + sizes[0]:
+                break
+            if _overlap(offsets, sizes, *other) is not None:
+                yield (offsets, sizes), other
+
+
+def _range(part: Part) -> tuple[int, int]:
+    return (0, prod(part.sizes)) if part.flat is None else part.flat
+
+
+def _first_shared(some: Sequence[Part], others: Sequence[Part]) -> tuple[Part, Part] | None:
+    for one, other in product(some, others):
+        for box, second in product(boxes(one), boxes(other)):
+            if _overlap(box.offsets, box.sizes, second.offsets, second.sizes) is not None:
+                return one, other
+    return None
 
 
 def _split(

@@ -1,8 +1,8 @@
-"""Exports a model as Hugging Face style safetensors, one file in memory at a time at most.
+"""Exports a model as Hugging Face style safetensors, one tensor in memory at a time.
 
 First a plan is made from names, shapes and dtypes alone: which tensor goes to which file. Then the
-files are written in order, and the caller yields the tensors of one file at a time, so sharded
-parameters can be gathered one by one. Loaders that know ``model.safetensors`` and
+files are written in order, and the caller yields the tensors one by one, so sharded parameters can
+be gathered one by one. Loaders that know ``model.safetensors`` and
 ``model.safetensors.index.json`` read the result.
 """
 
@@ -53,7 +53,10 @@ class ExportTensor:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "ExportTensor":
-        """Describe a tensor that is whole on this rank; tied names share the very same object."""
+        """Describe a parameter or buffer; tied names share the very same object.
+
+        Its memory is not looked at: a sharded parameter may have none between uses.
+        """
         return cls(name, tuple(tensor.shape), tensor.dtype, id(tensor))
 
     @property
@@ -196,6 +199,7 @@ def _write_file(path: Path, tensors: Sequence[ExportTensor], fetch: Fetch, *, wr
             with TensorFile(path, announced, METADATA) as file:
                 for name, tensor in fetched:
                     file.add(name, tensor)
+                    del tensor  # before the next one is made
     finally:
         for _ in fetched:
             pass

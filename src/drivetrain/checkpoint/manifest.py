@@ -69,6 +69,7 @@ class Manifest:
         rank_files: the file with the state of a rank's own, of the ranks that have one.
         aliases: of each model, the further names of tied parameters -> the name in ``models``;
             empty in manifests that were written before there were aliases.
+        version: of the format.
     """
 
     world_size: int
@@ -77,12 +78,13 @@ class Manifest:
     models: tuple[tuple[SavedTensor, ...], ...]
     rank_files: Mapping[int, str]
     aliases: tuple[Mapping[str, str], ...]
+    version: int = VERSION
 
     def to_text(self) -> str:
         """Return the JSON text, with a digest of its own content."""
         body: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": self.version,
             "world_size": self.world_size,
             "libraries": dict(self.libraries),
             "files": {name: asdict(record) for name, record in sorted(self.files.items())},

@@ -1,6 +1,6 @@
 """One model's weights as the script sees them: a state dict, or files that others can read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from drivetrain import checkpoint
 from drivetrain.errors import UsageError
 from drivetrain.facade.core import Core, ModelEntry
+
+GATHERED_BYTES = 32 * 2**20
+"""Parameters are gathered together while they fit into this: small ones share a collective."""
 
 
 class Exporting(Core):
@@ -31,16 +34,22 @@ class Exporting(Core):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return the whole model's state on the CPU, with the user's names. Collective."""
+        """Return the whole model's state on every rank's CPU, with the user's names. Collective.
+
+        Every rank needs host memory for the whole model; ``save_model`` needs room for one tensor.
+        Beyond that, sharded parameters are gathered a few at a time. Tied names share one tensor.
+        """
         del unwrap  # names are the user's own either way
         entry = self._entry_of(model)
-        inner = _inner(entry)
-        with entry.strategy.gathered(list(inner.parameters())):
-            return {
-                name: tensor.detach().to("cpu", copy=True)
-                for name, tensor in inner.state_dict().items()
-                if isinstance(tensor, Tensor)
-            }
+        state = _state(entry)
+        copies: dict[int, Tensor] = {}
+        for batch in _batches(list(state), state):
+            with entry.strategy.gathered(_parameters(batch, state)):
+                for name in batch:
+                    tensor = state[name]
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        return {name: copies[id(tensor)] for name, tensor in state.items()}
 
     def save_model(
         self,
@@ -48,18 +57,23 @@ class Exporting(Core):
         save_directory: str | Path,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
+        *,
+        only_trainable: bool = False,
     ) -> None:
         """Write a model's weights in Hugging Face's layout: safetensors with an index. Collective.
 
-        Tied weights are written once; no process holds more than one file's weights at a time.
+        Tied weights are written once. Sharded parameters are gathered a few at a time: no process
+        holds more than the largest of them, or ``GATHERED_BYTES``.
 
         Args:
             model: a prepared model.
             save_directory: gets ``model.safetensors``, or numbered files and their index.
             max_shard_size: bytes per file, as a number or a text such as ``"5GB"``.
             safe_serialization: must be True.
+            only_trainable: leave out frozen parameters and buffers, as for an adapter.
 
         Raises:
+            UsageError: nothing is left to write.
             CheckpointError: weights on the meta device, or the directory cannot be written.
         """
         if not safe_serialization:
@@ -67,20 +81,22 @@ class Exporting(Core):
                 "expected safe_serialization=True, found False; no pickles are written"
             )
         entry = self._entry_of(model)
-        inner = _inner(entry)
-        state = inner.state_dict(keep_vars=True)
-        described = [
-            checkpoint.ExportTensor.of(name, tensor)
-            for name, tensor in state.items()
-            if isinstance(tensor, Tensor)
-        ]
+        state = _state(entry)
+        if only_trainable:
+            state = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
+            if not state:
+                raise UsageError(
+                    f"expected trainable parameters in {type(_inner(entry)).__name__} for "
+                    "only_trainable=True, found none; export all of it without"
+                )
+        described = [checkpoint.ExportTensor.of(name, tensor) for name, tensor in state.items()]
         plan = checkpoint.plan_export(described, max_shard_size)
 
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-            held = [state[name] for name in names if isinstance(state[name], nn.Parameter)]
-            with entry.strategy.gathered(held):
-                for name in names:
-                    yield name, state[name].detach()
+            for batch in _batches(names, state):
+                with entry.strategy.gathered(_parameters(batch, state)):
+                    for name in batch:
+                        yield name, state[name].detach()
 
         checkpoint.write_export(Path(save_directory), plan, fetch, world=self.world)
 
@@ -94,6 +110,33 @@ class Exporting(Core):
         """
         if self.is_main_process:
             checkpoint.save(obj, f, safe_serialization=safe_serialization)
+
+
+def _state(entry: ModelEntry) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name: the objects themselves, perhaps empty."""
+    state = _inner(entry).state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def _batches(names: Sequence[str], state: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield names in order, as many at a time as may be gathered together."""
+    batch: list[str] = []
+    filled = 0
+    for name in names:
+        size = state[name].numel() * state[name].element_size()
+        if batch and filled + size > GATHERED_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append(name)
+        filled += size
+    if batch:
+        yield batch
+
+
+def _parameters(names: Sequence[str], state: Mapping[str, Tensor]) -> list[nn.Parameter]:
+    """Return the distinct parameters of these names."""
+    held = [state[name] for name in names]
+    return list({id(p): p for p in held if isinstance(p, nn.Parameter)}.values())
 
 
 def _inner(entry: ModelEntry) -> nn.Module:
