@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -17,6 +18,9 @@ from drivetrain_zero.unit import FlatUnit, Slot
 
 _FUSED = (SGD, Adam, AdamW, Adagrad)
 """Optimizers whose fused kernel does the same arithmetic in one pass over memory."""
+
+_EXACT = (torch.float32, torch.float64)
+"""Dtypes in which it rounds alike; in others it computes in fp32, where torch's loops do not."""
 
 
 @dataclass(slots=True)
@@ -133,5 +137,5 @@ def _cut(value: Any, slot: Slot, fragment: nn.Parameter) -> Any:
 def _leaves_choice(group: Mapping[str, Any]) -> bool:
     options = ("foreach", "fused", "capturable", "differentiable")
     return all(not group.get(option) for option in options) and all(
-        parameter.is_floating_point() for parameter in group["params"]
+        parameter.dtype in _EXACT for parameter in group["params"]
     )

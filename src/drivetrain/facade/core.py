@@ -37,7 +37,9 @@ class ModelEntry:
         strategy: the strategy object made for this model.
         optimizers: what the strategy handed back, unwrapped, in the order given.
         names: parameter name by identity, as the user's model has it.
-        scale: loss scale of the gradients at hand; None when there are none or they are unscaled.
+        scale: loss scale of the gradients at hand; None before the first backward.
+        unscaled: whether the gradients at hand were divided by their scale, and carry 1.0.
+        made_with: loss scale that they were divided by.
         overflow: whether the gradients at hand are infinite somewhere.
         note: the hook that notes which model runs.
     """
@@ -47,15 +49,21 @@ class ModelEntry:
     optimizers: tuple[Optimizer, ...] = ()
     names: dict[int, str] = field(default_factory=dict)
     scale: float | None = None
+    unscaled: bool = False
+    made_with: float = 1.0
     overflow: bool = False
     note: RemovableHandle | None = None
+
+    def held_names(self) -> dict[int, str]:
+        """Return parameter names by identity, also of what optimizers hold in place of them."""
+        return {**self.names, **self.strategy.names()}
 
     def forget_gradients(self) -> None:
         """Drop the gradients at hand, and what is known of their scale."""
         self.strategy.unwrap(self.model).zero_grad()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        self.scale, self.overflow = None, False
+        self.scale, self.unscaled, self.overflow = None, False, False
 
     def close(self) -> None:
         """Make the model an ordinary one again."""
@@ -157,10 +165,4 @@ class Core(Processes):
 
     def _make_scaler(self) -> LossScaler:
         options = self.handlers.scaler
-        return LossScaler(
-            enabled=options.enabled and self.precision.needs_scaling,
-            init_scale=options.init_scale,
-            growth_factor=options.growth_factor,
-            backoff_factor=options.backoff_factor,
-            growth_interval=options.growth_interval,
-        )
+        return LossScaler(options, enabled=options.enabled and self.precision.needs_scaling)

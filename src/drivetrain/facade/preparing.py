@@ -253,7 +253,7 @@ class Preparing(Training, Joining):
         self, optimizers: Sequence[Optimizer], *, models_given: bool
     ) -> None:
         """Raise when an optimizer holds a parameter of no prepared model."""
-        known = {key for entry in self._entries for key in entry.names}
+        known = {key for entry in self._entries for key in entry.held_names()}
         for optimizer in optimizers:
             for i, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:

@@ -89,7 +89,8 @@ def check_ordinary(name: str, parameter: nn.Parameter) -> None:
 
 
 def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names}
+    # Versions of torch differ in which there are.
+    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
 
 
 def _setters(*names: str) -> set[Any]:
