@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.errors import UsageError
+from drivetrain.runtime.scaler import ScaleRule
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,21 +104,13 @@ class InitProcessGroupKwargs:
 
 
 @dataclass(kw_only=True, slots=True)
-class GradScalerKwargs:
-    """The dynamic loss scale of fp16, with torch's names.
+class GradScalerKwargs(ScaleRule):
+    """The dynamic loss scale of fp16, with torch's names, and those of ``ScaleRule``.
 
     Attributes:
-        init_scale: first scale.
-        growth_factor: factor after ``growth_interval`` steps without an infinite gradient.
-        backoff_factor: factor after a step with one.
-        growth_interval: steps between growths.
         enabled: False computes in fp16 without a scale.
     """
 
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
     enabled: bool = True
 
 

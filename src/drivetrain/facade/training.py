@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from drivetrain.errors import UsageError
-from drivetrain.facade.core import Core, ModelEntry
+from drivetrain.facade.core import ModelEntry
 from drivetrain.facade.options import AutocastKwargs, ProfileKwargs
+from drivetrain.facade.scaling import Scaling, scale_gradients
 from drivetrain.facade.window import WindowMean
 from drivetrain.strategy import Strategy
 
 
-class Training(Core):
+class Training(Scaling):
     """The training step of the Accelerator."""
 
     @property
@@ -38,11 +38,6 @@ class Training(Core):
         if value < 1:
             raise UsageError(f"expected gradient_accumulation_steps of at least 1, found {value}")
         self.gradient_state.num_steps = value
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any optimizer was skipped because of an infinite gradient."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -101,21 +96,7 @@ class Training(Core):
             factor = self._window.finish(self.mesh["dp"], self.device)
             if factor is not None:
                 for entry in self._entries:
-                    _scale(entry, factor)
-
-    def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
-        """Divide gradients by the loss scale; happens by itself before clipping and stepping.
-
-        Args:
-            optimizer: prepared optimizers whose models' gradients are unscaled; None means all.
-        """
-        if optimizer is None:
-            chosen: list[Optimizer] = list(self._optimizers)
-        else:
-            chosen = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        for each in chosen:
-            for entry in self._entries_of_optimizer(getattr(each, "optimizer", each)):
-                self._unscale(entry)
+                    scale_gradients(entry, factor)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
@@ -212,34 +193,6 @@ class Training(Core):
             )
         return owners
 
-    def _note_scale(self) -> None:
-        """Remember which scale the gradients of this window are made with."""
-        if not self.scaler.is_enabled():
-            return
-        for entry in self._entries:
-            if entry.scale is None:
-                entry.scale = self.scaler.get_scale()
-
-    def _unscale(self, entry: ModelEntry) -> None:
-        if entry.scale is None or not self.scaler.is_enabled():
-            return
-        pieces = list(entry.strategy.gradients())
-        entry.overflow = self.scaler.unscale(pieces, entry.scale, ranks=self.world.size)
-        entry.scale = None
-
-    def _before_step(self, optimizer: Optimizer) -> bool:
-        """Unscale what is still scaled; return whether the step may be taken."""
-        if not self.scaler.is_enabled():
-            return True
-        entries = self._entries_of_optimizer(optimizer)
-        for entry in entries:
-            self._unscale(entry)
-        overflow = any(entry.overflow for entry in entries)
-        self.scaler.record(overflow=overflow)
-        if self.gradient_state.micro_batch == 0:
-            self.scaler.update()
-        return not overflow
-
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
@@ -254,12 +207,6 @@ def _check_loss(loss: Any) -> None:
             "expected a loss that requires grad, found one that does not; it was computed under "
             "no_grad, detached, or from a model without trainable parameters"
         )
-
-
-def _scale(entry: ModelEntry, factor: float) -> None:
-    pieces = list(entry.strategy.gradients())
-    if pieces:
-        torch._foreach_mul_(pieces, factor)
 
 
 def _subset(entry: ModelEntry, given: list[Tensor]) -> list[nn.Parameter] | None:

@@ -150,6 +150,25 @@ class Precision:
         """
         return torch.float32 if forward_dtype in LOW else forward_dtype
 
+    def refuse(self, strategy: str, *names: str, instead: str) -> None:
+        """Raise when a dtype is set that a strategy does not honour.
+
+        Args:
+            strategy: its name.
+            names: what it does not honour: ``param``, ``reduce``, ``master``.
+            instead: the way out.
+
+        Raises:
+            ConfigError: one of the names is set.
+        """
+        for name in names:
+            dtype = getattr(self, name)
+            if dtype is not None:
+                raise ConfigError(
+                    f"{strategy}: expected dtypes.{name} as the model is given, found "
+                    f"{dtype_word(dtype)} (precision {self}); {instead}"
+                )
+
     def autocast(
         self, device: torch.device, *, enabled: bool = True, cache_enabled: bool = True
     ) -> AbstractContextManager[object]:
