@@ -111,9 +111,8 @@ def _heard(world: World, doing: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CheckpointError(
-            f"cannot {doing}: expected an answer of all {world.size} ranks within "
-            f"{world.timeout.total_seconds():g} s, rank {world.rank} found: {error}; all ranks "
-            "must save and load together, at the same step"
+            f"cannot {doing}: expected all {world.size} ranks to come here in time, rank "
+            f"{world.rank} found: {error}; all ranks must save and load together, at the same step"
         ) from error
 
 

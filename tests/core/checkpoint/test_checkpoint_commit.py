@@ -160,6 +160,49 @@ def test_killed_process_leaves_one_whole_checkpoint(tmp_path, point, survivor):
     assert names(tmp_path) == ["ck"]
 
 
+CALLS = [(os, "write"), (os, "fsync"), (os, "open"), (os, "unlink"), (os, "rmdir")]
+CALLS += [(Path, "mkdir"), (Path, "rename"), (Path, "unlink")]
+
+
+def killed_at_call(number, directory):
+    """Save in this process, which dies at the given call of any that touch the disk."""
+    calls = iter(range(1000))
+
+    def counted(real):
+        def call(*args, **options):
+            return kill() if next(calls) == number else real(*args, **options)
+
+        return call
+
+    for owner, name in CALLS:
+        setattr(owner, name, counted(getattr(owner, name)))
+    save(directory, 2, rank_state={"r": torch.ones(1)}, overwrite=True)
+    os._exit(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the child only saves and dies
+def test_killed_at_any_call_that_touches_the_disk(tmp_path):
+    found = []
+    for number in range(200):
+        folder = tmp_path / str(number)
+        save(folder / "ck", 1)
+        process = multiprocessing.get_context("fork").Process(
+            target=killed_at_call, args=(number, folder / "ck")
+        )
+        process.start()
+        process.join(30)
+        found.append(value_in(folder / "ck"))
+        save(folder / "ck", 3, overwrite=True)
+        assert value_in(folder / "ck") == 3
+        assert names(folder) == ["ck"]
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert number > 20
+    assert found == sorted(found), "once the new one is there it stays"
+    assert set(found) == {1, 2}
+
+
 def test_a_save_puts_the_old_one_back_before_it_sweeps(tmp_path):
     save(tmp_path / "ck", 1)
     (tmp_path / "ck").rename(tmp_path / ".ck.old-0123456789abcdef")

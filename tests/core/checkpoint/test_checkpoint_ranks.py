@@ -1,6 +1,8 @@
 """Several ranks write one checkpoint, any number reads it, and they fail together."""
 
 import json
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from drivetrain.checkpoint import (
     tensorfile,
     write_export,
 )
+from drivetrain.checkpoint.agreement import together
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Part, Shard
@@ -173,6 +176,19 @@ def test_ranks_that_contradict_each_other(tmp_path):
     whole = Shard("w", "", torch.ones(2), (2,), Part.whole((2,)))
     raises_the_same(world, "exactly once, found 4", lambda: save_with([whole], [{}]))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_does_not_come_is_an_error_within_the_timeout():
+    world = World.discover(cpu=True)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+    begin = time.monotonic()
+    if world.is_main:
+        with pytest.raises(CheckpointError, match="cannot save x: expected all 2 ranks to come"):
+            together(world, "save x", list, group)
+        assert time.monotonic() - begin < 20
+    else:
+        time.sleep(4)
 
 
 @pytest.mark.ranks(2)

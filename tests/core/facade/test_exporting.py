@@ -1,0 +1,117 @@
+"""Exports of a model whose parameters have memory only while they are gathered."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator, UsageError
+from drivetrain.checkpoint import read_export
+from drivetrain.facade import exporting
+
+
+class Net(nn.Module):
+    """Tied, frozen and trainable weights, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.body = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor([2.0]))
+        for parameter in self.body[0].parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.body:
+            x = layer(x)
+        return self.head(x) * self.scale
+
+
+class Emptied:
+    """Lets a model's parameters have memory inside ``gathered`` only, as ZeRO-3 does."""
+
+    def __init__(self, strategy, model, monkeypatch):
+        self.values = {p: p.detach().clone() for p in model.parameters()}
+        self.entered = []
+        for parameter in self.values:
+            parameter.untyped_storage().resize_(0)
+        monkeypatch.setattr(strategy, "gathered", self.gathered)
+
+    @contextmanager
+    def gathered(self, parameters):
+        held = list(parameters)
+        self.entered.append(sum(p.numel() * p.element_size() for p in held))
+        for parameter in held:
+            parameter.untyped_storage().resize_(self.values[parameter].nbytes)
+            with torch.no_grad():
+                parameter.copy_(self.values[parameter])
+        yield
+        for parameter in held:
+            parameter.untyped_storage().resize_(0)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    emptied = Emptied(accelerator.strategy_of(model), model, monkeypatch)
+    yield accelerator, model, expected, emptied
+    for parameter, value in emptied.values.items():
+        parameter.untyped_storage().resize_(value.nbytes)
+    accelerator.free_memory()
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(
+        torch.equal(tensor, expected[name]) for name, tensor in found.items()
+    )
+
+
+def test_save_model_gathers_a_few_at_a_time(made, tmp_path, monkeypatch):
+    accelerator, model, expected, emptied = made
+    monkeypatch.setattr(exporting, "GATHERED_BYTES", 300)
+    accelerator.save_model(model, tmp_path)
+    del expected["head.weight"]  # tied: empty tensors must not be taken for one another either
+    assert same(dict(read_export(tmp_path)), expected)
+    largest = 16 * 8 * 4
+    assert max(emptied.entered) == largest
+    assert len(emptied.entered) > 4
+    accelerator.save_model(model, tmp_path, max_shard_size=600)
+    assert same(dict(read_export(tmp_path)), expected)
+
+
+def test_small_parameters_share_a_gather(made, tmp_path):
+    accelerator, model, _, emptied = made
+    accelerator.save_model(model, tmp_path)
+    assert len(emptied.entered) == 1
+
+
+def test_state_dict_is_whole_and_keeps_ties(made, monkeypatch):
+    accelerator, model, expected, emptied = made
+    monkeypatch.setattr(exporting, "GATHERED_BYTES", 300)
+    found = accelerator.get_state_dict(model)
+    assert same(found, expected)
+    assert found["head.weight"] is found["embedding.weight"]
+    assert max(emptied.entered) == 16 * 8 * 4
+    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+
+
+def test_only_trainable(made, tmp_path):
+    accelerator, model, _, _ = made
+    accelerator.save_model(model, tmp_path, only_trainable=True)
+    assert sorted(dict(read_export(tmp_path))) == [
+        "body.1.bias",
+        "body.1.weight",
+        "body.2.bias",
+        "body.2.weight",
+        "embedding.weight",
+    ]
+    model.requires_grad_(False)
+    with pytest.raises(UsageError, match="expected trainable parameters in Net"):
+        accelerator.save_model(model, tmp_path, only_trainable=True)

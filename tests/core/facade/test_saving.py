@@ -1,0 +1,177 @@
+"""What save_state and load_state refuse, convert and keep besides the models."""
+
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator, CheckpointError, UsageError
+from drivetrain.checkpoint import describe
+
+
+def build(dtype=torch.float32, accumulation=1):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).to(dtype)
+    model.register_buffer("seen", torch.tensor(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def step(accelerator, model, optimizer):
+    with accelerator.accumulate(model):
+        x = torch.ones(2, 4, dtype=model[0].weight.dtype)
+        accelerator.backward((model(x) - 1).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Anything:
+    """Its state is neither tensors nor plain values."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=["narrower", "wider"],
+)
+def test_another_dtype_is_converted_with_one_warning(tmp_path, caplog, saved, loaded):
+    first, model, optimizer = build(saved)
+    step(first, model, optimizer)
+    first.save_state(tmp_path / "ck")
+    second, fresh, other = build(loaded)
+    with torch.no_grad():
+        fresh[0].weight.zero_()
+    with caplog.at_level(logging.WARNING):
+        second.load_state(tmp_path / "ck")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert f"converted: 4 from {saved} to {loaded}" in said[0]
+    assert fresh[0].weight.dtype is loaded
+    assert torch.equal(fresh[0].weight, model[0].weight.to(loaded))
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    found = other.state[fresh[0].weight]["exp_avg"]
+    assert torch.equal(found, moment.to(found.dtype))
+    step(second, fresh, other)
+    caplog.clear()
+    third, *_ = build(saved)
+    with caplog.at_level(logging.WARNING):
+        third.load_state(tmp_path / "ck")
+    assert caplog.records == []
+
+
+def test_tied_names_and_steps_are_written_down(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+    accelerator.save_state(tmp_path / "ck")
+    found = describe(tmp_path / "ck")
+    assert found.manifest.aliases == ({"1.weight": "0.weight"},)
+    assert found.steps == (2,)
+    again = Accelerator(cpu=True)
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    other[1].weight = other[0].weight
+    other, resumed = again.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    again.load_state(tmp_path / "ck")
+    assert resumed.steps == 2
+
+
+def test_state_of_any_kind_with_a_codec_of_the_script(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    plain, special = Anything({"a": 1}), Anything({"a": {1, 2, 3}})
+    accelerator.register_for_checkpointing(plain)
+    accelerator.register_for_checkpointing(special, encode=pickle.dumps, decode=pickle.loads)
+    accelerator.save_state(tmp_path / "ck")
+    assert (tmp_path / "ck" / "object-00001.encoded").exists()
+    plain.state = special.state = None
+    accelerator.load_state(tmp_path / "ck")
+    assert plain.state == {"a": 1}
+    assert special.state == {"a": {1, 2, 3}}
+
+
+def test_encoded_state_is_never_read_without_the_codec(tmp_path):
+    def forbidden(data):
+        raise AssertionError("decoded")
+
+    first = Accelerator(cpu=True)
+    first.register_for_checkpointing(
+        Anything(print), encode=lambda state: b"bytes", decode=forbidden
+    )
+    first.save_state(tmp_path / "ck")
+    second = Accelerator(cpu=True)
+    second.register_for_checkpointing(Anything(None))
+    with pytest.raises(CheckpointError, match=r"object 0 \(Anything\) to have a codec, found none"):
+        second.load_state(tmp_path / "ck")
+
+
+def test_codecs_that_are_none(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(UsageError, match="expected encode and decode together, found encode"):
+        accelerator.register_for_checkpointing(Anything(1), encode=pickle.dumps)
+    with pytest.raises(UsageError, match=r"found without: argument 0 \(int\)"):
+        accelerator.register_for_checkpointing(3)
+    accelerator.register_for_checkpointing(Anything(1), encode=str, decode=str)
+    with pytest.raises(CheckpointError, match="to return bytes for the state of Anything"):
+        accelerator.save_state(tmp_path / "ck")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_state_that_is_not_plain_is_refused_without_a_codec(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(Anything({"a": {1, 2}}))
+    with pytest.raises(CheckpointError, match=r"state\.objects\[0\]\.a is a builtins\.set"):
+        accelerator.save_state(tmp_path / "ck")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wait", [True, False])
+def test_ranks_that_save_to_different_directories(tmp_path, wait):
+    accelerator, *_ = build()
+    folder = tmp_path / f"rank{accelerator.process_index}"
+    with pytest.raises(CheckpointError, match="disagree on the directory: rank 0 has .*rank0, "):
+        accelerator.save_state(folder, wait=wait)
+    with pytest.raises(CheckpointError, match="ranks disagree on overwrite"):
+        accelerator.save_state(tmp_path / "ck", wait=wait, overwrite=accelerator.process_index == 1)
+    accelerator.wait_for_everyone()
+    assert list(tmp_path.iterdir()) == []
+    accelerator.save_state(tmp_path / "ck", wait=wait)
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_save_at_different_steps(tmp_path):
+    accelerator, model, optimizer = build()
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "ck")
+    if accelerator.process_index == 1:
+        optimizer.step()  # once more than rank 0, without communication
+    with pytest.raises(CheckpointError, match=r"optimizers have taken: rank 0 has \[1\], rank 1"):
+        accelerator.save_state(tmp_path / "ck", overwrite=True)
+    accelerator.load_state(tmp_path / "ck")
+    accelerator.save_state(tmp_path / "ck", overwrite=True)
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_within_different_windows(tmp_path):
+    accelerator, model, optimizer = build(accumulation=3)
+    for _ in range(1 + accelerator.process_index):
+        step(accelerator, model, optimizer)
+    with pytest.raises(CheckpointError, match="micro-batches of the accumulation window: rank 0"):
+        accelerator.save_state(tmp_path / "ck")
+    accelerator.free_memory()
