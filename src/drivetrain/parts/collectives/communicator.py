@@ -4,6 +4,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, Protocol, TypeAlias
 
@@ -11,11 +12,30 @@ import torch
 from torch import Tensor
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives.volume import Operation, chunk_bounds, sent_elements
+from drivetrain.parts.collectives.volume import Chunks, Operation, chunk_bounds, sent_elements
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
 
 Reduction: TypeAlias = Literal["sum", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a caller asks for, beside the tensor.
+
+    Attributes:
+        operation: which collective.
+        label: names it in errors; empty: the line of the call does.
+        chunks: what each rank holds of the tensor; None where an operation is not about chunks.
+        source: where a broadcast starts.
+        reduction: how values are combined.
+    """
+
+    operation: Operation
+    label: str = ""
+    chunks: Chunks | None = None
+    source: int = 0
+    reduction: Reduction = "sum"
 
 
 class Handle(Protocol):
@@ -56,7 +76,7 @@ class Communicator(ABC):
         self.submitted = 0
 
     def chunk(self, numel: int) -> list[tuple[int, int]]:
-        """Return the (start, stop) that each rank holds of a flat tensor of numel elements."""
+        """Return the even cut: the (start, stop) that each rank holds of numel elements."""
         return chunk_bounds(numel, self.size)
 
     @abstractmethod
@@ -66,15 +86,37 @@ class Communicator(ABC):
         """Replace a contiguous tensor of any shape by the reduction over ranks, times scale."""
 
     @abstractmethod
-    def reduce_scatter(self, flat: Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
+    def reduce_scatter(
+        self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
+    ) -> Handle:
         """Put the sum over ranks, times scale, into this rank's chunk of a flat tensor.
 
         The other chunks hold partial sums afterwards.
+
+        Args:
+            flat: 1-D and contiguous, shape (numel,).
+            scale: the factor.
+            chunks: the (start, stop) that each rank keeps, some may be empty; the same on every
+                rank; None: the even cut.
+            label: names the operation in errors; the default is the line of the call.
+
+        Raises:
+            UsageError: the chunks do not cover the tensor, one per rank, in ascending order.
         """
 
     @abstractmethod
-    def all_gather(self, flat: Tensor, *, label: str = "") -> Handle:
-        """Fill a flat tensor from the chunks that the ranks hold of it."""
+    def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
+        """Fill a flat tensor from the chunks that the ranks hold of it.
+
+        Args:
+            flat: 1-D and contiguous, shape (numel,).
+            chunks: the (start, stop) that each rank holds, some may be empty; the same on every
+                rank; None: the even cut.
+            label: names the operation in errors; the default is the line of the call.
+
+        Raises:
+            UsageError: the chunks do not cover the tensor, one per rank, in ascending order.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
@@ -88,9 +130,14 @@ class Communicator(ABC):
     def close(self) -> None:
         """Finish what was submitted and release threads and memory; the group stays usable."""
 
-    def _sent_bytes(self, operation: Operation, tensor: Tensor, source: int = 0) -> int:
+    def _sent_bytes(self, call: Call, tensor: Tensor) -> int:
         elements = sent_elements(
-            operation, tensor.numel(), size=self.size, rank=self.rank, source=source
+            call.operation,
+            tensor.numel(),
+            size=self.size,
+            rank=self.rank,
+            source=call.source,
+            chunks=call.chunks,
         )
         return elements * tensor.element_size()
 

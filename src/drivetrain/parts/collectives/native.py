@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drivetrain.errors import CollectiveError
 from drivetrain.parts.collectives.communicator import (
+    Call,
     Communicator,
     Handle,
     Reduction,
@@ -18,7 +19,7 @@ from drivetrain.parts.collectives.communicator import (
     reason,
 )
 from drivetrain.parts.collectives.solo import Finished
-from drivetrain.parts.collectives.volume import Operation
+from drivetrain.parts.collectives.volume import Chunks, checked_chunks
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
 
@@ -29,6 +30,26 @@ _gather_flat: Callable[..., Any] = (
 _scatter_flat: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+
+class AllOf:
+    """Several operations of the backend, as one.
+
+    Args:
+        works: the backend's handles.
+    """
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have finished."""
+        return all(work.is_completed() for work in self._works)
 
 
 class NativeHandle:
@@ -86,6 +107,8 @@ class NativeCommunicator(Communicator):
     ) -> None:
         super().__init__(axis, traffic, timeout)
         self._group = group
+        # gloo refuses to gather a list of unequal chunks; NCCL runs it as grouped broadcasts.
+        self._lists_are_even = "gloo" in str(dist.get_backend(group))
 
     def all_reduce(
         self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
@@ -94,56 +117,58 @@ class NativeCommunicator(Communicator):
         flat = flatten(tensor)
         op = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
         return self._start(
-            "all_reduce",
+            Call("all_reduce", label, reduction=reduction),
             lambda: dist.all_reduce(flat, op, self._group, async_op=True),
             flat,
             flat,
             scale,
-            label,
         )
 
-    def reduce_scatter(self, flat: Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
+    def reduce_scatter(
+        self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
+    ) -> Handle:
         """Put the sum over ranks, times scale, into this rank's chunk of a flat tensor."""
         flat = flatten(flat, (flat.numel(),))
-        chunks = self._chunks(flat)
-        mine = chunks[self.rank]
+        bounds = checked_chunks(chunks, flat.numel(), self.size)
+        parts = [flat[start:stop] for start, stop in bounds]
+        mine = parts[self.rank]
 
         def scatter() -> Any:
-            if flat.numel() % self.size == 0:
+            if _even(parts):
                 return _scatter_flat(
                     mine, flat, dist.ReduceOp.SUM, group=self._group, async_op=True
                 )
             return dist.reduce_scatter(
-                mine, chunks, dist.ReduceOp.SUM, group=self._group, async_op=True
+                mine, parts, dist.ReduceOp.SUM, group=self._group, async_op=True
             )
 
-        return self._start("reduce_scatter", scatter, flat, mine, scale, label)
+        return self._start(Call("reduce_scatter", label, bounds), scatter, flat, mine, scale)
 
-    def all_gather(self, flat: Tensor, *, label: str = "") -> Handle:
+    def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
         """Fill a flat tensor from the chunks that the ranks hold of it."""
         flat = flatten(flat, (flat.numel(),))
-        chunks = self._chunks(flat)
-        mine = chunks[self.rank]
+        bounds = checked_chunks(chunks, flat.numel(), self.size)
+        parts = [flat[start:stop] for start, stop in bounds]
+        mine = parts[self.rank]
 
         def gather() -> Any:
-            if flat.numel() % self.size == 0:
+            if _even(parts):
                 return _gather_flat(flat, mine, group=self._group, async_op=True)
-            return dist.all_gather(chunks, mine, group=self._group, async_op=True)
+            if self._lists_are_even:
+                return self._broadcast_each(parts)
+            return dist.all_gather(parts, mine, group=self._group, async_op=True)
 
-        return self._start("all_gather", gather, flat, flat, 1.0, label)
+        return self._start(Call("all_gather", label, bounds), gather, flat, flat)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
         flat = flatten(tensor)
         root = self.axis.ranks[source]
         return self._start(
-            "broadcast",
+            Call("broadcast", label, source=source),
             lambda: dist.broadcast(flat, root, self._group, async_op=True),
             flat,
             flat,
-            1.0,
-            label,
-            source,
         )
 
     def barrier(self) -> None:
@@ -153,34 +178,44 @@ class NativeCommunicator(Communicator):
     def close(self) -> None:
         """Nothing to release: the group belongs to the mesh."""
 
-    def _chunks(self, flat: Tensor) -> list[Tensor]:
-        return [flat[start:stop] for start, stop in self.chunk(flat.numel())]
+    def _broadcast_each(self, parts: list[Tensor]) -> "AllOf":
+        """Gather by one broadcast per chunk that is not empty."""
+        return AllOf(
+            [
+                dist.broadcast(part, root, self._group, async_op=True)
+                for part, root in zip(parts, self.axis.ranks, strict=True)
+                if part.numel()
+            ]
+        )
 
     def _start(
         self,
-        operation: Operation,
+        call: Call,
         launch: Callable[[], Any],
         flat: Tensor,
         result: Tensor,
-        scale: float,
-        label: str,
-        source: int = 0,
+        scale: float = 1.0,
     ) -> Handle:
         if flat.numel() == 0:
             return Finished()
-        number, label = self._number(), label or caller()
+        number, label = self._number(), call.label or caller()
 
         def describe(error: BaseException) -> CollectiveError:
             return CollectiveError(
-                f"{operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
+                f"{call.operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
                 f"{self.axis.ranks[self.rank]}, {self.rank} of {self.size} on the axis: "
                 f"{reason(error)}; look for the rank that failed first, or that does not answer"
             )
 
-        self.traffic.add(self.axis.name, operation, self._sent_bytes(operation, flat, source))
+        self.traffic.add(self.axis.name, call.operation, self._sent_bytes(call, flat))
         with torch.no_grad():
             try:
                 work = launch()
             except RuntimeError as error:
                 raise describe(error) from error
         return NativeHandle(work, result, scale, describe)
+
+
+def _even(parts: list[Tensor]) -> bool:
+    """Whether all chunks have one length, as the operations on one flat tensor need."""
+    return len({part.numel() for part in parts}) == 1

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from drivetrain.errors import CollectiveError
 from drivetrain.parts.collectives.communicator import (
+    Call,
     Communicator,
     Handle,
     Reduction,
@@ -31,7 +32,7 @@ from drivetrain.parts.collectives.communicator import (
     reason,
 )
 from drivetrain.parts.collectives.solo import Finished
-from drivetrain.parts.collectives.volume import Operation
+from drivetrain.parts.collectives.volume import Chunks, checked_chunks
 from drivetrain.parts.collectives.worker import Job, Worker
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
@@ -73,35 +74,48 @@ class RingCommunicator(Communicator):
     ) -> Handle:
         """Replace a contiguous tensor by the reduction over ranks, times scale."""
         flat = flatten(tensor)
+        bounds = self.chunk(flat.numel())
         return self._submit(
-            "all_reduce",
-            lambda: self._reduce(flat, scale, reduction, gather=True),
+            Call("all_reduce", label, reduction=reduction),
+            lambda: self._reduce(flat, bounds, scale, reduction, gather=True),
             flat,
-            label,
         )
 
-    def reduce_scatter(self, flat: Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
+    def reduce_scatter(
+        self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
+    ) -> Handle:
         """Put the sum over ranks, times scale, into this rank's chunk of a flat tensor."""
         flat = flatten(flat, (flat.numel(),))
+        bounds = checked_chunks(chunks, flat.numel(), self.size)
         return self._submit(
-            "reduce_scatter", lambda: self._reduce(flat, scale, "sum", gather=False), flat, label
+            Call("reduce_scatter", label, bounds),
+            lambda: self._reduce(flat, bounds, scale, "sum", gather=False),
+            flat,
         )
 
-    def all_gather(self, flat: Tensor, *, label: str = "") -> Handle:
+    def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
         """Fill a flat tensor from the chunks that the ranks hold of it."""
         flat = flatten(flat, (flat.numel(),))
-        return self._submit("all_gather", lambda: self._gather(flat), flat, label)
+        bounds = checked_chunks(chunks, flat.numel(), self.size)
+        return self._submit(
+            Call("all_gather", label, bounds), lambda: self._gather(flat, bounds), flat
+        )
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
         flat = flatten(tensor)
-        return self._submit("broadcast", lambda: self._chain(flat, source), flat, label, source)
+        return self._submit(
+            Call("broadcast", label, source=source), lambda: self._chain(flat, source), flat
+        )
 
     def barrier(self) -> None:
         """Return when every rank of the axis has come here."""
         token = torch.zeros(self.size, dtype=torch.uint8)
+        bounds = self.chunk(self.size)
         self._submit(
-            "barrier", lambda: self._reduce(token, 1.0, "sum", gather=True), token, "barrier"
+            Call("barrier", "barrier"),
+            lambda: self._reduce(token, bounds, 1.0, "sum", gather=True),
+            token,
         ).wait()
 
     def close(self) -> None:
@@ -111,29 +125,22 @@ class RingCommunicator(Communicator):
 
     # --- submission, on the caller's thread ---
 
-    def _submit(
-        self,
-        operation: Operation,
-        run: Callable[[], None],
-        flat: Tensor,
-        label: str,
-        source: int = 0,
-    ) -> Handle:
+    def _submit(self, call: Call, run: Callable[[], None], flat: Tensor) -> Handle:
         if flat.numel() == 0:
             return Finished()
-        number, label = self._number(), label or caller()
-        nbytes = self._sent_bytes(operation, flat, source)
+        number, label = self._number(), call.label or caller()
+        nbytes = self._sent_bytes(call, flat)
 
         def timed() -> None:
             start = time.perf_counter()
             run()
-            self.traffic.add(self.axis.name, operation, nbytes, time.perf_counter() - start)
+            self.traffic.add(self.axis.name, call.operation, nbytes, time.perf_counter() - start)
 
         def describe(error: BaseException) -> CollectiveError:
             self._alarm()
             ranks = self.axis.ranks
             return CollectiveError(
-                f"{operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
+                f"{call.operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
                 f"{ranks[self.rank]}, {self.rank} of {self.size} on the axis, between ranks "
                 f"{ranks[self._left]} and {ranks[self._right]}, with a timeout of "
                 f"{self.timeout.total_seconds():g} s: {reason(error)}; look for the rank that "
@@ -146,8 +153,10 @@ class RingCommunicator(Communicator):
 
     # --- the algorithms, on the communication thread ---
 
-    def _reduce(self, flat: Tensor, scale: float, reduction: Reduction, *, gather: bool) -> None:
-        chunks = self._pieces(flat)
+    def _reduce(
+        self, flat: Tensor, bounds: Chunks, scale: float, reduction: Reduction, *, gather: bool
+    ) -> None:
+        chunks = self._pieces(flat, bounds)
         rank, size = self.rank, self.size
         incoming = [chunks[(rank - step - 2) % size] for step in range(size - 1)]
         arrivals = self._arrivals([piece for chunk in incoming for piece in chunk])
@@ -169,8 +178,8 @@ class RingCommunicator(Communicator):
         sends += self._forward(gathered)
         self._finish(sends)
 
-    def _gather(self, flat: Tensor) -> None:
-        chunks = self._pieces(flat)
+    def _gather(self, flat: Tensor, bounds: Chunks) -> None:
+        chunks = self._pieces(flat, bounds)
         gathered = self._post_gather(chunks)
         sends = [self._send(piece, _GATHER) for piece in chunks[self.rank]]
         self._finish(sends + self._forward(gathered))
@@ -246,11 +255,12 @@ class RingCommunicator(Communicator):
             self._scratch[index * slot : (index + 1) * slot].view(dtype) for index in range(WINDOW)
         ]
 
-    def _pieces(self, flat: Tensor) -> list[list[Tensor]]:
+    def _pieces(self, flat: Tensor, bounds: Chunks) -> list[list[Tensor]]:
         """Cut a flat tensor into a chunk per rank, and each chunk into messages."""
-        return [self._split(flat[start:stop]) for start, stop in self.chunk(flat.numel())]
+        return [self._split(flat[start:stop]) for start, stop in bounds]
 
     def _split(self, flat: Tensor) -> list[Tensor]:
+        """Cut a chunk into messages: none for an empty chunk, here as on the other side."""
         if flat.numel() == 0:
             return []
         return list(torch.split(flat, PIECE_BYTES // flat.element_size()))

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from drivetrain.parts.collectives.communicator import Communicator, Handle, Reduction, flatten
+from drivetrain.parts.collectives.volume import Chunks, checked_chunks
 
 
 class Finished:
@@ -30,12 +31,16 @@ class SoloCommunicator(Communicator):
         """Multiply by the scale."""
         return self._scaled(tensor, scale)
 
-    def reduce_scatter(self, flat: Tensor, *, scale: float = 1.0, label: str = "") -> Handle:
+    def reduce_scatter(
+        self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
+    ) -> Handle:
         """Multiply by the scale."""
+        checked_chunks(chunks, flat.numel(), self.size)
         return self._scaled(flat, scale)
 
-    def all_gather(self, flat: Tensor, *, label: str = "") -> Handle:
+    def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
         """Return a finished handle: the only chunk is there."""
+        checked_chunks(chunks, flat.numel(), self.size)
         return Finished()
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:

@@ -1,7 +1,13 @@
 """How a flat tensor is cut into chunks, one per rank, and how much a rank sends: arithmetic."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
+
+from drivetrain.errors import UsageError
+
+Chunks: TypeAlias = Sequence[tuple[int, int]]
+"""The (start, stop) that each rank holds of a flat tensor; together all of it, in order of rank."""
 
 Operation: TypeAlias = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"]
 
@@ -12,8 +18,37 @@ def chunk_bounds(numel: int, size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
+def checked_chunks(chunks: Chunks | None, numel: int, size: int) -> Chunks:
+    """Return the chunks that a caller chose for a flat tensor, or the even ones if it chose none.
+
+    Raises:
+        UsageError: the chunks do not cover the tensor, one per rank, in ascending order.
+    """
+    if chunks is None:
+        return chunk_bounds(numel, size)
+    edge = 0
+    for start, stop in chunks:
+        if start != edge or stop < start:
+            break
+        edge = stop
+    else:
+        if edge == numel and len(chunks) == size:
+            return chunks
+    raise UsageError(
+        f"expected one (start, stop) for each of {size} ranks, the first from 0, each from where "
+        f"the one before it stops, the last to {numel}, found {list(chunks)}; an empty chunk is "
+        "written (start, start); leave chunks out for an even cut"
+    )
+
+
 def sent_elements(
-    operation: Operation, numel: int, *, size: int, rank: int = 0, source: int = 0
+    operation: Operation,
+    numel: int,
+    *,
+    size: int,
+    rank: int = 0,
+    source: int = 0,
+    chunks: Chunks | None = None,
 ) -> int:
     """Return how many elements one rank sends in one collective over a flat tensor.
 
@@ -27,12 +62,16 @@ def sent_elements(
         size: ranks of the axis.
         rank: the sending rank.
         source: where a broadcast starts.
+        chunks: what each rank holds of the tensor; None: the even cut.
+
+    Raises:
+        UsageError: the chunks do not cover the tensor, one per rank, in ascending order.
     """
     if size == 1:
         return 0
     if operation == "broadcast":
         return 0 if (rank - source) % size == size - 1 else numel
-    bounds = chunk_bounds(numel, size)
+    bounds = checked_chunks(chunks, numel, size)
     lengths = [stop - start for start, stop in bounds]
     scatter = numel - lengths[rank]
     gather = numel - lengths[(rank + 1) % size]

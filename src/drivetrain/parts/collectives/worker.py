@@ -1,5 +1,6 @@
 """One communication thread: runs submitted jobs strictly in order and keeps their outcome."""
 
+import atexit
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -7,6 +8,11 @@ from queue import SimpleQueue
 import torch
 
 from drivetrain.errors import CollectiveError
+
+
+EXIT_WAIT_S = 3.0
+"""How long a process that ends waits for operations under way: those of the last step, if all is
+well. Other ranks wait for them."""
 
 
 class Job:
@@ -70,6 +76,7 @@ class Worker:
         self._broken: CollectiveError | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
+        atexit.register(self._end)
 
     def submit(self, job: Job) -> None:
         """Queue a job.
@@ -85,8 +92,14 @@ class Worker:
 
     def close(self) -> None:
         """Run what is queued, then end the thread; may be called more than once."""
+        atexit.unregister(self._end)
         self._jobs.put(None)
         self._thread.join()
+
+    def _end(self) -> None:
+        """Let what is queued end with the interpreter, unless other ranks do not answer."""
+        self._jobs.put(None)
+        self._thread.join(EXIT_WAIT_S)
 
     @torch.no_grad()
     def _serve(self) -> None:
