@@ -1,0 +1,480 @@
+"""Recomputed blocks: bitwise equal gradients, what is kept, and the calls that can go wrong."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.recompute import attach, choose_blocks, is_attached, restore
+
+WIDTH, LENGTH, ROWS = 32, 48, 4
+
+
+class Block(nn.Module):
+    """Attention written out, with dropout, and a feed-forward layer."""
+
+    def __init__(self, width=WIDTH, heads=4):
+        super().__init__()
+        self.heads, self.calls = heads, 0
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x, mask=None, *, scale=1.0):
+        self.calls += 1
+        rows, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-1, -2) * scale
+        if mask is not None:
+            scores = scores.masked_fill(mask, -1e9)
+        attended = self.drop(scores.softmax(-1)) @ v
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, block=Block, layers=3):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x, *args, **kwargs):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, *args, **kwargs)
+        return self.last(x)
+
+
+def build(block=Block, dtype=torch.float64, layers=3):
+    torch.manual_seed(3)
+    return Net(block, layers).to(dtype)
+
+
+def inputs(dtype=torch.float64, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, LENGTH, WIDTH, generator=generator, dtype=dtype)
+
+
+def train(model, *args, autocast=None, **kwargs):
+    """Return loss, gradients and the next random number after one forward and backward."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        loss = model(*args, **kwargs).float().square().mean()
+    after = torch.rand(())
+    loss.backward()
+    return [loss.detach(), after, torch.rand(()), *(p.grad for p in model.parameters())]
+
+
+def same(first, second):
+    return all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in zip(first, second, strict=True)
+    )
+
+
+def saved_bytes(model, *args):
+    """Return the bytes of distinct storages, parameters apart, that live until backward."""
+    import gc
+
+    def storages():
+        gc.collect()
+        return {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if issubclass(type(t), torch.Tensor)
+        }
+
+    before = storages()
+    kept = {}
+    # What autograd itself holds: packed by hooks, so that Python sees it.
+    with saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+        loss = model(*args).sum()
+    kept = {key: size for key, size in storages().items() if key not in before}
+    del loss
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_are_bitwise_equal_with_dropout(mode, dtype):
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    expected = train(build(dtype=dtype), inputs(dtype), mask, scale=0.5)
+    model = build(dtype=dtype)
+    attach(choose_blocks(model), mode)
+    assert same(train(model, inputs(dtype), mask, scale=0.5), expected)
+    assert [block.calls for block in model.blocks] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_autocast_is_the_same_the_second_time(mode):
+    expected = train(build(dtype=torch.float32), inputs(torch.float32), autocast=torch.bfloat16)
+    model = build(dtype=torch.float32)
+    attach(choose_blocks(model), mode)
+    assert same(train(model, inputs(torch.float32), autocast=torch.bfloat16), expected)
+
+
+def test_what_each_mode_keeps():
+    x, kept = inputs(), {}
+    for mode in ("none", "selective", "full"):
+        model = build(layers=6)
+        if mode != "none":
+            attach(choose_blocks(model), mode)
+        kept[mode] = saved_bytes(model, x)
+    one = x.nbytes  # rows * length * width
+    per_block = {mode: (each - kept["full"]) / 6 / one for mode, each in kept.items()}
+    # The input of each block and the output of the last; the rest is x's, the norms' and random
+    # states of 5056 bytes.
+    assert kept["full"] == pytest.approx(one * 7, rel=0.1)
+    # qkv 3, out 1, up 4, down 1; attended is none of them
+    assert per_block["selective"] == pytest.approx(9, rel=0.05)
+    assert per_block["none"] > 2 * per_block["selective"]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_nothing_happens_without_training_or_gradients(mode):
+    model = build()
+    attach(choose_blocks(model), mode)
+    with torch.no_grad():
+        model(inputs())
+    with torch.inference_mode():
+        model(inputs())
+    model.eval()
+    model(inputs()).sum().backward()
+    assert [block.calls for block in model.blocks] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_several_forwards_before_backwards_and_eval_between(mode):
+    def run(model):
+        torch.manual_seed(1)
+        first, second = model(inputs()), model(inputs(seed=6))
+        with torch.no_grad():
+            model(inputs(seed=7))
+        second.sum().backward()
+        (first.square().sum() + first.sum()).backward()
+        return [p.grad for p in model.parameters()]
+
+    model = build()
+    attach(choose_blocks(model), mode)
+    assert same(run(model), run(build()))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_retained_graph_recomputes_again(mode):
+    def run(model):
+        torch.manual_seed(1)
+        loss = model(inputs()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    model = build()
+    attach(choose_blocks(model), mode)
+    assert same(run(model), run(build()))
+    assert [block.calls for block in model.blocks] == [3, 3, 3]
+
+
+@dataclasses.dataclass
+class Found:
+    hidden: torch.Tensor
+    extra: torch.Tensor | None
+
+
+class Odd(nn.Module):
+    """Takes None, numbers, nested tensors and objects; gives a tuple, a dict or a dataclass."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, nothing, pair, *, held, flag=True, name="a"):
+        assert nothing is None
+        assert name == "b"
+        y = torch.tanh(self.layer(x) * pair["a"][0] + held.hidden)
+        return {"tuple": (y, None), "dict": {"y": y}, "dataclass": Found(y, None)}[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_inputs_and_outputs_of_any_kind(mode, kind):
+    def run(recomputed):
+        torch.manual_seed(2)
+        block = Odd(kind).double()
+        if recomputed:
+            attach([("odd", block)], mode)
+        leaves = [inputs(seed=i).requires_grad_() for i in range(3)]
+        pair = {"a": [leaves[1], 3]}
+        out = block(leaves[0], None, pair, held=Found(leaves[2], None), name="b")
+        y = {"tuple": lambda: out[0], "dict": lambda: out["y"], "dataclass": lambda: out.hidden}
+        y[kind]().square().sum().backward()
+        return [p.grad for p in [*leaves, *block.parameters()]]
+
+    assert same(run(True), run(False))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("frozen", ["first", "blocks", "half"])
+def test_frozen_parameters(mode, frozen):
+    def run(recomputed):
+        model = build()
+        if frozen == "half":
+            model.blocks[0].requires_grad_(False)
+            model.blocks[1].qkv.requires_grad_(False)
+            model.first.requires_grad_(False)
+        else:
+            getattr(model, frozen).requires_grad_(False)
+        if recomputed:
+            attach(choose_blocks(model), mode)
+        return train(model, inputs())
+
+    assert same(run(True), run(False))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_tied_weights_and_a_block_that_is_called_twice(mode):
+    def run(recomputed):
+        model = build()
+        model.blocks[1].up.weight = model.blocks[0].up.weight
+        model.blocks[2] = model.blocks[0]
+        if recomputed:
+            attach(choose_blocks(model), mode)
+        return train(model, inputs())
+
+    assert same(run(True), run(False))
+
+
+class InPlace(nn.Module):
+    """Writes into the results of its matrix products, and its result is written into."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(torch.relu_(self.up(x)).mul(2).tanh_())
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_writing_in_place(mode):
+    def run(recomputed):
+        model = build(InPlace)
+        if recomputed:
+            attach(choose_blocks(model), mode)
+        torch.manual_seed(0)
+        x = model.first(inputs())
+        for block in model.blocks:
+            x = block(x).add_(1.0).sigmoid_()
+        x.sum().backward()
+        return [p.grad for p in model.blocks.parameters()]
+
+    assert same(run(True), run(False))
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(LENGTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.norm(x)))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_statistics_move_once(mode):
+    model, expected = build(Normalized), build(Normalized)
+    attach(choose_blocks(model), mode)
+    for _ in range(2):
+        assert same(train(model, inputs()), train(expected, inputs()))
+        assert same(model.buffers(), expected.buffers())
+    assert model.blocks[0].norm.num_batches_tracked.item() == 2
+
+
+class Fused(nn.Module):
+    """Fused attention whose dropout draws from the generator before another dropout does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, dropout=0.0):
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)[:, 0]
+        return F.dropout(self.out(torch.tanh(x)), 0.3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_fused_attention(mode, dropout):
+    expected = train(build(Fused), inputs(), dropout=dropout)
+    model = build(Fused)
+    attach(choose_blocks(model), mode)
+    assert same(train(model, inputs(), dropout=dropout), expected)
+
+
+def test_an_operation_that_draws_is_not_kept(monkeypatch):
+    from drivetrain.parts.recompute import selective
+
+    operation = torch.ops.aten.native_dropout.default
+    assert not selective._draws_random_numbers(torch.ops.aten.mm.default, (), {})
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert not selective._draws_random_numbers(attention, (1, 2, 3), {})
+    assert selective._draws_random_numbers(attention, (1, 2, 3, 0.1), {})
+    assert selective._draws_random_numbers(attention, (1, 2, 3), {"dropout_p": 0.1})
+    assert torch.Tag.nondeterministic_seeded in operation.tags
+
+
+class Fails(Block):
+    fail = False
+
+    def forward(self, x):
+        if self.fail:
+            raise ZeroDivisionError("mine")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_after_an_exception_training_goes_on(mode):
+    model, expected = build(Fails), build(Fails)
+    attach(choose_blocks(model), mode)
+    model.blocks[1].fail = True
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        model(inputs())
+    model.blocks[1].fail = False
+    assert same(train(model, inputs()), train(expected, inputs()))
+    loss = model(inputs()).sum()
+    model.blocks[1].fail = True
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        loss.backward()
+    model.blocks[1].fail = False
+    assert same(train(model, inputs()), train(expected, inputs()))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_parameters_may_be_away_between_forward_and_backward(mode):
+    """As when a strategy frees gathered parameters after forward and gathers them in backward."""
+    expected = train(build(), inputs())
+    model = build()
+    attach(choose_blocks(model), mode)
+    hooks = {"before": 0, "after": 0}
+    for block in model.blocks:
+        values = {p: p.detach().clone() for p in block.parameters()}
+
+        def free(module, args, output, values=values):
+            hooks["after"] += 1
+            for p in values:
+                p.untyped_storage().resize_(0)
+            output.register_hook(lambda _: gather(values))
+
+        def gather(values):
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(values)):
+                for p, value in values.items():
+                    p.untyped_storage().resize_(value.nbytes)
+                    p.copy_(value)
+
+        def count(module, args):
+            hooks["before"] += 1
+
+        block.register_forward_pre_hook(count)
+        block.register_forward_hook(free)
+    assert same(train(model, inputs()), expected)
+    assert hooks == {"before": 3, "after": 3}
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_copies_and_pickles(mode):
+    model = build()
+    attach(choose_blocks(model), mode)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.blocks[0].up.weight.mul_(2)
+    plain = build()
+    with torch.no_grad():
+        plain.blocks[0].up.weight.mul_(2)
+    assert same(train(twin, inputs()), train(plain, inputs()))
+    assert (twin.blocks[0].calls, model.blocks[0].calls) == (2, 0)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert same(train(loaded, inputs()), train(build(), inputs()))
+    assert loaded.blocks[0].calls == 1
+    attach(choose_blocks(loaded), mode)
+    assert same(train(loaded, inputs()), train(build(), inputs()))
+    assert loaded.blocks[0].calls == 3
+
+
+def test_restore_undoes_and_attach_replaces():
+    model = build()
+    own = Block.forward.__get__(model.blocks[2])
+    model.blocks[2].forward = own
+    before = [set(block.__dict__) for block in model.blocks]
+    for mode in ("full", "selective", "full"):
+        attach(choose_blocks(model), mode)
+    assert is_attached(model)
+    train(model, inputs())
+    assert [block.calls for block in model.blocks] == [2, 2, 2]
+    restore(model)
+    assert not is_attached(model)
+    assert [set(block.__dict__) for block in model.blocks] == before
+    assert model.blocks[2].forward is own
+    assert same(train(model, inputs()), train(build(), inputs()))
+
+
+def test_names_and_state_stay():
+    model = build()
+    names = list(model.state_dict())
+    attach(choose_blocks(model), "full")
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_a_compiled_block_is_recomputed_as_a_whole():
+    def run(recomputed):
+        model = build()
+        for i in range(3):
+            model.blocks[i].drop.p = 0.0
+            model.blocks[i] = torch.compile(model.blocks[i], backend="aot_eager")
+        if recomputed:
+            blocks = choose_blocks(model)
+            assert [name for name, _ in blocks] == ["blocks.0", "blocks.1", "blocks.2"]
+            attach(blocks, "full")
+        return train(model, inputs())
+
+    assert same(run(True), run(False))
+    torch._dynamo.reset()
+
+
+def test_compiled_otherwise_is_an_error():
+    model = build()
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    with pytest.raises(UsageError, match=r"uncompiled block 'blocks.1'"):
+        attach(choose_blocks(model), "selective")
+    assert not is_attached(model)
+    model = build()
+    model.blocks[1].compile(backend="eager")
+    with pytest.raises(UsageError, match=r"found block.compile\(\)"):
+        attach(choose_blocks(model), "full")
+
+
+def test_choice_by_name_and_distance():
+    model = build(layers=5)
+    assert [name for name, _ in choose_blocks(model, every=2)] == [
+        "blocks.0",
+        "blocks.2",
+        "blocks.4",
+    ]
+    chosen = choose_blocks(model, ["blocks.[13]", "blocks.1.*", "*.4.up"])
+    assert [name for name, _ in chosen] == ["blocks.1", "blocks.3", "blocks.4.up"]
+    with pytest.raises(UsageError, match=r"'layers.\*' to match a module of Net"):
+        choose_blocks(model, ["blocks.*", "layers.*"])
+    with pytest.raises(UsageError, match="to hold repeated blocks"):
+        choose_blocks(model.blocks[0])
+    with pytest.raises(UsageError, match="every to be 1 or more, found 0"):
+        choose_blocks(model, every=0)
