@@ -1,6 +1,7 @@
 """Logging and progress that know the rank: one voice by default, all of them when asked."""
 
 import logging
+import sys
 from collections.abc import Iterable, MutableMapping
 from typing import Any, TypeVar
 
@@ -51,6 +52,13 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
                     dist.barrier()
         elif rank() == 0 or not main_only:
             super().log(level, msg, *args, **kwargs)
+
+    def announce(self, msg: str) -> None:
+        """Log at INFO on rank 0; where logging is not configured, write it to stderr."""
+        if self.logger.hasHandlers():
+            self.info(msg, stacklevel=2)
+        elif rank() == 0:
+            print(f"{rank_prefix()}{msg}", file=sys.stderr, flush=True)  # noqa: T201
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a warning the first time that this logger is given this message."""

@@ -13,19 +13,23 @@ from torch.utils.data import DataLoader
 from drivetrain.errors import UsageError
 from drivetrain.facade.agreement import agree, model_facts
 from drivetrain.facade.core import ModelEntry
+from drivetrain.facade.dtypes import check_dtypes, describe_dtypes, given_parameters
 from drivetrain.facade.forward import ForwardNote, compute_in
 from drivetrain.facade.joining import Joining
 from drivetrain.facade.optimizer import PreparedOptimizer
 from drivetrain.facade.scheduler import PreparedScheduler
 from drivetrain.facade.settings import StrategyChoice, settle_strategy
 from drivetrain.facade.training import Training
+from drivetrain.log import get_logger
 from drivetrain.registry import strategies
 from drivetrain.runtime.data import (
     PreparedLoader,
     prepare_data_loader,
     skip_first_batches,
 )
-from drivetrain.strategy import Strategy
+from drivetrain.strategy import Strategy, TensorSpec
+
+logger = get_logger(__name__)
 
 
 class Preparing(Training, Joining):
@@ -94,6 +98,7 @@ class Preparing(Training, Joining):
         if evaluation_mode:
             self._place(model, device_placement)
             self._set_precision(model)
+            self._announce_precision(model, given_parameters(model))
             return model
         return self._prepare_model(model, [], device_placement, strategy)
 
@@ -207,10 +212,13 @@ class Preparing(Training, Joining):
         names = _names_of(model)
         earlier = [prepared.optimizer for prepared in self._optimizers]
         mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
+        given = given_parameters(model)
         kind: type[Strategy[Any]] = strategies().load(resolved.strategy)
         strategy = kind(resolved.strategy_config, run)
         prepared, bound = strategy.prepare(model, mine)
         entry = ModelEntry(prepared, strategy, tuple(bound), names)
+        check_dtypes(entry, given, self.precision)
+        self._announce_precision(model, given)
         self._bind(mine, bound)
         self._entries.append(entry)
         self._models.append(prepared)
@@ -248,6 +256,12 @@ class Preparing(Training, Joining):
                     self.precision.autocast, self.device, cache_enabled=handler.cache_enabled
                 ),
             )
+
+    def _announce_precision(self, model: nn.Module, given: Sequence[TensorSpec]) -> None:
+        autocast = self.handlers.autocast.enabled
+        line = describe_dtypes(model, given, self.precision, autocast=autocast)
+        scale = self.scaler.get_scale()
+        logger.announce(f"{line}, loss scale {scale:g}" if self.scaler.is_enabled() else line)
 
     def _refuse_foreign_parameters(
         self, optimizers: Sequence[Optimizer], *, models_given: bool
