@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import UsageError
+from drivetrain.parts.deferred import WeightSource, fill, meta_tensors
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -219,9 +220,22 @@ class Strategy(ABC, Generic[ConfigT]):
         """Take over a model and the optimizers that hold its parameters (0 to many).
 
         The facade has already checked that all ranks hold the same names, shapes and dtypes and
-        moved the model to the rank's device. An optimizer over parameters of several models is
-        handed to the strategy of each.
+        moved to the rank's device what ``materialize`` did not leave on meta. An optimizer over
+        parameters of several models is handed to the strategy of each.
         """
+
+    def materialize(self, model: nn.Module, source: WeightSource) -> None:
+        """Give a model that was built on the meta device its values, just before ``prepare``.
+
+        By default each parameter and buffer gets its whole values on the rank's device. A strategy
+        that shards may keep the source and ask it in ``prepare``, one tensor at a time; it knows
+        the same values on every rank.
+
+        Raises:
+            UsageError: a tensor cannot get values.
+            CheckpointError: the file with the values lacks some.
+        """
+        fill(model, meta_tensors(model), source, self.run.world.device)
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Take over an optimizer that was prepared after its model.
@@ -297,10 +311,6 @@ class Strategy(ABC, Generic[ConfigT]):
     @abstractmethod
     def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
         """Return the bytes held per rank and the bytes rank 0 sends per optimizer step."""
-
-    def building(self) -> AbstractContextManager[None]:
-        """Context in which a model is constructed without ever existing whole on one rank."""
-        return nullcontext()
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Context in which backward keeps gradients local: no communication inside.

@@ -1,0 +1,109 @@
+"""Gives tensors of the meta device their values while they stay the same Python objects.
+
+Optimizers, lists and other modules that hold such a tensor see the values too.
+"""
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.deferred.source import WeightSource
+from drivetrain.parts.naming import clean_name
+
+
+def meta_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the distinct parameters and buffers without values, by name."""
+    held: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {clean_name(name): tensor for name, tensor in held.items() if tensor.is_meta}
+
+
+@torch.no_grad()
+def fill(
+    module: nn.Module, names: Iterable[str], source: WeightSource, device: torch.device
+) -> None:
+    """Give parameters and buffers on the meta device their values, the largest first.
+
+    Tensors of one call that share memory without being the same object share it afterwards.
+
+    Args:
+        module: the whole model; names count from here.
+        names: which of its parameters and buffers; those that have values are left alone.
+        source: knows the values.
+        device: where they shall live.
+
+    Raises:
+        UsageError: memory is shared in a way that cannot be kept, or something holds on to a
+            tensor so that it cannot get values.
+    """
+    wanted = {clean_name(name) for name in names}
+    chosen = [(name, tensor) for name, tensor in meta_tensors(module).items() if name in wanted]
+    filled: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: without and with values
+    for name, tensor in sorted(chosen, key=lambda item: -item[1].numel()):
+        empty, storage = tensor.detach(), tensor.untyped_storage()._cdata
+        if storage in filled:
+            values = _shared(name, empty, *filled[storage])
+        else:
+            values = _laid_out(source.value(name, tensor), empty, device)
+            filled[storage] = empty, values
+        become(tensor, values, name)
+
+
+def become(tensor: Tensor, values: Tensor, name: str) -> None:
+    """Make a tensor of the meta device one with values; the Python object stays the same.
+
+    Its class, attributes, hooks and ``requires_grad`` stay too.
+
+    Args:
+        tensor: a parameter or buffer.
+        values: of the same shape; the tensor uses this memory from now on.
+        name: what an error calls the tensor.
+
+    Raises:
+        UsageError: an autograd graph, a view or a weak reference holds on to the tensor.
+    """
+    hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    twin = values.detach().requires_grad_(tensor.requires_grad)
+    # Both objects exchange class and attributes with their content: make these equal before.
+    if type(tensor) is not Tensor:
+        twin.__class__ = type(tensor)
+    twin.__dict__.update(tensor.__dict__)
+    del values
+    try:
+        torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        held = "a weak reference" if weakref.getweakrefs(tensor) else "an autograd graph or a view"
+        raise UsageError(
+            f"expected nothing but Python references to {name!r}, which was built without values, "
+            f"found {held}; create what refers to it after prepare()"
+        ) from error
+    if hooks is not None:
+        tensor._backward_hooks = hooks
+    if after is not None:
+        tensor._post_accumulate_grad_hooks = after
+
+
+def _laid_out(values: Tensor, like: Tensor, device: torch.device) -> Tensor:
+    """Return values on a device, with the dtype and strides of a tensor."""
+    if values.shape != like.shape:
+        raise UsageError(
+            f"expected values of shape {tuple(like.shape)}, found {tuple(values.shape)}"
+        )
+    if values.stride() == like.stride():
+        return values.to(device=device, dtype=like.dtype)
+    laid = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return laid.copy_(values)
+
+
+def _shared(name: str, like: Tensor, empty: Tensor, values: Tensor) -> Tensor:
+    """Return the view that lies in the memory of values as ``like`` lies in that of ``empty``."""
+    size = empty.untyped_storage().nbytes()
+    if values.untyped_storage().nbytes() != size or like.dtype is not values.dtype:
+        raise UsageError(
+            f"expected {name!r} to be the same object as what it shares memory with, or a view of "
+            f"a whole tensor, found one of {like.numel() * like.element_size()} bytes in a memory "
+            f"of {size}; make one of them a clone()"
+        )
+    return values.as_strided(like.shape, like.stride(), like.storage_offset())
