@@ -2,6 +2,7 @@
 
 from drivetrain.parts.buckets import MIB, BucketLayout, plan_buckets
 from drivetrain.parts.collectives import sent_elements
+from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import Cost, ModelSpec
 from drivetrain_ddp.compression import CommunicationHook, choose_hook
 from drivetrain_ddp.config import DdpConfig
@@ -10,7 +11,7 @@ _ADAM_STATES = 2
 """An optimizer with this many states is Adam, which also counts steps per parameter."""
 
 
-def estimate(config: DdpConfig, model: ModelSpec, size: int) -> Cost:
+def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, size: int) -> Cost:
     """Return the bytes held per rank, and those sent by rank 0 in one optimizer step.
 
     The step has one synchronised backward and, for the buffers, one training forward before it.
@@ -20,10 +21,11 @@ def estimate(config: DdpConfig, model: ModelSpec, size: int) -> Cost:
     Args:
         config: the knobs.
         model: parameters, buffers and states.
+        precision: the dtype of gradients on the wire.
         size: ranks of the data-parallel axis.
     """
     layouts = _layouts(config, model) if size > 1 else []
-    hook = choose_hook(config)
+    hook = choose_hook(config, precision)
     trainable = [spec for spec in model.parameters if spec.trainable]
     steps = 4 * len(trainable) if model.states >= _ADAM_STATES else 0
     buffers = sum(spec.nbytes for spec in model.buffers)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.errors import ConfigError, UsageError
+from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.norms import clip_, global_norm
@@ -34,17 +34,17 @@ class Ddp(Strategy[DdpConfig]):
 
     def __init__(self, config: DdpConfig, run: Run) -> None:
         super().__init__(config, run)
-        precision = run.precision
-        if precision.param is not None or precision.master is not None:
-            raise ConfigError(
-                "ddp keeps parameters in the dtype they were given in, found a precision with "
-                f"{precision}; convert the model first or take a strategy that keeps master copies"
-            )
+        run.precision.refuse(
+            "ddp",
+            "param",
+            "master",
+            instead="convert the model itself, or take a strategy that keeps master copies",
+        )
         self._communicator: Communicator = connect(
             run.mesh["dp"], run.traffic, run.world.device, run.world.timeout
         )
         self._alone = self._communicator.size == 1
-        self._reducer = Reducer([], self._communicator, choose_hook(config), config)
+        self._reducer = Reducer([], self._communicator, choose_hook(config, run.precision), config)
         self._handles: list[RemovableHandle] = []
 
     @classmethod
@@ -59,7 +59,10 @@ class Ddp(Strategy[DdpConfig]):
         replicate([*model.parameters(), *model.buffers()], self._communicator, "replicate model")
         parameters = [] if self._alone else list(named_parameters(model).items())
         self._reducer = Reducer(
-            parameters, self._communicator, choose_hook(self.config), self.config
+            parameters,
+            self._communicator,
+            choose_hook(self.config, self.run.precision),
+            self.config,
         )
         self._handles = [
             model.register_forward_pre_hook(ForwardHook(self._before_forward)),
@@ -117,7 +120,7 @@ class Ddp(Strategy[DdpConfig]):
     @classmethod
     def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:
         """Return what ``drivetrain_ddp.cost`` works out."""
-        return estimate(config, model, run.mesh["dp"].size)
+        return estimate(config, model, run.precision, run.mesh["dp"].size)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:

@@ -48,19 +48,22 @@ class Estimate:
         return cls(units, run.precision, run.mesh["dp"])
 
     def sent(
-        self, model: ModelSpec, *, reductions: int, gathers: int, buffers: bool
+        self, model: ModelSpec, *, reductions: int, regathers: bool, buffers: bool
     ) -> dict[tuple[str, str], int]:
         """Return the bytes of one optimizer step by (axis, operation).
 
         Args:
             model: has the buffers.
-            reductions: synchronised backwards per step.
-            gathers: how often a sharded unit is gathered per step.
+            reductions: backwards per step that reduce gradients.
+            regathers: whether sharded units are freed between forward and backward.
             buffers: whether rank 0's buffers are sent before each forward.
         """
         flags = sum(len(unit.places) for unit in self._trainable)
         gathered = sum(self._gather(unit) for unit in self._trainable if not unit.sharded)
-        gathered += gathers * sum(self._gather(unit) for unit in self._units if unit.sharded)
+        sharded = [self._gather(unit) for unit in self._units if unit.sharded]
+        gathered += reductions * sum(sharded)
+        if regathers:  # the unit that forward ends with is not freed: backward begins with it
+            gathered += reductions * sum(sharded[1:])
         broadcast = sum(spec.nbytes for spec in model.buffers) if buffers else 0
         sent = {
             ("dp", "reduce_scatter"): reductions * sum(map(self._reduce, self._trainable)),

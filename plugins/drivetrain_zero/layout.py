@@ -132,10 +132,10 @@ def plan(
         groups.setdefault(kind, []).append(index)
     units = []
     loads = [0] * size
-    for (key, sharded, trainable, _, _, _), members in groups.items():
+    for (key, is_sharded, trainable, _, _, _), members in groups.items():
         dtype = precision.forward_dtype(specs[members[0]].dtype, specs[members[0]].shape)
         master = precision.master_dtype(specs[members[0]].dtype, specs[members[0]].shape)
-        for bucket in _buckets(specs, members, dtype, cut, sharded=bool(sharded)):
+        for bucket in _buckets(specs, members, dtype, cut, sharded=bool(is_sharded)):
             places, chunks = _arrange([specs[i] for i in bucket], size, cut, loads)
             layout = UnitLayout(
                 key=str(key),
@@ -144,7 +144,7 @@ def plan(
                 dtype=dtype,
                 master=master,
                 trainable=bool(trainable),
-                sharded=bool(sharded),
+                sharded=bool(is_sharded),
                 whole_parameters=cut.whole_parameters,
             )
             units.append((min(bucket), layout))

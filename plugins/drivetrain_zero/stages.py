@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.parts.buckets import MIB
-from drivetrain.strategy import Prepared, Reader, Run, TensorSpec
+from drivetrain.strategy import Prepared, Reader, TensorSpec
 from drivetrain_zero.binding import Bound
 from drivetrain_zero.config import Zero1Config, Zero2Config, Zero3Config
 from drivetrain_zero.gathering import Gatherer
@@ -89,9 +89,9 @@ class Zero3(Zero[Zero3Config]):
         return config.accumulate == "reduce"
 
     @classmethod
-    def gathers(cls, config: Zero3Config, run: Run) -> int:
-        """Gather for every forward, and for every backward of a unit that was freed."""
-        return run.accumulation * (2 if config.reshard_after_forward else 1)
+    def regathers(cls, config: Zero3Config) -> bool:
+        """Free units after their forward, unless the user prefers to send less."""
+        return bool(config.reshard_after_forward)
 
     @classmethod
     def is_placed(cls, spec: TensorSpec) -> bool:

@@ -153,8 +153,8 @@ class ShardedState:
                 )
         if not isinstance(kept, Tensor) or kept.shape != values.shape:
             kept = allocate_state(values, key, fragment, group_of(optimizer, fragment))
-        kept.copy_(values)
-        return kept
+        target: Tensor = kept
+        return target.copy_(values)
 
 
 def _shards(name: str, state: str, slot: Slot, owned: Tensor) -> Iterator[Shard]:

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from drivetrain.parts.deferred import WeightSource, fill
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -44,12 +43,12 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         super().__init__(config, run)
         world = run.world
         self._communicator: Communicator = connect(
-            run.mesh["dp"], run.traffic, world.device, world.timeout, checked=self.checks_order
+            run.mesh["dp"], run.traffic, world.device, world.timeout
         )
         self._units: list[FlatUnit] = []
         self._outside: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
-        self._source: WeightSource | None = None
+        self._source: Any = None
         self._reducer = self._make_reducer([])
         self._binding = Binding(
             whole_parameters=config.partition == "parameter",
@@ -81,9 +80,9 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         """Return whether every micro-batch's gradients are reduced."""
 
     @classmethod
-    def gathers(cls, config: ConfigT, run: Run) -> int:
-        """Return how often a sharded unit is gathered in one optimizer step, at most."""
-        return 0
+    def regathers(cls, config: ConfigT) -> bool:
+        """Return whether sharded units are freed between forward and backward."""
+        return False
 
     @classmethod
     def is_placed(cls, spec: TensorSpec) -> bool:
@@ -92,9 +91,10 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
 
     # --- taking over ---
 
-    def materialize(self, model: nn.Module, source: WeightSource) -> None:
+    def materialize(self, model: nn.Module, source: Any) -> None:
         """Remember where the values of a model built on meta come from; fill its buffers."""
         self._source = source
+        from drivetrain.parts.deferred import fill
         fill(model, [name for name, _ in model.named_buffers()], source, self.run.world.device)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
@@ -320,7 +320,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         sent = estimate.sent(
             model,
             reductions=run.accumulation if cls.reduces_each(config) else 1,
-            gathers=cls.gathers(config, run),
+            regathers=cls.regathers(config),
             buffers=config.buffers == "broadcast",
         )
         return Cost(held=estimate.held(model, lent_buffers=lent), sent=sent)

@@ -29,6 +29,7 @@ from drivetrain.facade.options import (
 )
 from drivetrain.facade.preparing import Preparing
 from drivetrain.facade.settings import Arguments, StrategyChoice, settle
+from drivetrain.facade.whole import Whole
 from drivetrain.log import get_logger
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.world import World
@@ -37,7 +38,7 @@ from drivetrain.tracking import Trackers
 logger = get_logger(__name__)
 
 
-class Accelerator(Preparing, Gathering, Checkpointing, Exporting, Logging):
+class Accelerator(Preparing, Gathering, Checkpointing, Exporting, Whole, Logging):
     """Runs an ordinary PyTorch loop under any strategy.
 
     Names and arguments follow Hugging Face Accelerate. Nothing about it is global: several

@@ -3,12 +3,13 @@
 ::
 
     python tests/benchmarks/side_by_side.py                      # all of them
-    python tests/benchmarks/side_by_side.py drivetrain torch_ddp --rounds 5
+    python tests/benchmarks/side_by_side.py ddp torch_ddp --rounds 5
+    python tests/benchmarks/side_by_side.py zero3 torch_fsdp2 --model large --against torch_fsdp2
 
 Needs an environment with drivetrain, accelerate and deepspeed. Each row is a run of its own on
 ``--ranks`` CPU processes over gloo, with one thread each; the rounds go through all rows in turn,
 so what else the machine does hits all of them. Per row: the median over rounds of the median step
-time, its ratio to torch DDP of the same round, the loss after the last step, the bytes that the
+time, its ratio to ``--against`` in the same round, the loss after the last step, the bytes that the
 loopback interface sent per rank and step as a multiple of the parameters' bytes, and the growth of
 resident memory at its peak.
 """
@@ -32,7 +33,12 @@ from ddp_step import Gpt, loss_of, sent_bytes
 from torch import Tensor, nn
 
 Step = Callable[[Tensor], Tensor]
-REFERENCE = "torch_ddp"
+AT_END: list[Callable[[], object]] = []
+MODELS = {
+    "small": SimpleNamespace(layers=6, dim=512, heads=8, seq=128, vocab=4096, batch=4),
+    "large": SimpleNamespace(layers=12, dim=768, heads=12, seq=128, vocab=16384, batch=2),
+}
+"""27 million and 110 million parameters."""
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
@@ -50,8 +56,14 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-4)
 
 
+def torch_ddp_fused(model: nn.Module) -> Step:
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return plain(wrapped, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
+
+
 def with_accelerator(accelerator: Any, model: nn.Module) -> Step:
     prepared, optimizer = accelerator.prepare(model, adamw(model))
+    AT_END.append(accelerator.free_memory)
 
     def step(tokens: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -63,10 +75,13 @@ def with_accelerator(accelerator: Any, model: nn.Module) -> Step:
     return step
 
 
-def drivetrain(model: nn.Module) -> Step:
-    from drivetrain import Accelerator
+def drivetrain(strategy: str) -> Callable[[nn.Module], Step]:
+    def make(model: nn.Module) -> Step:
+        from drivetrain import Accelerator
 
-    return with_accelerator(Accelerator(cpu=True), model)
+        return with_accelerator(Accelerator(strategy=strategy, cpu=True), model)
+
+    return make
 
 
 def accelerate(model: nn.Module) -> Step:
@@ -107,7 +122,7 @@ def deepspeed(stage: int) -> Callable[[nn.Module], Step]:
         import deepspeed as ds
 
         config = {
-            "train_micro_batch_size_per_gpu": 4,
+            "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -129,8 +144,12 @@ def deepspeed(stage: int) -> Callable[[nn.Module], Step]:
 
 
 ROWS: dict[str, Callable[[nn.Module], Step]] = {
-    "drivetrain": drivetrain,
+    "ddp": drivetrain("ddp"),
+    "zero1": drivetrain("zero1"),
+    "zero2": drivetrain("zero2"),
+    "zero3": drivetrain("zero3"),
     "torch_ddp": torch_ddp,
+    "torch_ddp_fused": torch_ddp_fused,
     "accelerate": accelerate,
     "torch_zero1": torch_zero1,
     "torch_fsdp2": torch_fsdp2,
@@ -144,19 +163,19 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
 
 
-def work(name: str, steps: int) -> None:
+def work(name: str, steps: int, shape: SimpleNamespace) -> None:
     """Train in this process, one of several; rank 0 prints the result as JSON."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    shape = SimpleNamespace(layers=6, dim=512, heads=8, seq=128, vocab=4096, batch=4)
     before = resident()
     model = Gpt(shape)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     step = ROWS[name](model)
     generator = torch.Generator().manual_seed(1234 + rank)
-    pool = [torch.randint(4096, (4, 129), generator=generator) for _ in range(4)]
+    batch = (shape.batch, shape.seq + 1)
+    pool = [torch.randint(shape.vocab, batch, generator=generator) for _ in range(4)]
     times = []
     for i in range(3 + steps):
         if i == 3:
@@ -178,19 +197,22 @@ def work(name: str, steps: int) -> None:
             "memory": (peak - before) / parameters,
         }
         print("RESULT " + json.dumps(result), flush=True)
+    for action in AT_END:
+        action()
+    dist.barrier()
     dist.destroy_process_group()
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={options.ranks}", __file__, name]
-    command += ["--worker", f"--steps={options.steps}"]
+    command += ["--worker", f"--steps={options.steps}", f"--model={options.model}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return dict(json.loads(line.removeprefix("RESULT ")))
-    raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
+    raise SystemExit(f"{name} failed:\n{done.stderr[:4000]}")
 
 
 def main() -> None:
@@ -199,23 +221,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--against", choices=ROWS, default="torch_ddp")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.rows[0], options.steps)
+        work(options.rows[0], options.steps, MODELS[options.model])
         return
     rows = options.rows or list(ROWS)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in rows}
     for _ in range(options.rounds):
         for name in rows:
             results[name].append(run(name, options))
-    print("| | step | x torch DDP | loss | sent, x 4Ψ | peak memory, x 4Ψ |")
+    print(f"| | step | x {options.against} | loss | sent, x 4Ψ | peak memory, x 4Ψ |")
     print("|---" * 6 + "|")
     for name, found in results.items():
         middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
         ratio = "-"
-        if REFERENCE in results:
-            pairs = zip(found, results[REFERENCE], strict=True)
+        if options.against in results:
+            pairs = zip(found, results[options.against], strict=True)
             ratio = f"{statistics.median(a['seconds'] / b['seconds'] for a, b in pairs):.3f}"
         print(
             f"| {name} | {1e3 * middle['seconds']:.0f} ms | {ratio} | {middle['loss']:.5f} | "

@@ -1,6 +1,9 @@
-"""What crosses the wire for a bucket: ``plain`` all of it, ``cast`` half, ``powersgd`` low rank."""
+"""What crosses the wire for a bucket: ``plain`` as it is, ``cast`` in another dtype, ``powersgd``
+low rank."""
 
-from drivetrain_ddp.compression.cast import CastHook, wire_dtype
+from drivetrain.errors import ConfigError
+from drivetrain.runtime.precision import Precision
+from drivetrain_ddp.compression.cast import CastHook, narrowing, wire_dtype
 from drivetrain_ddp.compression.hook import CommunicationHook, Exchange
 from drivetrain_ddp.compression.plain import PlainHook
 from drivetrain_ddp.compression.powersgd import PowerSgdHook
@@ -13,14 +16,26 @@ __all__ = [
     "PlainHook",
     "PowerSgdHook",
     "choose_hook",
+    "narrowing",
     "wire_dtype",
 ]
 
 
-def choose_hook(config: DdpConfig) -> CommunicationHook:
-    """Return the hook that the configuration names."""
+def choose_hook(config: DdpConfig, precision: Precision) -> CommunicationHook:
+    """Return the hook that the configuration names, or the one that sends the policy's dtype.
+
+    Raises:
+        ConfigError: a hook and ``dtypes.reduce`` are both set.
+    """
+    if precision.reduce is not None and config.hook != "none":
+        raise ConfigError(
+            "ddp: expected strategy.hook or dtypes.reduce, found both: "
+            f"hook: {config.hook} and {precision}; leave one of them out"
+        )
+    if precision.reduce is not None:
+        return CastHook(precision.reduce_dtype)
     if config.hook == "none":
         return PlainHook()
     if config.hook == "powersgd":
         return PowerSgdHook(config.powersgd_rank, config.powersgd_start_step)
-    return CastHook(wire_dtype(config.hook))
+    return CastHook(narrowing(wire_dtype(config.hook)))

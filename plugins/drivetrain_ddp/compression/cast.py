@@ -1,6 +1,6 @@
-"""Half precision on the wire: gradients are rounded, summed, and widened again."""
+"""Another dtype on the wire: gradients are converted, summed, and converted back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,17 @@ def wire_dtype(name: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
+def narrowing(dtype: torch.dtype) -> Callable[[torch.dtype], torch.dtype]:
+    """Return the rule of a hook: wider gradients go in its dtype, others as they are."""
+
+    def on_wire(given: torch.dtype) -> torch.dtype:
+        return given if given.is_complex or given.itemsize <= dtype.itemsize else dtype
+
+    return on_wire
+
+
 class _Cast:
-    """A rounded bucket under way."""
+    """A converted bucket under way."""
 
     __slots__ = ("_bucket", "_handle", "_rounded")
 
@@ -27,44 +36,39 @@ class _Cast:
         self._handle = communicator.all_reduce(rounded, label="gradient bucket, cast")
 
     def finish(self) -> None:
-        """Wait and widen the sum into the bucket."""
+        """Wait and convert the sum into the bucket."""
         self._handle.wait()
         self._bucket.flat.copy_(self._rounded)
 
 
 class CastHook(CommunicationHook):
-    """Sends gradients in a narrower dtype; those that are not wider are sent as they are.
+    """Sends gradients in another dtype.
 
     Args:
-        dtype: the dtype on the wire.
+        on_wire: maps the dtype of gradients to the dtype in which they are sent.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, on_wire: Callable[[torch.dtype], torch.dtype]) -> None:
+        self._on_wire = on_wire
         self._rounded: dict[BucketLayout, Tensor] = {}
 
     def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Exchange:
-        """Round the bucket and all-reduce what is left of it."""
+        """Convert the bucket and all-reduce the copy."""
         rounded = self._rounded.get(bucket.layout)
         if rounded is None:
-            rounded = torch.empty_like(bucket.flat, dtype=self._on_wire(bucket.layout))
+            rounded = torch.empty_like(bucket.flat, dtype=self._on_wire(bucket.layout.dtype))
             self._rounded[bucket.layout] = rounded
         return _Cast(bucket, rounded, communicator)
 
     def sent(self, layout: BucketLayout, size: int) -> int:
-        """Return the bytes of a ring over the rounded bucket."""
+        """Return the bytes of a ring over the copy."""
         elements = sent_elements("all_reduce", layout.numel, size=size)
-        return elements * self._on_wire(layout).itemsize
+        return elements * self._on_wire(layout.dtype).itemsize
 
     def held(self, layout: BucketLayout) -> int:
-        """Return the bytes of the rounded copy, which is kept and used again."""
-        return layout.numel * self._on_wire(layout).itemsize
+        """Return the bytes of the copy, which is kept and used again."""
+        return layout.numel * self._on_wire(layout.dtype).itemsize
 
     def forget(self) -> None:
         """Drop the copies."""
         self._rounded.clear()
-
-    def _on_wire(self, layout: BucketLayout) -> torch.dtype:
-        if layout.dtype.is_complex or layout.dtype.itemsize <= self._dtype.itemsize:
-            return layout.dtype
-        return self._dtype

@@ -1,7 +1,6 @@
 """One model's weights as the script sees them: a state dict, or files that others can read."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,6 @@ GATHERED_BYTES = 32 * 2**20
 class Exporting(Core):
     """The exports of the Accelerator."""
 
-    @contextmanager
-    def gathered(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter] | None = None
-    ) -> Iterator[None]:
-        """Context in which parameters are whole on every rank, for reading and surgery. Collective.
-
-        Args:
-            model: a prepared model.
-            parameters: which of its parameters; None means all.
-        """
-        entry = self._entry_of(model)
-        chosen = list(model.parameters()) if parameters is None else list(parameters)
-        with entry.strategy.gathered(chosen):
-            yield
-
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the whole model's state on every rank's CPU, with the user's names. Collective.
 
@@ -44,7 +28,7 @@ class Exporting(Core):
         state = _state(entry)
         copies: dict[int, Tensor] = {}
         for batch in _batches(list(state), state):
-            with entry.strategy.gathered(_parameters(batch, state)):
+            with entry.strategy.gathered(_parameters(batch, state), modify=False):
                 for name in batch:
                     tensor = state[name]
                     if id(tensor) not in copies:
@@ -94,7 +78,7 @@ class Exporting(Core):
 
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
             for batch in _batches(names, state):
-                with entry.strategy.gathered(_parameters(batch, state)):
+                with entry.strategy.gathered(_parameters(batch, state), modify=False):
                     for name in batch:
                         yield name, state[name].detach()
 

@@ -30,11 +30,12 @@ def same_number(what: str, expected: int, found: int) -> None:
 def scalars_of(entry: ModelEntry) -> dict[int, dict[str, dict[str, Any]]]:
     """Return the optimizers' state that is no tensor, by optimizer and parameter name."""
     result: dict[int, dict[str, dict[str, Any]]] = {}
+    names = entry.held_names()
     for i, optimizer in enumerate(entry.optimizers):
         result[i] = {
-            entry.names[id(parameter)]: plain
+            names[id(parameter)]: plain
             for parameter, state in optimizer.state.items()
-            if id(parameter) in entry.names
+            if id(parameter) in names
             and (plain := {k: v for k, v in state.items() if not isinstance(v, Tensor)})
         }
     return result
@@ -48,6 +49,10 @@ def groups_of(entry: ModelEntry) -> list[list[dict[str, Any]]]:
     ]
 
 
+_KERNELS = frozenset({"foreach", "fused"})
+"""Which kernel steps is no state: the strategy that loads has its own choice."""
+
+
 def load_groups(entry: ModelEntry, saved: list[list[dict[str, Any]]]) -> None:
     """Put hyperparameters back into the groups of a model's optimizers.
 
@@ -59,6 +64,8 @@ def load_groups(entry: ModelEntry, saved: list[list[dict[str, Any]]]) -> None:
         same_number("parameter groups", len(optimizer.param_groups), len(groups))
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             for key, value in values.items():
+                if key in _KERNELS:
+                    continue
                 if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                     group[key].copy_(value)
                 else:

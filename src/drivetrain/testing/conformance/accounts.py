@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 import pytest
@@ -77,8 +78,10 @@ class AccountChecks(Suite):
                 for value in state.values()
             ]
             inner = accelerator.unwrap_model(model)
+            names = {name for name, _ in inner.named_parameters()}
+            shards = [s.tensor for s in strategy.shards() if not s.state and s.name in names]
             found = {
-                "parameters": _bytes(p.data for p in inner.parameters()),
+                "parameters": _bytes([*inner.parameters(), *shards]),
                 "gradients": _bytes([*strategy.gradients(), *(p.grad for p in inner.parameters())]),
                 "optimizer": _bytes(states),
                 "buffers": _bytes(inner.buffers()),
@@ -92,6 +95,23 @@ class AccountChecks(Suite):
             assert live <= 1.01 * total + SCRATCH, (
                 f"cost() promised {total} bytes in all, found {live} alive"
             )
+
+
+def reduces_each(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Return whether a strategy says that it sends gradients of every micro-batch of a window."""
+    strategy = accelerator.strategy_of(model)
+    spec = ModelSpec.of(accelerator.unwrap_model(model))
+    reduced = [
+        sum(
+            nbytes
+            for (_, operation), nbytes in type(strategy)
+            .cost(strategy.config, spec, replace(strategy.run, accumulation=window))
+            .sent.items()
+            if "reduce" in operation
+        )
+        for window in (1, 2)
+    ]
+    return reduced[1] > reduced[0]
 
 
 def _some_millions(accelerator: Accelerator) -> tuple[Callable[[], None], nn.Module]:
