@@ -1,18 +1,17 @@
 """Saving and resuming as the script sees it: the whole state of a run, complete or not at all."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint
 from drivetrain.checkpoint.agreement import Group, check_same, share, together
 from drivetrain.errors import UsageError
-from drivetrain.facade.core import Core, ModelEntry
+from drivetrain.facade.core import ModelEntry
 from drivetrain.facade.model_state import (
     aliases_of,
     converted,
@@ -21,65 +20,21 @@ from drivetrain.facade.model_state import (
     same_number,
     scalars_of,
 )
-from drivetrain.facade.registered import (
-    Decode,
-    Encode,
-    Registered,
-    check_registration,
-    file_name,
-    load_registered,
-)
+from drivetrain.facade.registered import file_name, load_registered
+from drivetrain.facade.registering import Registering
 from drivetrain.log import get_logger
 from drivetrain.runtime import rng
 
 logger = get_logger(__name__)
 
 
-class Checkpointing(Core):
+class Checkpointing(Registering):
     """The checkpoints of the Accelerator."""
 
     @property
     def save_iteration(self) -> int:
         """Number of the next automatically named checkpoint."""
         return self.project_configuration.iteration
-
-    def register_for_checkpointing(
-        self, *objects: Any, encode: Encode | None = None, decode: Decode | None = None
-    ) -> None:
-        """Keep the state of more objects in every checkpoint.
-
-        Args:
-            objects: anything with ``state_dict()`` and ``load_state_dict()`` whose state is tensors
-                and plain values.
-            encode: opt-in for state of any other kind: makes bytes of it, which are stored as they
-                are in a file of their own. Choose what may be trusted: this library reads no
-                pickle, but a ``decode`` of yours that does will run what it finds.
-            decode: makes the state of these bytes again; without it they are never read.
-
-        Raises:
-            UsageError: names the arguments that lack these methods, or the missing half of the
-                codec.
-        """
-        check_registration(objects, encode, decode)
-        self._custom_objects.extend(Registered(item, encode, decode) for item in objects)
-
-    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` before each ``save_state``.
-
-        A hook that pops from models and weights keeps those models out of the checkpoint.
-        """
-        handle = RemovableHandle(self._save_hooks)
-        self._save_hooks[handle.id] = hook
-        return handle
-
-    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(models, input_dir)`` before each ``load_state``.
-
-        A hook that pops from models keeps those models as they are.
-        """
-        handle = RemovableHandle(self._load_hooks)
-        self._load_hooks[handle.id] = hook
-        return handle
 
     def save_state(
         self,

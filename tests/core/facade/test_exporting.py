@@ -42,7 +42,7 @@ class Emptied:
         monkeypatch.setattr(strategy, "gathered", self.gathered)
 
     @contextmanager
-    def gathered(self, parameters):
+    def gathered(self, parameters, **_):
         held = list(parameters)
         self.entered.append(sum(p.numel() * p.element_size() for p in held))
         for parameter in held:
