@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from drivetrain.parts.buckets import is_dense
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.collectives.communicator import Handle
+from drivetrain.parts.deferred import become
 from drivetrain.parts.guard import Guard, check_ordinary, guard, unguard
 from drivetrain_zero.layout import UnitLayout
 
@@ -186,7 +187,10 @@ class FlatUnit:
             view.copy_(values)
         if self.shard.data_ptr() != self._own_flat().data_ptr() and slot.owned_numel:
             self.shard[slot.local()].copy_(slot.in_memory_order(values)[slice(*slot.owned)])
-        _point(slot.parameter, view)
+        if slot.parameter.is_meta:
+            become(slot.parameter, view, slot.name)
+        else:
+            slot.parameter.data = view  # the object and all that hold it stay
 
     # --- the optimizer's side ---
 
@@ -260,15 +264,6 @@ class FlatUnit:
         ).wait()
         if self.layout.sharded or self.has_master:
             self.shard.copy_(self._own_flat())
-
-
-def _point(parameter: nn.Parameter, view: Tensor) -> None:
-    """Make a parameter a view of other memory; the object and what holds it stay the same."""
-    if parameter.device.type == "meta" or parameter.dtype is not view.dtype:
-        gradient = parameter.requires_grad
-        torch.utils.swap_tensors(parameter, nn.Parameter(view, requires_grad=gradient))  # type: ignore[no-untyped-call]
-    else:
-        parameter.data = view
 
 
 def storages(units: Sequence[FlatUnit]) -> dict[int, FlatUnit]:

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import CollectiveError
 from drivetrain.parts.collectives import Communicator, connect
+from drivetrain.parts.deferred import WeightSource, fill, meta_tensors
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
@@ -48,7 +49,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         self._units: list[FlatUnit] = []
         self._outside: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
-        self._source: Any = None
+        self._source: WeightSource | None = None
         self._reducer = self._make_reducer([])
         self._binding = Binding(
             whole_parameters=config.partition == "parameter",
@@ -91,11 +92,12 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
 
     # --- taking over ---
 
-    def materialize(self, model: nn.Module, source: Any) -> None:
-        """Remember where the values of a model built on meta come from; fill its buffers."""
+    def materialize(self, model: nn.Module, source: WeightSource) -> None:
+        """Remember where the values of a model built on meta come from; fill what is not placed."""
         self._source = source
-        from drivetrain.parts.deferred import fill
-        fill(model, [name for name, _ in model.named_buffers()], source, self.run.world.device)
+        placed = {spec.name for spec in ModelSpec.of(model).parameters if self.is_placed(spec)}
+        rest = [name for name in meta_tensors(model) if name not in placed]
+        fill(model, rest, source, self.run.world.device)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Lay the model out in units and give the optimizers this rank's fragments."""

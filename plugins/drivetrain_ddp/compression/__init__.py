@@ -1,5 +1,4 @@
-"""What crosses the wire for a bucket: ``plain`` as it is, ``cast`` in another dtype, ``powersgd``
-low rank."""
+"""What crosses the wire for a bucket: ``plain`` its bytes, ``cast`` a dtype, ``powersgd`` low rank."""
 
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.precision import Precision
