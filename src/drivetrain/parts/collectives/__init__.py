@@ -8,7 +8,8 @@ native   everything else             the asynchronous operations of ``torch.dist
 ======== =========================== ==========================================================
 
 Whatever the algorithm, operations run in the order in which they were submitted, which must be the
-same on every rank, and the ledger gets the bytes that the ring algorithm sends.
+same on every rank (a ring that is ``checked`` says where it is not), and the ledger gets the bytes
+that the ring algorithm sends.
 """
 
 from drivetrain.parts.collectives.communicator import Communicator, Handle, Reduction

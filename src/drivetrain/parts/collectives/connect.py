@@ -14,7 +14,14 @@ from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
 
 
-def connect(axis: Axis, traffic: Traffic, device: torch.device, timeout: timedelta) -> Communicator:
+def connect(
+    axis: Axis,
+    traffic: Traffic,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    checked: bool = False,
+) -> Communicator:
     """Return a communicator for the tensors of one device over one mesh axis.
 
     Args:
@@ -22,6 +29,10 @@ def connect(axis: Axis, traffic: Traffic, device: torch.device, timeout: timedel
         traffic: the ledger that operations write to.
         device: where the tensors live.
         timeout: how long one operation may take.
+        checked: compare, before each operation, what the ranks are about to do, and raise a
+            CollectiveError where they differ; costs one message of 120 bytes per operation. Only
+            the ring does; native operations, and a single rank, have nothing to do it with and
+            ignore it. The same on every rank.
 
     Raises:
         UsageError: the axis has several ranks but was only planned, not started.
@@ -34,5 +45,5 @@ def connect(axis: Axis, traffic: Traffic, device: torch.device, timeout: timedel
             "build the mesh with Mesh.build, Mesh.plan starts nothing"
         )
     if device.type == "cpu" and "gloo" in str(dist.get_backend(axis.group)):
-        return RingCommunicator(axis, traffic, timeout, axis.group)
+        return RingCommunicator(axis, traffic, timeout, axis.group, checked=checked)
     return NativeCommunicator(axis, traffic, timeout, axis.group)

@@ -99,7 +99,8 @@ class NativeCommunicator(Communicator):
     """Hands every operation to the axis' process group.
 
     The ledger gets the bytes of the ring algorithm; how long an operation took on the device's
-    stream is not known without stopping it, so the seconds stay zero.
+    stream is not known without stopping it, so the seconds stay zero. The order of operations is
+    not checked, whatever ``connect`` is asked for: a backend has its own means to find that.
     """
 
     def __init__(

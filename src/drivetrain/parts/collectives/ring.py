@@ -13,7 +13,6 @@ the all-gather at once.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +30,8 @@ from drivetrain.parts.collectives.communicator import (
     flatten,
     reason,
 )
+from drivetrain.parts.collectives.neighbors import Neighbors, Tag
+from drivetrain.parts.collectives.order import Disagreement, Header, OrderCheck
 from drivetrain.parts.collectives.solo import Finished
 from drivetrain.parts.collectives.volume import Chunks, checked_chunks
 from drivetrain.parts.collectives.worker import Job, Worker
@@ -43,10 +44,6 @@ PIECE_BYTES = 1 << 21
 WINDOW = 4
 """Pieces of a reduction that may be under way to this rank; each needs a receive buffer."""
 
-_SCATTER, _GATHER, _ALARM = 1, 2, 3
-"""Message tags: two streams may be under way at once, and one that nobody sends on. A communicator
-adds its own multiple of 3: several of one group, one per model, run at the same time."""
-
 
 class RingCommunicator(Communicator):
     """Rings over one gloo group; one thread runs the operations in the order of submission.
@@ -56,16 +53,21 @@ class RingCommunicator(Communicator):
         traffic: the ledger.
         timeout: how long a rank waits for one message.
         group: the axis' gloo group; only communicators may send point-to-point messages on it.
+        checked: whether neighbors compare what they are about to do before each operation.
     """
 
     def __init__(
-        self, axis: Axis, traffic: Traffic, timeout: timedelta, group: dist.ProcessGroup
+        self,
+        axis: Axis,
+        traffic: Traffic,
+        timeout: timedelta,
+        group: dist.ProcessGroup,
+        *,
+        checked: bool = False,
     ) -> None:
         super().__init__(axis, traffic, timeout)
-        self._group = group
-        self._first_tag = 3 * next(axis.streams)
-        self._right = (self.rank + 1) % self.size
-        self._left = (self.rank - 1) % self.size
+        self._neighbors = Neighbors(axis, group, timeout)
+        self._order = OrderCheck(self._neighbors) if checked else None
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._worker = Worker(f"drivetrain-ring-{axis.name}")
 
@@ -133,16 +135,22 @@ class RingCommunicator(Communicator):
 
         def timed() -> None:
             start = time.perf_counter()
+            told = []
+            if self._order is not None:
+                told = self._order.agree(Header.of(call, number, label, flat))
             run()
+            self._neighbors.finish(told)
             self.traffic.add(self.axis.name, call.operation, nbytes, time.perf_counter() - start)
 
         def describe(error: BaseException) -> CollectiveError:
-            self._alarm()
-            ranks = self.axis.ranks
+            self._neighbors.alarm()
+            if isinstance(error, Disagreement):
+                return CollectiveError(str(error))
+            ranks, near = self.axis.ranks, self._neighbors
             return CollectiveError(
                 f"{call.operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
                 f"{ranks[self.rank]}, {self.rank} of {self.size} on the axis, between ranks "
-                f"{ranks[self._left]} and {ranks[self._right]}, with a timeout of "
+                f"{ranks[near.left]} and {ranks[near.right]}, with a timeout of "
                 f"{self.timeout.total_seconds():g} s: {reason(error)}; look for the rank that "
                 "failed first, or that does not answer"
             )
@@ -160,7 +168,7 @@ class RingCommunicator(Communicator):
         rank, size = self.rank, self.size
         incoming = [chunks[(rank - step - 2) % size] for step in range(size - 1)]
         arrivals = self._arrivals([piece for chunk in incoming for piece in chunk])
-        sends = [self._send(piece, _SCATTER) for piece in chunks[(rank - 1) % size]]
+        sends = [self._neighbors.send(piece, Tag.SCATTER) for piece in chunks[(rank - 1) % size]]
         # Posted early, so that a neighbour's finished piece never waits for its buffer. It cannot
         # come too early: the sum it carries needs the piece that lies in this place until then.
         gathered = self._post_gather(chunks) if gather else []
@@ -172,17 +180,17 @@ class RingCommunicator(Communicator):
                 if last and scale != 1.0:
                     piece.mul_(scale)
                 if not last:
-                    sends.append(self._send(piece, _SCATTER))
+                    sends.append(self._neighbors.send(piece, Tag.SCATTER))
                 elif gather:
-                    sends.append(self._send(piece, _GATHER))
+                    sends.append(self._neighbors.send(piece, Tag.GATHER))
         sends += self._forward(gathered)
-        self._finish(sends)
+        self._neighbors.finish(sends)
 
     def _gather(self, flat: Tensor, bounds: Chunks) -> None:
         chunks = self._pieces(flat, bounds)
         gathered = self._post_gather(chunks)
-        sends = [self._send(piece, _GATHER) for piece in chunks[self.rank]]
-        self._finish(sends + self._forward(gathered))
+        sends = [self._neighbors.send(piece, Tag.GATHER) for piece in chunks[self.rank]]
+        self._neighbors.finish(sends + self._forward(gathered))
 
     def _chain(self, flat: Tensor, source: int) -> None:
         """Pass a tensor from the source around the ring, piece by piece."""
@@ -191,19 +199,19 @@ class RingCommunicator(Communicator):
         sends = []
         receives: list[Any] = []
         if self.rank != source:
-            receives = [self._receive(piece, _GATHER) for piece in pieces]
+            receives = [self._neighbors.receive(piece, Tag.GATHER) for piece in pieces]
         for index, piece in enumerate(pieces):
             if receives:
                 receives[index].wait(self.timeout)
             if not last:
-                sends.append(self._send(piece, _GATHER))
-        self._finish(sends)
+                sends.append(self._neighbors.send(piece, Tag.GATHER))
+        self._neighbors.finish(sends)
 
     def _post_gather(self, chunks: list[list[Tensor]]) -> list[list[tuple[Tensor, Any]]]:
         """Post the receives of an all-gather, in place, in the order of arrival."""
         return [
             [
-                (piece, self._receive(piece, _GATHER))
+                (piece, self._neighbors.receive(piece, Tag.GATHER))
                 for piece in chunks[(self.rank - step - 1) % self.size]
             ]
             for step in range(self.size - 1)
@@ -215,9 +223,9 @@ class RingCommunicator(Communicator):
         for chunk in gathered[:-1]:
             for piece, receive in chunk:
                 receive.wait(self.timeout)
-                sends.append(self._send(piece, _GATHER))
+                sends.append(self._neighbors.send(piece, Tag.GATHER))
         for chunk in gathered[-1:]:
-            self._finish([receive for _, receive in chunk])
+            self._neighbors.finish([receive for _, receive in chunk])
         return sends
 
     def _arrivals(self, pieces: list[Tensor]) -> Iterator[Tensor]:
@@ -226,7 +234,7 @@ class RingCommunicator(Communicator):
         posted = []
         for index, piece in enumerate(pieces[:WINDOW]):
             buffer = buffers[index][: piece.numel()]
-            posted.append((buffer, self._receive(buffer, _SCATTER)))
+            posted.append((buffer, self._neighbors.receive(buffer, Tag.SCATTER)))
         return self._arriving(pieces, buffers, posted)
 
     def _arriving(
@@ -239,7 +247,7 @@ class RingCommunicator(Communicator):
             following = index + WINDOW
             if following < len(pieces):
                 buffer = buffers[following % WINDOW][: pieces[following].numel()]
-                posted.append((buffer, self._receive(buffer, _SCATTER)))
+                posted.append((buffer, self._neighbors.receive(buffer, Tag.SCATTER)))
 
     def _buffers(self, pieces: list[Tensor]) -> list[Tensor]:
         """Return the reused receive buffers, as large as the largest piece needs."""
@@ -264,27 +272,3 @@ class RingCommunicator(Communicator):
         if flat.numel() == 0:
             return []
         return list(torch.split(flat, PIECE_BYTES // flat.element_size()))
-
-    def _send(self, piece: Tensor, tag: int) -> Any:
-        return self._group.send([piece], self._right, self._first_tag + tag)
-
-    def _receive(self, piece: Tensor, tag: int) -> Any:
-        return self._group.recv([piece], self._left, self._first_tag + tag)
-
-    def _finish(self, messages: list[Any]) -> None:
-        # The last one first: when it is through, the others are, and this thread woke up once.
-        for message in reversed(messages):
-            message.wait(self.timeout)
-
-    def _alarm(self) -> None:
-        """Close this rank's connections, so that the failure reaches every rank at once.
-
-        Only the neighbours of a dead rank notice; the others wait for neighbours that live. gloo
-        closes all connections of a group when one wait times out: so let one time out. On both
-        sides, because the wait for a rank known to be dead fails without a timeout.
-        """
-        for neighbour in (self._left, self._right):
-            token = torch.empty(1, dtype=torch.uint8)
-            with suppress(RuntimeError):
-                receive = self._group.recv([token], neighbour, self._first_tag + _ALARM)
-                receive.wait(timedelta(milliseconds=1))

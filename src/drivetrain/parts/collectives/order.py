@@ -1,0 +1,157 @@
+"""Headers: before each operation, ranks of a ring tell their neighbors what they are about to do.
+
+Ranks that take different paths through a model submit different operations. Unchecked, that is a
+hang, values in the wrong place or, where a message is longer than its buffer, the end of the
+process. Checked, an operation starts with one small message::
+
+    send my header to the right, receive one from the left, compare; only then touch the data
+
+A rank whose left neighbor is about to do something else never posts a buffer for it. It raises and
+closes its connections, which ends the wait of every other rank.
+"""
+
+import struct
+import time
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from drivetrain.parts.collectives.communicator import Call
+from drivetrain.parts.collectives.neighbors import Neighbors, Tag
+
+GRACE = timedelta(seconds=5)
+"""How long a rank that has seen a disagreement waits for its right neighbor to see it too."""
+
+LINGER_S = 0.1
+"""Then it keeps its connections for this long: who has got the header must wake up to read it."""
+
+
+class Disagreement(Exception):  # noqa: N818 - turned into a CollectiveError by the communicator
+    """Two neighbors are about to do different things; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a rank is about to do, in 120 bytes.
+
+    Attributes:
+        number: the operation's sequence number on its communicator, from 1.
+        elements: how many the tensor has.
+        plan: checksum of chunks, source and reduction.
+        name: checksum of the label that the caller gave; 0 if it gave none: where the code lies
+            may differ between hosts.
+        operation: which collective.
+        dtype: the tensor's, as in "float32".
+        label: the end of the label, for the error's text; not compared.
+    """
+
+    number: int
+    elements: int
+    plan: int
+    name: int
+    operation: str
+    dtype: str
+    label: str
+
+    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQII16s16s64s")
+    SIZE: ClassVar[int] = _LAYOUT.size
+
+    @classmethod
+    def of(cls, call: Call, number: int, label: str, flat: Tensor) -> "Header":
+        """Return the header of a call; label is the caller's, or the line of the call."""
+        chunks = [tuple(chunk) for chunk in call.chunks or ()]
+        return cls(
+            number=number,
+            elements=flat.numel(),
+            plan=zlib.crc32(repr((chunks, call.source, call.reduction)).encode()),
+            name=zlib.crc32(call.label.encode()),
+            operation=call.operation,
+            dtype=str(flat.dtype).removeprefix("torch."),
+            label=label,
+        )
+
+    def pack(self) -> Tensor:
+        """Return the header as bytes, shape (SIZE,)."""
+        data = self._LAYOUT.pack(
+            self.number,
+            self.elements,
+            self.plan,
+            self.name,
+            self.operation.encode(),
+            self.dtype.encode(),
+            self.label.encode()[-64:],  # names and lines of code differ at their ends
+        )
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, data: Tensor) -> "Header":
+        """Return the header that ``pack`` wrote."""
+        *numbers, operation, dtype, label = cls._LAYOUT.unpack(data.numpy().tobytes())
+        texts = (text.rstrip(b"\0").decode(errors="ignore") for text in (operation, dtype, label))
+        return cls(*numbers, *texts)
+
+    def differences(self, other: "Header") -> list[str]:
+        """Return in what two headers that should be equal differ, in words."""
+        pairs = {
+            "sequence number": (self.number, other.number),
+            "operation": (self.operation, other.operation),
+            "elements": (self.elements, other.elements),
+            "dtype": (self.dtype, other.dtype),
+            "label": (self.name, other.name),
+        }
+        found = [words for words, (mine, theirs) in pairs.items() if mine != theirs]
+        if not found and self.plan != other.plan:  # other sizes have other chunks anyway
+            return ["chunks, source or reduction"]
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.operation} #{self.number} of {self.elements} {self.dtype} ({self.label})"
+
+
+class OrderCheck:
+    """Lets an operation start only if the left neighbor is about to do the same.
+
+    Args:
+        neighbors: who to compare with.
+    """
+
+    def __init__(self, neighbors: Neighbors) -> None:
+        self._neighbors = neighbors
+
+    def agree(self, mine: Header) -> list[Any]:
+        """Tell the right neighbor what comes next here; hear the same from the left one.
+
+        Returns:
+            The messages to finish when the operation is over.
+
+        Raises:
+            Disagreement: the left neighbor is about to do something else.
+            RuntimeError: it did not say.
+        """
+        arriving = torch.empty(Header.SIZE, dtype=torch.uint8)
+        heard = self._neighbors.receive(arriving, Tag.HEADER)
+        told = self._neighbors.send(mine.pack(), Tag.HEADER)
+        self._neighbors.finish([heard])
+        theirs = Header.unpack(arriving)
+        if differences := mine.differences(theirs):
+            with suppress(RuntimeError):
+                told.wait(min(GRACE, self._neighbors.timeout))
+            time.sleep(LINGER_S)
+            raise Disagreement(self._explain(mine, theirs, differences))
+        return [told]
+
+    def _explain(self, mine: Header, theirs: Header, differences: list[str]) -> str:
+        axis = self._neighbors.axis
+        me, other = axis.ranks[axis.rank], axis.ranks[self._neighbors.left]
+        return (
+            f"ranks must run the same operations in the same order on axis {axis.name!r}; found "
+            f"{mine} on rank {me}, this one, but {theirs} on rank {other}: they differ in "
+            f"{', '.join(differences)}; the ranks took different paths through the model or the "
+            "training loop: let every rank run the same modules in the same order, whatever its "
+            "data or rank says"
+        )

@@ -1,0 +1,208 @@
+"""Ranks that do different things on a checked ring: soon an error that says what, no crash."""
+
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.errors import CollectiveError
+from drivetrain.parts.collectives import Communicator, Handle, connect
+from drivetrain.parts.collectives.communicator import Call
+from drivetrain.parts.collectives.order import Header
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.world import World
+
+TIMEOUT_S = 60.0
+SOON_S = 12.0  # far from the timeout, also on a busy machine
+
+
+def open_checked(traffic: Traffic | None = None) -> Communicator:
+    world = World.discover(cpu=True)
+    axis = Mesh.build({"dp": world.size}, world)["dp"]
+    timeout = timedelta(seconds=TIMEOUT_S)
+    return connect(axis, traffic or Traffic(), torch.device("cpu"), timeout, checked=True)
+
+
+def diverge(
+    usual: Callable[[Communicator], Handle], other: Callable[[Communicator], Handle]
+) -> str:
+    """The last rank does something else than the others; return what this rank is told."""
+    communicator = open_checked()
+    communicator.all_reduce(torch.zeros(10), label="before").wait()
+    last = communicator.rank == communicator.size - 1
+    start = time.perf_counter()
+    with pytest.raises(CollectiveError) as caught:
+        (other if last else usual)(communicator).wait()
+    assert time.perf_counter() - start < SOON_S
+    with pytest.raises(CollectiveError, match="broken by an earlier failure"):
+        communicator.barrier()
+    communicator.close()
+    return str(caught.value)
+
+
+def gather(numel: int, label: str = "", **options: object) -> Callable[[Communicator], Handle]:
+    return lambda ring: ring.all_gather(torch.zeros(numel), label=label, **options)
+
+
+def scatter(numel: int, label: str = "") -> Callable[[Communicator], Handle]:
+    return lambda ring: ring.reduce_scatter(torch.zeros(numel), label=label)
+
+
+PAIRS = {
+    "another unit": (gather(5000, "unit a"), gather(5000, "unit b"), "label"),
+    "a shorter tensor": (gather(2_000_000, "u"), gather(10, "u"), "elements"),
+    "a longer tensor": (gather(10, "u"), gather(2_000_000, "u"), "elements"),
+    "another operation": (gather(100), scatter(100), "operation"),
+    "all of it": (gather(7, "unit a"), scatter(100_000, "unit b"), "operation, elements, label"),
+    "a dtype": (
+        gather(64),
+        lambda ring: ring.all_gather(torch.zeros(64, dtype=torch.float64)),
+        "dtype",
+    ),
+    "chunks": (
+        gather(100, "u"),
+        lambda ring: ring.all_gather(
+            torch.zeros(100), chunks=[(0, 100)] + [(100, 100)] * (ring.size - 1), label="u"
+        ),
+        "chunks, source or reduction",
+    ),
+    "a reduction": (
+        lambda ring: ring.all_reduce(torch.zeros(4)),
+        lambda ring: ring.all_reduce(torch.zeros(4), reduction="max"),
+        "chunks, source or reduction",
+    ),
+    "a source": (
+        lambda ring: ring.broadcast(torch.zeros(4), 0),
+        lambda ring: ring.broadcast(torch.zeros(4), 1),
+        "chunks, source or reduction",
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", list(PAIRS))
+@pytest.mark.ranks(2, timeout=60)
+def test_two_ranks_differ(pair):
+    usual, other, words = PAIRS[pair]
+    message = diverge(usual, other)
+    assert f"they differ in {words}; the ranks took different paths" in message
+    assert "on rank 0" in message
+    assert "on rank 1" in message
+    assert "on axis 'dp'" in message
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_the_message_says_what_each_was_doing():
+    message = diverge(gather(5000, "values of block.1"), scatter(30, "gradients of block.0"))
+    me, other = (", this one", "") if dist.get_rank() == 0 else ("", ", this one")
+    assert f"all_gather #2 of 5000 float32 (values of block.1) on rank 0{me}" in message
+    assert f"reduce_scatter #2 of 30 float32 (gradients of block.0) on rank 1{other}" in message
+
+
+@pytest.mark.ranks(4, timeout=60)
+def test_one_of_four_differs():
+    message = diverge(gather(300_000, "unit a"), gather(500_000, "unit b"))
+    if dist.get_rank() in (0, 3):  # the odd one, and who listens to it
+        assert "(unit a)" in message
+        assert "(unit b) on rank 3" in message
+        assert "they differ in elements, label" in message
+    else:
+        assert "all_gather #2 (unit a) on axis 'dp' failed on rank" in message
+
+
+@pytest.mark.ranks(3, timeout=60)
+def test_a_rank_that_leaves_one_out_among_many():
+    communicator = open_checked()
+    numels = [random.Random(index).randrange(1, 50_000) for index in range(30)]
+    skipped = 17 if communicator.rank == 1 else None
+    start = time.perf_counter()
+    with pytest.raises(CollectiveError) as caught:
+        for handle in [
+            communicator.all_gather(torch.zeros(numel), label=f"unit {index}")
+            for index, numel in enumerate(numels)
+            if index != skipped
+        ]:
+            handle.wait()
+    assert time.perf_counter() - start < SOON_S
+    assert "#18" in str(caught.value)
+    if communicator.rank != 0:
+        assert "(unit 17)" in str(caught.value)
+        assert "(unit 18)" in str(caught.value)
+    communicator.close()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_rank_that_comes_late_is_told_what_is_wrong():
+    communicator = open_checked()
+    communicator.barrier()
+    if communicator.rank == 1:
+        time.sleep(1.5)
+    with pytest.raises(CollectiveError, match="they differ in elements"):
+        communicator.all_gather(torch.zeros(50 + communicator.rank), label="u").wait()
+    communicator.close()
+
+
+@pytest.mark.ranks(3, timeout=60)
+def test_ranks_that_agree():
+    plain, checked = Traffic(), Traffic()
+    communicator = open_checked(checked)
+    twin = connect(communicator.axis, plain, torch.device("cpu"), communicator.timeout)
+    for ring in (communicator, twin):
+        for numel in (1, 2, 3, 1000, 1_000_000):
+            flat = torch.full((numel,), float(ring.rank))
+            start, stop = ring.chunk(numel)[ring.rank]
+            handles = [
+                ring.all_reduce(torch.ones(numel, 1)),
+                ring.all_gather(flat, label=f"a label with umlauts äöü, far too long {'x' * 99}"),
+                ring.reduce_scatter(torch.ones(numel), scale=0.5),
+                ring.broadcast(torch.ones(numel), source=2),
+                ring.all_gather(torch.ones(8), chunks=[(0, 0), (0, 8), (8, 8)]),
+                ring.all_gather(torch.empty(0)),
+            ]
+            for handle in handles:
+                handle.wait()
+            expected = torch.empty(numel)
+            for rank, (start, stop) in enumerate(ring.chunk(numel)):
+                expected[start:stop] = rank
+            assert torch.equal(flat, expected)
+        ring.barrier()
+        ring.close()
+    assert checked.sent() == plain.sent()  # headers are not payload
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_lines_of_code_may_differ():
+    communicator = open_checked()
+    flat = torch.ones(10)
+    if communicator.rank == 0:
+        communicator.all_reduce(flat).wait()
+    else:
+        communicator.all_reduce(flat).wait()
+    assert flat.tolist() == [2.0] * 10
+    communicator.close()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_one_who_does_not_check_is_a_timeout_and_no_crash():
+    world = World.discover(cpu=True)
+    axis = Mesh.build({"dp": world.size}, world)["dp"]
+    checked = axis.rank == 0
+    ring = connect(axis, Traffic(), torch.device("cpu"), timedelta(seconds=1), checked=checked)
+    with pytest.raises(CollectiveError, match=r"all_gather #1 \(u\)"):
+        ring.all_gather(torch.zeros(1000), label="u").wait()
+    ring.close()
+
+
+def test_a_header_survives_the_journey():
+    flat = torch.zeros(5, dtype=torch.bfloat16)
+    call = Call("reduce_scatter", "unit 3", [(0, 5), (5, 5)])
+    header = Header.of(call, 7, "unit 3", flat)
+    assert Header.unpack(header.pack()) == header
+    assert header.pack().numel() == Header.SIZE == 120
+    assert str(header) == "reduce_scatter #7 of 5 bfloat16 (unit 3)"
+    long = Header.of(Call("broadcast", "ä" * 99), 1, "b" + "ä" * 40 + "c", flat)
+    assert Header.unpack(long.pack()).label == "ä" * 31 + "c"
