@@ -16,6 +16,7 @@ backward: 3 f P.
 ==================== ================================================================
 config.py            the knobs
 layout.py            which parameter lies where, who owns what: arithmetic
+placement.py         a model's parameters into units, whole or built on meta
 unit.py              one unit's memory: flat tensor, owned shard, parameters as views
 gradients.py         one unit's gradients: buffer, reduction, owned range
 reducer.py           when units are reduced during backward

@@ -45,6 +45,7 @@ class Binding:
     """The optimizers of one model.
 
     Args:
+        slots: the parameters that lie in units; grows when more do.
         whole_parameters: whether ranks own whole parameters; otherwise flat ranges.
         fused: whether to take the fused kernel where the user left the choice open.
         before_step: called before every step.
@@ -53,13 +54,14 @@ class Binding:
 
     def __init__(
         self,
+        slots: Mapping[nn.Parameter, Slot],
         *,
         whole_parameters: bool,
         fused: bool,
         before_step: Callable[[], None],
         after_step: Callable[[Bound], None],
     ) -> None:
-        self.slots: dict[nn.Parameter, Slot] = {}
+        self._slots = slots
         self._whole_parameters = whole_parameters
         self._fused = fused
         self._before_step = before_step
@@ -104,7 +106,7 @@ class Binding:
     def _has_strays(self, bound: Bound) -> bool:
         """Return whether there are whole parameters in the groups, as after add_param_group."""
         return any(
-            p in self.slots for group in bound.optimizer.param_groups for p in group["params"]
+            p in self._slots for group in bound.optimizer.param_groups for p in group["params"]
         )
 
     def _rebind(self, bound: Bound) -> None:
@@ -116,7 +118,7 @@ class Binding:
 
     def _replace(self, bound: Bound, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what stands in a parameter's place; None where this rank owns nothing of it."""
-        slot = self.slots.get(parameter)
+        slot = self._slots.get(parameter)
         if slot is None:
             return parameter
         bound.slots[slot.name] = slot

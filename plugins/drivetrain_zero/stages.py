@@ -103,7 +103,7 @@ class Zero3(Zero[Zero3Config]):
         prepared = super().prepare(model, optimizers)
         self._gatherer = Gatherer(
             model,
-            [unit for unit in self._units if not unit.resident],
+            [unit for unit in self._placement.units if not unit.resident],
             ahead=self.config.prefetch,
             reshard_after_forward=bool(self.config.reshard_after_forward),
         )

@@ -5,15 +5,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import CollectiveError
 from drivetrain.parts.collectives import Communicator, connect
-from drivetrain.parts.deferred import WeightSource, fill, meta_tensors
-from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
 from drivetrain.strategy import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy, TensorSpec
@@ -22,6 +20,7 @@ from drivetrain_zero.config import Zero1Config
 from drivetrain_zero.cost import Estimate
 from drivetrain_zero.hooks import UnitHook, ZeroGrad, is_compiled
 from drivetrain_zero.layout import Cut, UnitLayout, plan
+from drivetrain_zero.placement import Placement
 from drivetrain_zero.reducer import Reducer
 from drivetrain_zero.state import ShardedState
 from drivetrain_zero.surgery import changes_accepted
@@ -46,12 +45,13 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         self._communicator: Communicator = connect(
             run.mesh["dp"], run.traffic, world.device, world.timeout
         )
-        self._units: list[FlatUnit] = []
-        self._outside: dict[str, nn.Parameter] = {}
+        self._placement = Placement(
+            self._communicator, run.precision, self.cut(config), self.is_placed, world.device
+        )
         self._handles: list[RemovableHandle] = []
-        self._source: WeightSource | None = None
         self._reducer = self._make_reducer([])
         self._binding = Binding(
+            self._placement.slots,
             whole_parameters=config.partition == "parameter",
             fused=config.fused,
             before_step=self._before_step,
@@ -93,23 +93,16 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
     # --- taking over ---
 
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
-        """Remember where the values of a model built on meta come from; fill what is not placed."""
-        self._source = source
-        placed = {spec.name for spec in ModelSpec.of(model).parameters if self.is_placed(spec)}
-        rest = [name for name in meta_tensors(model) if name not in placed]
-        fill(model, rest, source, self.run.world.device)
+        """Remember where the values come from: units ask for them one by one."""
+        self._placement.remember(model, source)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Lay the model out in units and give the optimizers this rank's fragments."""
         for optimizer in optimizers:
             self._binding.check(optimizer)
         self._model = model
-        ordinary = [p for p in model.parameters() if p.device.type != "meta"]
-        replicate([*ordinary, *model.buffers()], self._communicator, "replicate model")
         self._reducer = self._make_reducer(self._plan(self.config, ModelSpec.of(model), self.run))
-        self._outside = named_parameters(model)
-        self._add_units()
-        self._source = None
+        self._reducer.add(self._placement.lay_out(model))
         for optimizer in optimizers:
             self._binding.add(optimizer)
         self._handles.append(model.register_forward_pre_hook(ForwardHook(self._before_forward)))
@@ -135,40 +128,6 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
             at_end=self._after_round,
         )
 
-    def _add_units(self) -> None:
-        """Lay out the parameters that lie in no unit and belong into one."""
-        specs = [
-            TensorSpec(name, tuple(p.shape), p.dtype, p.requires_grad)
-            for name, p in self._outside.items()
-        ]
-        chosen = [spec for spec in specs if self.is_placed(spec)]
-        if not chosen:
-            return
-        devices = [self._device_of(self._outside[spec.name]) for spec in chosen]
-        size = self._communicator.size
-        layouts = plan(chosen, self.run.precision, self.cut(self.config), size, devices)
-        units = [self._make_unit(layout) for layout in layouts]
-        for spec in chosen:
-            del self._outside[spec.name]
-        self._units += units
-        self._binding.slots.update({slot.parameter: slot for u in units for slot in u.slots})
-        self._reducer.add(units)
-
-    def _make_unit(self, layout: UnitLayout) -> FlatUnit:
-        device = self._device_of(self._outside[layout.places[0].name])
-        unit = FlatUnit(layout, self._outside, self._values, self._communicator, device)
-        if self._source is not None and unit.resident:
-            replicate([unit.flat], self._communicator, "replicate model")
-        return unit
-
-    def _device_of(self, parameter: nn.Parameter) -> torch.device:
-        return self.run.world.device if parameter.device.type == "meta" else parameter.device
-
-    def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
-        if parameter.device.type == "meta" and self._source is not None:
-            return self._source.value(name, parameter)
-        return parameter.detach()
-
     # --- the step ---
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -188,7 +147,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments."""
         self._reducer.rounds.finish()
-        slots = self._binding.slots
+        slots = self._placement.slots
         for slot in slots.values() if only is None else [slots[p] for p in only if p in slots]:
             if slot.fragment is not None and slot.fragment.grad is not None:
                 yield slot.fragment.grad
@@ -230,8 +189,9 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
 
     def _refresh(self) -> None:
         """Follow changes of ``requires_grad``; every rank must make the same ones."""
-        if any(parameter.requires_grad for parameter in self._outside.values()):
-            self._add_units()
+        thawed = self._placement.follow()
+        if thawed:
+            self._reducer.add(thawed)
         self._reducer.refresh()
 
     def _before_step(self) -> None:
@@ -243,7 +203,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
     def _after_step(self, bound: Bound) -> None:
         """Send the updated ranges around, in the order in which forward will need them."""
         touched = bound.units
-        for unit in reversed(self._units):
+        for unit in reversed(self._placement.units):
             if unit.resident and unit in touched:
                 unit.arrive()
                 unit.start()
@@ -252,13 +212,13 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         self._arrive()
 
     def _arrive(self) -> None:
-        for unit in self._units:
+        for unit in self._placement.units:
             unit.arrive()
 
     def _clear(self, set_to_none: bool) -> None:
         """Clear gradients, as ``zero_grad`` of the model does."""
         self._reducer.forget()
-        for slot in self._binding.slots.values():
+        for slot in self._placement:
             if slot.fragment is not None and slot.fragment.grad is not None:
                 if set_to_none:
                     slot.fragment.grad = None
@@ -275,18 +235,18 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         """Load this rank's ranges; those of the others arrive by an all-gather."""
         self._arrive()
         self._state().load(reader)
-        for unit in self._units:
+        for unit in self._placement.units:
             if unit.resident:
                 unit.start()
         self._arrive()
 
     def names(self) -> Mapping[int, str]:
         """Return the parameter's name of every fragment, by identity."""
-        slots = self._binding.slots.values()
+        slots = self._placement
         return {id(slot.fragment): slot.name for slot in slots if slot.fragment is not None}
 
     def _state(self) -> ShardedState:
-        slots = {slot.name: slot for slot in self._binding.slots.values()}
+        slots = {slot.name: slot for slot in self._placement}
         held = [(bound.optimizer, list(bound.slots)) for bound in self._binding]
         return ShardedState(self._model, slots, held, self._communicator.rank)
 
@@ -295,9 +255,9 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         self, parameters: Iterable[nn.Parameter], *, modify: bool = True
     ) -> Iterator[None]:
         """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
-        slots = self._binding.slots
+        slots = self._placement.slots
         wanted = {slots[parameter].unit for parameter in parameters if parameter in slots}
-        units = [unit for unit in self._units if unit in wanted]
+        units = [unit for unit in self._placement.units if unit in wanted]
         changes = changes_accepted(units, self._communicator) if modify else nullcontext()
         with self._holding(units), changes:
             yield

@@ -52,7 +52,7 @@ class GuardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._guard.run(nn.Parameter.__reduce_ex__, (self, protocol), {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(values elsewhere, shape {tuple(self.shape)}, {self.dtype})"
 
 
