@@ -27,7 +27,7 @@ from drivetrain.facade.options import (
     Handlers,
     ProjectConfiguration,
 )
-from drivetrain.facade.preparing import Preparing
+from drivetrain.facade.recomputing import Recomputing
 from drivetrain.facade.settings import Arguments, StrategyChoice, settle
 from drivetrain.facade.whole import Whole
 from drivetrain.log import get_logger
@@ -38,7 +38,7 @@ from drivetrain.tracking import Trackers
 logger = get_logger(__name__)
 
 
-class Accelerator(Preparing, Gathering, Checkpointing, Exporting, Whole, Logging):
+class Accelerator(Recomputing, Gathering, Checkpointing, Exporting, Whole, Logging):
     """Runs an ordinary PyTorch loop under any strategy.
 
     Names and arguments follow Hugging Face Accelerate. Nothing about it is global: several
@@ -203,6 +203,7 @@ class Accelerator(Preparing, Gathering, Checkpointing, Exporting, Whole, Logging
     def _forget(self) -> None:
         for entry in self._entries:
             entry.close()
+        self._stop_recomputing()
         for kept in (
             self._entries,
             self._models,

@@ -8,7 +8,13 @@ each value came from. Nothing here imports torch.
 from drivetrain.config.document import Layer, Origin, code_layer, dump_yaml, read_file, read_sets
 from drivetrain.config.option import Option, option, options_of, section
 from drivetrain.config.resolve import Resolved, resolve
-from drivetrain.config.schema import DataConfig, DtypesConfig, LaunchConfig, RunConfig
+from drivetrain.config.schema import (
+    DataConfig,
+    DtypesConfig,
+    LaunchConfig,
+    RecomputeConfig,
+    RunConfig,
+)
 
 __all__ = [
     "DataConfig",
@@ -17,6 +23,7 @@ __all__ = [
     "Layer",
     "Option",
     "Origin",
+    "RecomputeConfig",
     "Resolved",
     "RunConfig",
     "code_layer",

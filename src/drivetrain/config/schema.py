@@ -79,6 +79,31 @@ class DtypesConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputeConfig:
+    """Which activations are computed again in backward instead of being kept."""
+
+    mode: Literal["none", "full", "selective"] = option(
+        "none",
+        help="full keeps a block's inputs; selective also the results of its projections; none "
+        "recomputes nothing.",
+    )
+    blocks: str = option(
+        "",
+        help="Names of the recomputed modules, separated by commas, * for any text; empty takes "
+        "the blocks that the model repeats.",
+    )
+    every: int = option(1, help="Recompute the first of each so many blocks.", minimum=1)
+    keep: Literal["device", "cpu"] = option(
+        "device", help="Where a block's inputs wait for backward; cpu is host memory."
+    )
+    partition: str = option(
+        "",
+        help="Mesh axis over which a block's inputs are split; its ranks must hold equal ones. "
+        "Empty keeps them whole.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """One run, without its strategy section, which the strategy's own plugin declares."""
 
@@ -101,5 +126,8 @@ class RunConfig:
         help="optimizer: one scheduler step per optimizer step; samples: one per rank's batch.",
     )
     seed: int = option(0, help="Seed of the shuffle order and of set_seed() without a value.")
+    recompute: RecomputeConfig = section(
+        RecomputeConfig, help="Which activations are computed again in backward."
+    )
     data: DataConfig = section(DataConfig, help="How loaders are divided over the ranks.")
     launch: LaunchConfig = section(LaunchConfig, help="How the processes are started.")

@@ -54,7 +54,7 @@ def restore(model: nn.Module) -> None:
 
 def is_attached(model: nn.Module) -> bool:
     """Whether a block of a model is recomputed."""
-    return any(_ORIGINAL in module.__dict__ for module in model.modules())
+    return any(_is_wrapped(module) for module in model.modules())
 
 
 def _wrap(block: nn.Module, mode: Mode, inputs: Inputs) -> None:
@@ -78,6 +78,12 @@ def _wrap(block: nn.Module, mode: Mode, inputs: Inputs) -> None:
     forward.__name__ = "forward"
     block.__dict__[_ORIGINAL] = before
     block.__dict__["forward"] = MethodType(forward, block)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether a module recomputes; one out of a pickle has lost the function that did."""
+    own = getattr(module.__dict__.get("forward"), "__func__", None)
+    return _ORIGINAL in module.__dict__ and own is not type(module).forward
 
 
 def _unwrap(module: nn.Module) -> None:

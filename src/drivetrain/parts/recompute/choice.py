@@ -28,7 +28,8 @@ def choose_blocks(
         out: it is recomputed with it.
 
     Raises:
-        UsageError: nothing repeats, a pattern matches nothing, or ``every`` is below 1.
+        UsageError: nothing repeats, a pattern matches nothing, ``every`` is below 1, or a module
+            around a block is compiled.
     """
     if every < 1:
         raise UsageError(f"expected recompute's every to be 1 or more, found {every}")
@@ -37,8 +38,9 @@ def choose_blocks(
         raise UsageError(
             f"expected {type(model).__name__} to hold repeated blocks (modules of one class in a "
             f"ModuleList or Sequential), found none among {_names(model)}; name the modules to "
-            "recompute, for example blocks=['encoder.*']"
+            "recompute, for example blocks=['encoder.*'], or leave this model out with mode='none'"
         )
+    _refuse_compiled_around(model, found)
     return found[::every]
 
 
@@ -57,6 +59,20 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[NamedModule]:
         ):
             chosen.append((name, module))
     return chosen
+
+
+def _refuse_compiled_around(model: nn.Module, blocks: Sequence[NamedModule]) -> None:
+    for module in model.modules():
+        if not hasattr(module, "_orig_mod"):
+            continue
+        inside = {id(each) for each in module.modules() if each is not module}
+        for name, block in blocks:
+            if id(block) in inside:
+                raise UsageError(
+                    f"expected nothing compiled around the block {name!r}, found a compiled "
+                    f"{type(module._orig_mod).__name__}; compile the blocks instead, "
+                    "model.blocks[i] = torch.compile(model.blocks[i]), or turn recompute off"
+                )
 
 
 def _names(model: nn.Module) -> str:
