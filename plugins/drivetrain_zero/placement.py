@@ -1,6 +1,6 @@
 """Puts a model's parameters into units, also those that begin to train later."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,28 @@ class Placement:
         self.units += units
         self.slots.update({slot.parameter: slot for unit in units for slot in unit.slots})
         return units
+
+    def units_of(self, parameters: Iterable[nn.Parameter]) -> list[FlatUnit]:
+        """Return the units of parameters, in order."""
+        wanted = {self.slots[one].unit for one in parameters if one in self.slots}
+        return [unit for unit in self.units if unit in wanted]
+
+    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+        """Yield the gradients of this rank's fragments, of some parameters or of all."""
+        chosen = self.slots.values() if only is None else [self.slots.get(p) for p in only]
+        for slot in chosen:
+            if slot is not None and slot.fragment is not None and slot.fragment.grad is not None:
+                yield slot.fragment.grad
+
+    def clear_gradients(self, *, set_to_none: bool) -> None:
+        """Clear the fragments' gradients."""
+        for slot in self:
+            if slot.fragment is None or slot.fragment.grad is None:
+                continue
+            if set_to_none:
+                slot.fragment.grad = None
+            else:
+                slot.fragment.grad.zero_()
 
     def _make(self, layout: UnitLayout) -> FlatUnit:
         device = self._device_of(self._outside[layout.places[0].name])

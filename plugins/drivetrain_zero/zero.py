@@ -147,10 +147,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments."""
         self._reducer.rounds.finish()
-        slots = self._placement.slots
-        for slot in slots.values() if only is None else [slots[p] for p in only if p in slots]:
-            if slot.fragment is not None and slot.fragment.grad is not None:
-                yield slot.fragment.grad
+        yield from self._placement.gradients(only)
 
     def clip_grad_norm(
         self,
@@ -216,14 +213,8 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
             unit.arrive()
 
     def _clear(self, set_to_none: bool) -> None:
-        """Clear gradients, as ``zero_grad`` of the model does."""
         self._reducer.forget()
-        for slot in self._placement:
-            if slot.fragment is not None and slot.fragment.grad is not None:
-                if set_to_none:
-                    slot.fragment.grad = None
-                else:
-                    slot.fragment.grad.zero_()
+        self._placement.clear_gradients(set_to_none=set_to_none)
 
     # --- state ---
 
@@ -242,8 +233,9 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
 
     def names(self) -> Mapping[int, str]:
         """Return the parameter's name of every fragment, by identity."""
-        slots = self._placement
-        return {id(slot.fragment): slot.name for slot in slots if slot.fragment is not None}
+        return {
+            id(slot.fragment): slot.name for slot in self._placement if slot.fragment is not None
+        }
 
     def _state(self) -> ShardedState:
         slots = {slot.name: slot for slot in self._placement}
@@ -255,9 +247,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         self, parameters: Iterable[nn.Parameter], *, modify: bool = True
     ) -> Iterator[None]:
         """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
-        slots = self._placement.slots
-        wanted = {slots[parameter].unit for parameter in parameters if parameter in slots}
-        units = [unit for unit in self._placement.units if unit in wanted]
+        units = self._placement.units_of(parameters)
         changes = changes_accepted(units, self._communicator) if modify else nullcontext()
         with self._holding(units), changes:
             yield

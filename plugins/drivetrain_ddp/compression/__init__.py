@@ -1,4 +1,4 @@
-"""What crosses the wire for a bucket: ``plain`` its bytes, ``cast`` a dtype, ``powersgd`` low rank."""
+"""What crosses the wire for a bucket: ``plain`` all, ``cast`` a dtype, ``powersgd`` low rank."""
 
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.precision import Precision
