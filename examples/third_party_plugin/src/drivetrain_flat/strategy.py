@@ -36,6 +36,10 @@ class Flat(Strategy[FlatConfig]):
 
     def __init__(self, config: FlatConfig, run: Run) -> None:
         super().__init__(config, run)
+        # What a strategy does not honour it refuses: nothing may be ignored silently.
+        run.precision.refuse(
+            "flat", "param", "reduce", "master", instead="leave it out, or take another strategy"
+        )
         world = run.world
         self._axis = connect(run.mesh["dp"], run.traffic, world.device, world.timeout)
         self._synchronizing = True
