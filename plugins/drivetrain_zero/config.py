@@ -1,9 +1,12 @@
-"""The knobs of ZeRO: each stage has those of the stage before it and its own."""
+"""The knobs of ZeRO, and what follows from them: where a stage differs from the one before it."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from drivetrain.config.option import option
+from drivetrain.parts.buckets import MIB
+from drivetrain.strategy import TensorSpec
+from drivetrain_zero.layout import Cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +32,30 @@ class Zero1Config:
         "leave the choice open",
     )
 
+    @property
+    def cut(self) -> Cut:
+        """How the model is cut into units."""
+        return Cut(int(self.bucket_mib * MIB), self.partition == "parameter")
+
+    @property
+    def lent_buffers(self) -> int:
+        """How many gradient buffers are lent; 0 keeps whole gradients."""
+        return 0
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether every micro-batch's gradients are reduced."""
+        return False
+
+    @property
+    def regathers(self) -> bool:
+        """Whether sharded units are freed between forward and backward."""
+        return False
+
+    def places(self, spec: TensorSpec) -> bool:
+        """Return whether a parameter lies in a unit; what never moves needs none."""
+        return spec.trainable
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Zero2Config(Zero1Config):
@@ -42,6 +69,16 @@ class Zero2Config(Zero1Config):
     buffers_in_flight: int = option(
         3, help="gradient buckets that may be filled or on their way at once", minimum=2
     )
+
+    @property
+    def lent_buffers(self) -> int:
+        """How many gradient buffers are lent; 0 keeps whole gradients during a window."""
+        return 0 if self.accumulate == "local" else self.buffers_in_flight
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether every micro-batch's gradients are reduced."""
+        return self.accumulate == "reduce"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,3 +105,22 @@ class Zero3Config(Zero2Config):
     prefetch: int = option(
         1, help="units that are gathered ahead of the one that computes", minimum=0, maximum=8
     )
+
+    @property
+    def cut(self) -> Cut:
+        """How the model is cut into units: blocks and large layers."""
+        return Cut(
+            int(self.bucket_mib * MIB),
+            self.partition == "parameter",
+            shard_from=self.keep_below,
+            own_unit_from=self.own_unit_from,
+        )
+
+    @property
+    def regathers(self) -> bool:
+        """Whether sharded units are freed between forward and backward."""
+        return bool(self.reshard_after_forward)
+
+    def places(self, spec: TensorSpec) -> bool:
+        """Return True: frozen parameters are divided as well."""
+        return True

@@ -1,6 +1,5 @@
 """What all stages of ZeRO do: lay out units, reduce, step what is owned, send it around."""
 
-from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Generic, TypeVar
@@ -14,12 +13,12 @@ from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
-from drivetrain.strategy import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy, TensorSpec
+from drivetrain.strategy import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy
 from drivetrain_zero.binding import Binding, Bound
 from drivetrain_zero.config import Zero1Config
 from drivetrain_zero.cost import Estimate
 from drivetrain_zero.hooks import UnitHook, ZeroGrad, is_compiled
-from drivetrain_zero.layout import Cut, UnitLayout, plan
+from drivetrain_zero.layout import UnitLayout, plan
 from drivetrain_zero.placement import Placement
 from drivetrain_zero.reducer import Reducer
 from drivetrain_zero.state import ShardedState
@@ -43,10 +42,10 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         super().__init__(config, run)
         world = run.world
         self._communicator: Communicator = connect(
-            run.mesh["dp"], run.traffic, world.device, world.timeout
+            run.mesh["dp"], run.traffic, world.device, world.timeout, checked=self.checks_order
         )
         self._placement = Placement(
-            self._communicator, run.precision, self.cut(config), self.is_placed, world.device
+            self._communicator, run.precision, config.cut, config.places, world.device
         )
         self._handles: list[RemovableHandle] = []
         self._reducer = self._make_reducer([])
@@ -62,33 +61,6 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
     def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
         """Return one axis, ``dp``, over all ranks."""
         return {"dp": world_size}
-
-    # --- what stages differ in ---
-
-    @classmethod
-    @abstractmethod
-    def cut(cls, config: ConfigT) -> Cut:
-        """Return how the model is cut into units."""
-
-    @classmethod
-    @abstractmethod
-    def lent_buffers(cls, config: ConfigT) -> int:
-        """Return how many gradient buffers are lent; 0 keeps whole gradients."""
-
-    @classmethod
-    @abstractmethod
-    def reduces_each(cls, config: ConfigT) -> bool:
-        """Return whether every micro-batch's gradients are reduced."""
-
-    @classmethod
-    def regathers(cls, config: ConfigT) -> bool:
-        """Return whether sharded units are freed between forward and backward."""
-        return False
-
-    @classmethod
-    def is_placed(cls, spec: TensorSpec) -> bool:
-        """Return whether a parameter lies in a unit; what never moves needs none."""
-        return spec.trainable
 
     # --- taking over ---
 
@@ -118,7 +90,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         return optimizer
 
     def _make_reducer(self, layouts: Sequence[UnitLayout]) -> Reducer:
-        lent = self.lent_buffers(self.config)
+        lent = self.config.lent_buffers
         return Reducer(
             self._communicator,
             self.run.precision,
@@ -165,7 +137,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Keep gradients local inside, unless every micro-batch's gradients are reduced."""
-        return nullcontext() if self.reduces_each(self.config) else self._local(enabled)
+        return nullcontext() if self.config.reduces_each else self._local(enabled)
 
     @contextmanager
     def _local(self, enabled: bool) -> Iterator[None]:
@@ -252,27 +224,28 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         with self._holding(units), changes:
             yield
 
-    def _holding(self, units: Sequence[FlatUnit]) -> AbstractContextManager[None]:
+    @contextmanager
+    def _holding(self, units: Sequence[FlatUnit]) -> Iterator[None]:
         for unit in units:
             unit.arrive()
-        return nullcontext()
+        yield
 
     # --- accounts ---
 
     @classmethod
     def _plan(cls, config: ConfigT, model: ModelSpec, run: Run) -> list[UnitLayout]:
-        specs = [spec for spec in model.parameters if cls.is_placed(spec)]
-        return plan(specs, run.precision, cls.cut(config), run.mesh["dp"].size)
+        specs = [spec for spec in model.parameters if config.places(spec)]
+        return plan(specs, run.precision, config.cut, run.mesh["dp"].size)
 
     @classmethod
     def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
         """Return what ``drivetrain_zero.cost`` works out."""
         estimate = Estimate.of(cls._plan(config, model, run), run)
-        lent = cls.lent_buffers(config)
+        lent = config.lent_buffers
         sent = estimate.sent(
             model,
-            reductions=run.accumulation if cls.reduces_each(config) else 1,
-            regathers=cls.regathers(config),
+            reductions=run.accumulation if config.reduces_each else 1,
+            regathers=config.regathers,
             buffers=config.buffers == "broadcast",
         )
         return Cost(held=estimate.held(model, lent_buffers=lent), sent=sent)
