@@ -1,6 +1,6 @@
 """The strategies: what each stage divides among the ranks that the stage before it did not."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from torch import nn
