@@ -16,6 +16,7 @@ from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain.testing.conformance.failures import FailureChecks
 from drivetrain.testing.conformance.loops import LoopChecks
 from drivetrain.testing.conformance.parity import ParityChecks
+from drivetrain.testing.conformance.precision import PrecisionChecks
 from drivetrain.testing.conformance.several import SeveralChecks
 from drivetrain.testing.conformance.state import StateChecks
 
@@ -23,6 +24,12 @@ __all__ = ["StrategyConformance"]
 
 
 class StrategyConformance(
-    ParityChecks, LoopChecks, SeveralChecks, AccountChecks, StateChecks, FailureChecks
+    ParityChecks,
+    LoopChecks,
+    PrecisionChecks,
+    SeveralChecks,
+    AccountChecks,
+    StateChecks,
+    FailureChecks,
 ):
     """All checks; subclass it and set ``strategy``."""

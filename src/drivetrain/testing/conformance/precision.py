@@ -1,0 +1,195 @@
+"""Precision: bf16 and fp16 under the strategy, and what becomes of infinite gradients."""
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from drivetrain import Accelerator, GradScalerKwargs
+from drivetrain.errors import ConfigError
+from drivetrain.testing.conformance.low_twins import (
+    Loss,
+    LowTwins,
+    autocast_loss,
+    copies_loss,
+    in_fp32,
+    quick_sgd,
+)
+from drivetrain.testing.conformance.suite import Suite
+from drivetrain.testing.conformance.twins import everyone, weights
+from drivetrain.testing.models import CASES, Case
+
+STEPS = 3
+SCALE = 1024.0
+LOW = torch.bfloat16
+
+_COMPUTE = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TOLERANCE = {"no": 1e-5, "bf16": 2e-2, "fp16": 4e-3}
+"""Error of the weights, relative to how far they moved.
+
+Ranks add their gradients in another order than one process: that shows in the last bit of fp32,
+6e-8 of a number, over a hundred additions. From the second step on such a bit can tip an activation
+to its neighbor in the low dtype, by 2**-8 of it in bf16 and by 2**-11 in fp16, in a few layers.
+"""
+_ROUNDED = 2.0**-8
+"""Largest error of a weight that is read in bf16, relative to the weight."""
+
+
+class PrecisionChecks(Suite):
+    """Low precision against one process that rounds at the same places."""
+
+    @pytest.mark.parametrize("precision", list(_COMPUTE))
+    def test_precision_equals_one_process(self, world: int, precision: str) -> None:
+        """Three steps, with and without accumulation and clipping."""
+        for name, window, clip in product(("mlp", "tied"), (1, 2), (False, True)):
+            case = in_fp32(CASES[name])
+            with self.accelerator(**_options(precision, window)) as accelerator:
+                twins = LowTwins(accelerator, case, autocast_loss(case, _COMPUTE[precision]))
+                for step in range(STEPS):
+                    twins.train(step, [1.0] * window, clip=clip)
+                twins.check(_TOLERANCE[precision])
+
+    @pytest.mark.parametrize("precision", list(_COMPUTE))
+    def test_dtypes_under_a_precision(self, world: int, precision: str) -> None:
+        """Layers compute low, outputs are fp32, norms and integer buffers keep their dtype."""
+        case = in_fp32(CASES["batchnorm"])
+        with self.accelerator(**_options(precision, 1)) as accelerator:
+            built = case.build()
+            given = _dtypes(built)
+            model, optimizer = accelerator.prepare(built, quick_sgd(built))
+            inner = accelerator.unwrap_model(model)
+            seen: list[torch.dtype] = []
+            layer = next(m for m in inner.modules() if isinstance(m, nn.Linear))
+            layer.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+            batch = case.batch(0, accelerator.mesh["dp"].rank)
+            assert model(batch.inputs).dtype is torch.float32, "outputs are not fp32"
+            assert seen == [_COMPUTE[precision] or torch.float32], f"a layer computed in {seen}"
+            accelerator.backward(case.loss(model, batch))
+            optimizer.step()
+            assert _dtypes(inner) == given, "parameters or buffers changed their dtype"
+
+    def test_infinite_gradient_on_one_rank(self, world: int) -> None:
+        """All ranks skip the step: weights, moments and schedule stay, and the scale is agreed."""
+        for window in (1, 2):
+            with self.accelerator(**_options("fp16", window)) as accelerator:
+                loop = _Fp16Loop(accelerator, in_fp32(CASES["tied"]), window)
+                loop.train(0)
+                before, rate = loop.state(), loop.scheduler.get_last_lr()
+                last = accelerator.process_index == accelerator.num_processes - 1
+                loop.train(1, float("inf") if last else 1.0)
+                after = loop.state()
+                assert set(everyone(accelerator.optimizer_step_was_skipped)) == {True}
+                for key, tensor in before.items():
+                    assert torch.equal(after[key], tensor), f"the skipped step changed {key}"
+                assert loop.scheduler.get_last_lr() == rate, "the skipped step moved the schedule"
+                assert set(everyone(accelerator.scaler.get_scale())) == {SCALE / 2}
+                loop.train(2)
+                assert set(everyone(accelerator.optimizer_step_was_skipped)) == {False}
+                for key, tensor in weights(accelerator, loop.model).items():
+                    assert tensor.isfinite().all(), f"{key} is not finite after a skipped step"
+                    assert not torch.equal(tensor, before[key]), f"{key} no longer moves"
+
+    def test_low_parameters_have_masters(self, world: int) -> None:
+        """``dtypes.param: bf16`` reads bf16 copies and updates fp32 masters, or is refused."""
+        for name, window in product(("mlp", "tied"), (1, 2)):
+            case = in_fp32(CASES[name])
+            with self.accelerator(**_options("bf16", window, param="bf16")) as accelerator:
+                twins = _prepared(accelerator, case, copies_loss(case, LOW), "param")
+                if twins is None:
+                    return
+                for step in range(STEPS):
+                    twins.train(step, [1.0] * window)
+                twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
+
+    def test_low_gradients_are_added_up_in_fp32(self, world: int) -> None:
+        """A large gradient and then 63 small ones, each of which alone bf16 would lose."""
+        case, small = in_fp32(CASES["mlp"]), 2.0**-9
+        with self.accelerator(**_options("bf16", 64, param="bf16")) as accelerator:
+            twins = _prepared(accelerator, case, copies_loss(case, LOW), "param")
+            if twins is not None:
+                twins.train(0, [1.0] + [small] * 63)
+                twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
+
+    def test_dtype_on_the_wire(self, world: int) -> None:
+        """``dtypes.reduce: bf16`` halves the bytes of gradients, or is refused."""
+        case, sent = in_fp32(CASES["mlp"]), []
+        for dtypes in ({"reduce": "bf16"}, {}):
+            with self.accelerator(**_options("bf16", 1, **dtypes)) as accelerator:
+                twins = _prepared(accelerator, case, autocast_loss(case, LOW), "reduce")
+                if twins is None:
+                    return
+                before = _reduced_bytes(accelerator)
+                twins.train(0, [1.0])
+                sent.append(_reduced_bytes(accelerator) - before)
+                twins.check(_TOLERANCE["bf16"])
+        assert sent[0] <= 0.6 * sent[1], f"{sent[0]} bytes of gradients in bf16, {sent[1]} in fp32"
+
+
+class _Fp16Loop:
+    """AdamW with a schedule over one model, with what a skipped step must not touch."""
+
+    def __init__(self, accelerator: Accelerator, case: Case, window: int) -> None:
+        self._accelerator = accelerator
+        self._case = case
+        self._window = window
+        built = case.build()
+        optimizer = AdamW(built.parameters(), lr=0.01)
+        schedule = StepLR(optimizer, step_size=1, gamma=0.5)
+        self.model, self.optimizer, self.scheduler = accelerator.prepare(built, optimizer, schedule)
+
+    def train(self, step: int, factor: float = 1.0) -> None:
+        """Run one window; the loss of its first micro-batch is multiplied by the factor."""
+        for i in range(self._window):
+            batch = self._case.batch(step * self._window + i, self._accelerator.mesh["dp"].rank)
+            with self._accelerator.accumulate(self.model):
+                loss = self._case.loss(self.model, batch)
+                self._accelerator.backward(loss * (factor if i == 0 else 1.0))
+                self._accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return copies of the weights and of what the optimizer keeps on this rank."""
+        kept = {
+            f"{i}.{key}": value.detach().clone()
+            for i, state in enumerate(self.optimizer.state.values())
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        return {**weights(self._accelerator, self.model), **kept}
+
+
+def _options(precision: str, window: int, **dtypes: str) -> dict[str, Any]:
+    return {
+        "mixed_precision": precision,
+        "gradient_accumulation_steps": window,
+        "kwargs_handlers": [GradScalerKwargs(init_scale=SCALE)],
+        "config": {"dtypes": dtypes},
+    }
+
+
+def _prepared(accelerator: Accelerator, case: Case, loss: Loss, key: str) -> LowTwins | None:
+    """Prepare both, or return None when the strategy says that it does not honour a dtype."""
+    try:
+        return LowTwins(accelerator, case, loss)
+    except ConfigError as error:
+        if f"dtypes.{key}" not in str(error):
+            raise
+        return None
+
+
+def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.dtype for name, tensor in tensors}
+
+
+def _reduced_bytes(accelerator: Accelerator) -> int:
+    """Return the bytes of reductions so far."""
+    sent = accelerator.traffic.sent()
+    return sum(n for (_, operation), n in sent.items() if "reduce" in operation)
