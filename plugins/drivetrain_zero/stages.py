@@ -1,6 +1,7 @@
 """The strategies: what each stage divides among the ranks that the stage before it did not."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 from torch import nn
