@@ -451,6 +451,17 @@ def test_a_compiled_block_is_recomputed_as_a_whole():
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_a_model_compiled_afterwards_runs_its_blocks_as_they_are():
+    expected = train(build(), inputs())
+    model = build()
+    attach(choose_blocks(model), "full")
+    got = train(torch.compile(model, backend="aot_eager"), inputs())
+    assert all(map(torch.allclose, got, expected))
+    assert [block.calls for block in model.blocks] == [2, 2, 2]
+    torch._dynamo.reset()
+
+
 def test_compiled_otherwise_is_an_error():
     model = build()
     model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
@@ -461,6 +472,9 @@ def test_compiled_otherwise_is_an_error():
     model.blocks[1].compile(backend="eager")
     with pytest.raises(UsageError, match=r"found block.compile\(\)"):
         attach(choose_blocks(model), "full")
+    around = torch.compile(build(), backend="eager")
+    with pytest.raises(UsageError, match="nothing compiled around the block 'blocks.0'"):
+        choose_blocks(around)
 
 
 def test_choice_by_name_and_distance():

@@ -67,8 +67,6 @@ def _wrap(block: nn.Module, mode: Mode, inputs: Inputs) -> None:
         compute = MethodType(type(module).forward, module) if own is None else own
         if not module.training or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            _refuse_tracing(module)
         make = None if contexts is None else functools.partial(contexts, module)
         return replay(compute, args, kwargs, inputs, make)
 
@@ -124,11 +122,3 @@ def _refuse_compiled(name: str, block: nn.Module, mode: Mode) -> None:
             f"expected an uncompiled block {name!r} for selective recompute, found a compiled one, "
             "whose operations cannot be told apart; use mode='full', or do not compile the block"
         )
-
-
-def _refuse_tracing(module: nn.Module) -> None:
-    raise UsageError(
-        f"expected {type(module).__name__} to be compiled by itself, found a compiled model around "
-        "it; compile the blocks, model.blocks[i] = torch.compile(model.blocks[i]), before they "
-        "are recomputed, or turn recompute off"
-    )
