@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from drivetrain.errors import CheckpointError
-from drivetrain_launch.tables import mebibytes, show_table
+from drivetrain_launch.tables import show_table
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import Description
@@ -51,7 +51,7 @@ def verify(directory: Path) -> int:
     found = describe(directory)
     tensors = sum(map(len, found.manifest.models))
     click.echo(
-        f"ok: {len(found.manifest.files)} files of {mebibytes(found.file_bytes)}, "
+        f"ok: {len(found.manifest.files)} files of {_size(found.file_bytes)}, "
         f"{tensors} tensors, each element once"
     )
     return 0
@@ -85,7 +85,7 @@ def export(directory: Path, output: Path, dtype: str | None, **options: Any) -> 
     plan = export_checkpoint(directory, output, dtype=wanted, **options)
     for alias, name in plan.aliases.items():
         click.echo(f"{alias} is tied to {name} and written once")
-    click.echo(f"wrote {mebibytes(plan.total_bytes)} to {', '.join(plan.files)} in {output}")
+    click.echo(f"wrote {_size(plan.total_bytes)} to {', '.join(plan.files)} in {output}")
 
 
 def show(found: "Description") -> None:
@@ -99,7 +99,7 @@ def show(found: "Description") -> None:
         ("ranks that wrote it", str(manifest.world_size)),
         ("steps of the optimizers", steps),
         ("models", str(len(manifest.models))),
-        ("bytes of all files", mebibytes(found.file_bytes)),
+        ("bytes of all files", _size(found.file_bytes)),
         *((f"version of {name}", version) for name, version in manifest.libraries.items()),
     ]
     show_table(f"Checkpoint {found.directory}", ("what", "value"), facts)
@@ -110,7 +110,7 @@ def show(found: "Description") -> None:
                 t.state,
                 t.dtype,
                 _shape(t.shape),
-                mebibytes(tensor_bytes(t)),
+                _size(tensor_bytes(t)),
                 str(len(t.parts)),
             )
             for t in tensors
@@ -118,8 +118,18 @@ def show(found: "Description") -> None:
         rows += [(alias, "", "", "", f"tied to {name}", "") for alias, name in aliases.items()]
         columns = ("name", "optimizer state", "dtype", "shape", "size", "parts")
         show_table(f"Model {index}", columns, rows)
-    files = [(name, mebibytes(record.size)) for name, record in manifest.files.items()]
+    files = [(name, _size(record.size)) for name, record in manifest.files.items()]
     show_table("Files", ("file", "size"), files)
+
+
+def _size(count: int) -> str:
+    """Write a number of bytes in the largest unit that it fills."""
+    size, units = float(count), ["TiB", "GiB", "MiB", "KiB"]
+    if count < 2**10:
+        return f"{count} B"
+    while size >= 2**10 and units:
+        size, unit = size / 2**10, units.pop()
+    return f"{size:,.1f} {unit}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -73,9 +73,9 @@ def test_inspect_shows_tables(command, saved):
     assert "format version 1" in lines
     assert "ranks that wrote it 1" in lines
     assert "steps of the optimizers 7" in lines
-    assert "embedding.weight F32 4 x 6 0.0 MiB 2" in lines
-    assert "embedding.weight 0.exp_avg F32 4 x 6 0.0 MiB 2" in lines
-    assert "norm.count I64 scalar 0.0 MiB 1" in lines
+    assert "embedding.weight F32 4 x 6 96 B 2" in lines
+    assert "embedding.weight 0.exp_avg F32 4 x 6 96 B 2" in lines
+    assert "norm.count I64 scalar 8 B 1" in lines
     assert "head.weight tied to embedding.weight" in lines
 
 
