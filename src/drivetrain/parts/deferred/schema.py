@@ -1,0 +1,98 @@
+"""What an operator's schema and tags say about a call: what it writes, makes and must know."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+LOCAL = frozenset({"aten", "prims"})
+"""Namespaces whose operators compute and do nothing else."""
+
+COMMUNICATING = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+"""Namespaces whose operators talk to other ranks."""
+
+_OVERWRITING = frozenset(
+    f"aten::{name}_"
+    for name in ("bernoulli", "copy", "exponential", "fill", "normal", "random", "uniform", "zero")
+)
+_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_META = torch.device("meta")
+
+
+def overwriting(function: OpOverload[..., Any]) -> bool:
+    """Return whether an operator writes all of its first argument without reading it."""
+    return function._schema.name in _OVERWRITING
+
+
+def written(
+    function: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the tensors among the arguments that a call writes."""
+    found: list[Tensor] = []
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [v for v in leaves(value) if isinstance(v, Tensor)]
+    return found
+
+
+def is_view(function: OpOverload[..., Any]) -> bool:
+    """Return whether a call makes or changes geometry alone, and touches no memory."""
+    if torch.Tag.inplace_view in function.tags:
+        return function._schema.name != "aten::resize_"
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in _arguments(function))
+    results = function._schema.returns
+    return bool(results) and not writes and all(r.alias_info is not None for r in results)
+
+
+def makes_tensors(function: OpOverload[..., Any]) -> bool:
+    """Return whether a call returns tensors that are not among its arguments."""
+    results = function._schema.returns
+    return any(r.alias_info is None and "Tensor" in str(r.type) for r in results)
+
+
+def needs_values(function: OpOverload[..., Any]) -> bool:
+    """Return whether the result of a call, or its shape, depends on values."""
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in _arguments(function))
+    return bool(_VALUES & set(function.tags)) or not (writes or makes_tensors(function))
+
+
+def on_meta(function: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator for the shapes of its results, on the meta device."""
+    named = {key: mapped(value, _without_values) for key, value in kwargs.items()}
+    if any(argument.name == "device" for argument in _arguments(function)):
+        named["device"] = _META
+    if named.get("pin_memory"):
+        named["pin_memory"] = False
+    return function(*mapped(list(args), _without_values), **named)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what nested lists and tuples hold."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an argument with every leaf of its lists and tuples changed."""
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(item, change) for item in value)
+    return change(value)
+
+
+def _arguments(function: OpOverload[..., Any]) -> Sequence[Any]:
+    arguments: Sequence[Any] = function._schema.arguments
+    return arguments
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return None
+    if isinstance(value, Tensor) and not value.is_meta:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    return value
