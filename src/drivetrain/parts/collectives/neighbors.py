@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain.parts.collectives.communicator import Call
 from drivetrain.runtime.mesh import Axis
 
 
@@ -29,8 +30,8 @@ class Tag(IntEnum):
 class Neighbors:
     """Messages to the right neighbor and from the left one, over one gloo group.
 
-    gloo ends the process when a message is longer than the buffer that waits for it. Several users
-    of one group, one per model, may be at work at once: each adds its own multiple to the tags.
+    Several users of one group, one per model, may be at work at once: each adds its own multiple
+    to the tags. gloo ends the process when a message is longer than the buffer that waits for it.
 
     Args:
         axis: the mesh axis.
@@ -48,11 +49,29 @@ class Neighbors:
 
     def send(self, piece: Tensor, tag: Tag) -> Any:
         """Start to send a tensor to the right; it must live and stay as it is until waited for."""
-        return self._group.send([piece], self.right, self._first_tag + tag)
+        return self._group.send([piece], self.right, self.number(tag))
 
     def receive(self, piece: Tensor, tag: Tag) -> Any:
         """Start to fill a tensor from the left."""
-        return self._group.recv([piece], self.left, self._first_tag + tag)
+        return self._group.recv([piece], self.left, self.number(tag))
+
+    def number(self, tag: Tag) -> int:
+        """Return the backend's tag, below 2**31."""
+        return self._first_tag + tag
+
+    def begin(self, call: Call, number: int, label: str, flat: Tensor) -> None:
+        """Get ready for the messages of an operation: nothing to do."""
+
+    def end(self) -> None:
+        """Tidy up after the messages of an operation: nothing to do."""
+
+    def wait(self, message: Any) -> None:
+        """Wait for a message.
+
+        Raises:
+            RuntimeError: it failed or timed out.
+        """
+        message.wait(self.timeout)
 
     def finish(self, messages: Sequence[Any]) -> None:
         """Wait for messages.
@@ -62,7 +81,7 @@ class Neighbors:
         """
         # The last one first: when it is through, the others are, and this thread woke up once.
         for message in reversed(messages):
-            message.wait(self.timeout)
+            self.wait(message)
 
     def alarm(self) -> None:
         """Close this rank's connections, so that the failure reaches every rank at once.
@@ -74,5 +93,5 @@ class Neighbors:
         for neighbor in (self.left, self.right):
             token = torch.empty(1, dtype=torch.uint8)
             with suppress(RuntimeError):
-                receive = self._group.recv([token], neighbor, self._first_tag + Tag.ALARM)
+                receive = self._group.recv([token], neighbor, self.number(Tag.ALARM))
                 receive.wait(timedelta(milliseconds=1))

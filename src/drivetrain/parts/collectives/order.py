@@ -4,10 +4,12 @@ Ranks that take different paths through a model submit different operations. Unc
 hang, values in the wrong place or, where a message is longer than its buffer, the end of the
 process. Checked, an operation starts with one small message::
 
-    send my header to the right, receive one from the left, compare; only then touch the data
+    start      my header to the right, one from the left, the first data in both directions
+    first wait the left neighbor's header; compare it with mine
+    then       wait for data as ever
 
-A rank whose left neighbor is about to do something else never posts a buffer for it. It raises and
-closes its connections, which ends the wait of every other rank.
+A rank whose left neighbor is about to do something else raises and closes its connections, which
+ends the wait of every other rank.
 """
 
 import struct
@@ -19,16 +21,22 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.parts.collectives.communicator import Call
 from drivetrain.parts.collectives.neighbors import Neighbors, Tag
+from drivetrain.runtime.mesh import Axis
 
 GRACE = timedelta(seconds=5)
 """How long a rank that has seen a disagreement waits for its right neighbor to see it too."""
 
 LINGER_S = 0.1
 """Then it keeps its connections for this long: who has got the header must wake up to read it."""
+
+
+TAG_MASK, LANE_SHIFT = (1 << 31) - 1, 12
+"""A tag has 31 bits; the upper 19 are for the header's checksum, the rest for 1024 rings."""
 
 
 class Disagreement(Exception):  # noqa: N818 - turned into a CollectiveError by the communicator
@@ -95,6 +103,11 @@ class Header:
         texts = (text.rstrip(b"\0").decode(errors="ignore") for text in (operation, dtype, label))
         return cls(*numbers, *texts)
 
+    def checksum(self) -> int:
+        """Return a number that differs between headers that differ, but for the rarest chance."""
+        key = (self.number, self.elements, self.plan, self.name, self.operation, self.dtype)
+        return zlib.crc32(repr(key).encode())
+
     def differences(self, other: "Header") -> list[str]:
         """Return in what two headers that should be equal differ, in words."""
         pairs = {
@@ -113,41 +126,62 @@ class Header:
         return f"{self.operation} #{self.number} of {self.elements} {self.dtype} ({self.label})"
 
 
-class OrderCheck:
-    """Lets an operation start only if the left neighbor is about to do the same.
+class CheckedNeighbors(Neighbors):
+    """Neighbors that compare what they are about to do while the first data is on its way.
 
-    Args:
-        neighbors: who to compare with.
+    The data's tags depend on the header, so those who differ never take each other's data.
     """
 
-    def __init__(self, neighbors: Neighbors) -> None:
-        self._neighbors = neighbors
+    def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        super().__init__(axis, group, timeout)
+        self._lane = 0
+        self._mine: Header | None = None
+        self._arriving = torch.empty(Header.SIZE, dtype=torch.uint8)
+        self._heard: Any = None
+        self._told: Any = None
 
-    def agree(self, mine: Header) -> list[Any]:
-        """Tell the right neighbor what comes next here; hear the same from the left one.
+    def number(self, tag: Tag) -> int:
+        """Return the backend's tag: the header's checksum is in that of data."""
+        return (super().number(tag) + (self._lane << LANE_SHIFT)) & TAG_MASK
 
-        Returns:
-            The messages to finish when the operation is over.
+    def begin(self, call: Call, number: int, label: str, flat: Tensor) -> None:
+        """Tell the right neighbor what comes next here, and listen to the left one."""
+        mine = Header.of(call, number, label, flat)
+        data = mine.pack()
+        self._lane = 0
+        self._heard = self.receive(self._arriving, Tag.HEADER)
+        self._told = self.send(data, Tag.HEADER)
+        self._lane = mine.checksum()
+        self._mine = mine
+
+    def wait(self, message: Any) -> None:
+        """Compare headers, if this is the operation's first wait, then wait for a message.
 
         Raises:
             Disagreement: the left neighbor is about to do something else.
-            RuntimeError: it did not say.
+            RuntimeError: a message failed or timed out.
         """
-        arriving = torch.empty(Header.SIZE, dtype=torch.uint8)
-        heard = self._neighbors.receive(arriving, Tag.HEADER)
-        told = self._neighbors.send(mine.pack(), Tag.HEADER)
-        self._neighbors.finish([heard])
-        theirs = Header.unpack(arriving)
+        if self._mine is not None:
+            self._compare(self._mine)
+        super().wait(message)
+
+    def end(self) -> None:
+        """Return when the right neighbor has got the header."""
+        self.wait(self._told)
+
+    def _compare(self, mine: Header) -> None:
+        self._mine = None
+        super().wait(self._heard)
+        theirs = Header.unpack(self._arriving)
         if differences := mine.differences(theirs):
             with suppress(RuntimeError):
-                told.wait(min(GRACE, self._neighbors.timeout))
+                self._told.wait(min(GRACE, self.timeout))
             time.sleep(LINGER_S)
             raise Disagreement(self._explain(mine, theirs, differences))
-        return [told]
 
     def _explain(self, mine: Header, theirs: Header, differences: list[str]) -> str:
-        axis = self._neighbors.axis
-        me, other = axis.ranks[axis.rank], axis.ranks[self._neighbors.left]
+        axis = self.axis
+        me, other = axis.ranks[axis.rank], axis.ranks[self.left]
         return (
             f"ranks must run the same operations in the same order on axis {axis.name!r}; found "
             f"{mine} on rank {me}, this one, but {theirs} on rank {other}: they differ in "

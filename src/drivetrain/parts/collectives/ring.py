@@ -31,7 +31,7 @@ from drivetrain.parts.collectives.communicator import (
     reason,
 )
 from drivetrain.parts.collectives.neighbors import Neighbors, Tag
-from drivetrain.parts.collectives.order import Disagreement, Header, OrderCheck
+from drivetrain.parts.collectives.order import CheckedNeighbors, Disagreement
 from drivetrain.parts.collectives.solo import Finished
 from drivetrain.parts.collectives.volume import Chunks, checked_chunks
 from drivetrain.parts.collectives.worker import Job, Worker
@@ -66,8 +66,7 @@ class RingCommunicator(Communicator):
         checked: bool = False,
     ) -> None:
         super().__init__(axis, traffic, timeout)
-        self._neighbors = Neighbors(axis, group, timeout)
-        self._order = OrderCheck(self._neighbors) if checked else None
+        self._neighbors = (CheckedNeighbors if checked else Neighbors)(axis, group, timeout)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._worker = Worker(f"drivetrain-ring-{axis.name}")
 
@@ -135,11 +134,9 @@ class RingCommunicator(Communicator):
 
         def timed() -> None:
             start = time.perf_counter()
-            told = []
-            if self._order is not None:
-                told = self._order.agree(Header.of(call, number, label, flat))
+            self._neighbors.begin(call, number, label, flat)
             run()
-            self._neighbors.finish(told)
+            self._neighbors.end()
             self.traffic.add(self.axis.name, call.operation, nbytes, time.perf_counter() - start)
 
         def describe(error: BaseException) -> CollectiveError:
@@ -202,7 +199,7 @@ class RingCommunicator(Communicator):
             receives = [self._neighbors.receive(piece, Tag.GATHER) for piece in pieces]
         for index, piece in enumerate(pieces):
             if receives:
-                receives[index].wait(self.timeout)
+                self._neighbors.wait(receives[index])
             if not last:
                 sends.append(self._neighbors.send(piece, Tag.GATHER))
         self._neighbors.finish(sends)
@@ -222,7 +219,7 @@ class RingCommunicator(Communicator):
         sends = []
         for chunk in gathered[:-1]:
             for piece, receive in chunk:
-                receive.wait(self.timeout)
+                self._neighbors.wait(receive)
                 sends.append(self._neighbors.send(piece, Tag.GATHER))
         for chunk in gathered[-1:]:
             self._neighbors.finish([receive for _, receive in chunk])
@@ -242,7 +239,7 @@ class RingCommunicator(Communicator):
     ) -> Iterator[Tensor]:
         for index in range(len(pieces)):
             buffer, receive = posted[index]
-            receive.wait(self.timeout)
+            self._neighbors.wait(receive)
             yield buffer
             following = index + WINDOW
             if following < len(pieces):
