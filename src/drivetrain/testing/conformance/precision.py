@@ -1,6 +1,8 @@
 """Precision: bf16 and fp16 under the strategy, and what becomes of infinite gradients."""
 
+import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -22,7 +24,7 @@ from drivetrain.testing.conformance.low_twins import (
 )
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.twins import everyone, weights
-from drivetrain.testing.models import CASES, Case
+from drivetrain.testing.models import CASES, OUT, WIDTH, Batch, Case, numbers
 
 STEPS = 3
 SCALE = 1024.0
@@ -77,7 +79,7 @@ class PrecisionChecks(Suite):
         """All ranks skip the step: weights, moments and schedule stay, and the scale is agreed."""
         for window in (1, 2):
             with self.accelerator(**_options("fp16", window)) as accelerator:
-                loop = _Fp16Loop(accelerator, in_fp32(CASES["tied"]), window)
+                loop = _Fp16Loop(accelerator, window)
                 loop.train(0)
                 before, rate = loop.state(), loop.scheduler.get_last_lr()
                 last = accelerator.process_index == accelerator.num_processes - 1
@@ -106,13 +108,24 @@ class PrecisionChecks(Suite):
                     twins.train(step, [1.0] * window)
                 twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
 
+    def test_masters_keep_small_updates(self, world: int) -> None:
+        """Updates too small for a bf16 weight to see add up in its master."""
+        case = in_fp32(CASES["mlp"])
+        with self.accelerator(**_options("bf16", 1, param="bf16")) as accelerator:
+            twins = _prepared(accelerator, case, copies_loss(case, LOW), "param")
+            if twins is not None:
+                for step in range(48):
+                    twins.train(step, [2.0**-8])
+                twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
+
     def test_low_gradients_are_added_up_in_fp32(self, world: int) -> None:
         """A large gradient and then 63 small ones, each of which alone bf16 would lose."""
-        case, small = in_fp32(CASES["mlp"]), 2.0**-9
+        case = in_fp32(CASES["mlp"])
+        case = replace(case, batch=functools.partial(_same_batch, case))
         with self.accelerator(**_options("bf16", 64, param="bf16")) as accelerator:
             twins = _prepared(accelerator, case, copies_loss(case, LOW), "param")
             if twins is not None:
-                twins.train(0, [1.0] + [small] * 63)
+                twins.train(0, [64.0] + [64 * 2.0**-9] * 63)
                 twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
 
     def test_dtype_on_the_wire(self, world: int) -> None:
@@ -130,25 +143,40 @@ class PrecisionChecks(Suite):
         assert sent[0] <= 0.6 * sent[1], f"{sent[0]} bytes of gradients in bf16, {sent[1]} in fp32"
 
 
+class _Apart(nn.Module):
+    """Two layers side by side: an infinite gradient of one output is that of a few elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, OUT)
+        self.other = nn.Linear(WIDTH, OUT)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (rows, width) to (rows, 2 out)."""
+        return torch.cat([self.one(inputs), self.other(inputs)], dim=1)
+
+
 class _Fp16Loop:
     """AdamW with a schedule over one model, with what a skipped step must not touch."""
 
-    def __init__(self, accelerator: Accelerator, case: Case, window: int) -> None:
+    def __init__(self, accelerator: Accelerator, window: int) -> None:
         self._accelerator = accelerator
-        self._case = case
         self._window = window
-        built = case.build()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(17)
+            built = _Apart()
         optimizer = AdamW(built.parameters(), lr=0.01)
         schedule = StepLR(optimizer, step_size=1, gamma=0.5)
         self.model, self.optimizer, self.scheduler = accelerator.prepare(built, optimizer, schedule)
 
     def train(self, step: int, factor: float = 1.0) -> None:
-        """Run one window; the loss of its first micro-batch is multiplied by the factor."""
+        """Run one window; in its first micro-batch one output counts by the factor."""
         for i in range(self._window):
-            batch = self._case.batch(step * self._window + i, self._accelerator.mesh["dp"].rank)
+            batch = numbers(step * self._window + i, self._accelerator.mesh["dp"].rank)
             with self._accelerator.accumulate(self.model):
-                loss = self._case.loss(self.model, batch)
-                self._accelerator.backward(loss * (factor if i == 0 else 1.0))
+                outputs = self.model(batch.inputs.float())
+                one = outputs[:, 0].mean() * (factor if i == 0 else 1.0)
+                self._accelerator.backward(one + outputs[:, 1:].square().mean())
                 self._accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
                 self.optimizer.step()
                 self.scheduler.step()
@@ -182,6 +210,10 @@ def _prepared(accelerator: Accelerator, case: Case, loss: Loss, key: str) -> Low
         if f"dtypes.{key}" not in str(error):
             raise
         return None
+
+
+def _same_batch(case: Case, step: int, rank: int) -> Batch:
+    return case.batch(0, rank)
 
 
 def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
