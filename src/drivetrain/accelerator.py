@@ -213,6 +213,7 @@ class Accelerator(Recomputing, Gathering, Checkpointing, Exporting, Whole, Loggi
             self._bound,
         ):
             kept.clear()
+        self._constructions = ()
         self._last_run = None
         self.step = 0
         gc.collect()

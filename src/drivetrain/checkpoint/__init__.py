@@ -16,6 +16,7 @@ from drivetrain.checkpoint.naming import latest, next_name, prune
 from drivetrain.checkpoint.objects import load, save
 from drivetrain.checkpoint.plain import check_plain
 from drivetrain.checkpoint.saving import Save, save_checkpoint
+from drivetrain.checkpoint.streaming import ExportedWeights, StreamedWeights
 
 __all__ = [
     "Background",
@@ -24,8 +25,10 @@ __all__ = [
     "Description",
     "ExportPlan",
     "ExportTensor",
+    "ExportedWeights",
     "ModelReader",
     "Save",
+    "StreamedWeights",
     "check_plain",
     "describe",
     "describe_difference",

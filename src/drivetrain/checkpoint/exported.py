@@ -23,12 +23,17 @@ def read_export(path: Path) -> Iterator[tuple[str, Tensor]]:
         CheckpointError: nothing to read is there, a file is missing or damaged, or the index names
             a file outside the directory.
     """
-    for file, names in _contents(path).items():
+    for file, names in export_files(path).items():
         yield from _read(file, names)
 
 
-def _contents(path: Path) -> dict[Path, list[str] | None]:
-    """Return the files to read with the names each must give, None for all it has."""
+def export_files(path: Path) -> dict[Path, list[str] | None]:
+    """Return the files to read with the names each must give, None for all it has.
+
+    Raises:
+        CheckpointError: nothing to read is there, a file is missing, or the index names a file
+            outside the directory.
+    """
     if path.is_dir():
         found = [path / name for name in (SINGLE, INDEX) if (path / name).is_file()]
         if not found:

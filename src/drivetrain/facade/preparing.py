@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.errors import UsageError
 from drivetrain.facade.agreement import agree, model_facts
+from drivetrain.facade.building import Building
 from drivetrain.facade.core import ModelEntry
 from drivetrain.facade.dtypes import check_dtypes, describe_dtypes, given_parameters
 from drivetrain.facade.forward import ForwardNote, compute_in
@@ -32,7 +33,7 @@ from drivetrain.strategy import Strategy, TensorSpec
 logger = get_logger(__name__)
 
 
-class Preparing(Training, Joining):
+class Preparing(Training, Joining, Building):
     """The prepare family of the Accelerator."""
 
     def prepare(
@@ -96,6 +97,7 @@ class Preparing(Training, Joining):
             strategy: another strategy for this model.
         """
         if evaluation_mode:
+            self._give_whole_values(model)
             self._place(model, device_placement)
             self._set_precision(model)
             self._announce_precision(model, given_parameters(model))
@@ -205,8 +207,10 @@ class Preparing(Training, Joining):
             if entry.model is model:
                 return model
         _refuse_empty(model)
-        agree(self.world, f"the model {type(model).__name__}", model_facts(model))
-        self._place(model, device_placement)
+        values = self._values_of(model)
+        facts = [*model_facts(model), *values.facts]
+        agree(self.world, f"the model {type(model).__name__}", facts)
+        values.check()
         resolved = self.config if choice is None else settle_strategy(choice, self.config)
         run = self.run if choice is None else self._make_run(resolved)
         names = _names_of(model)
@@ -215,6 +219,8 @@ class Preparing(Training, Joining):
         given = given_parameters(model)
         kind: type[Strategy[Any]] = strategies().load(resolved.strategy)
         strategy = kind(resolved.strategy_config, run)
+        self._give_values(model, mine, strategy, values)
+        self._place(model, device_placement)
         prepared, bound = strategy.prepare(model, mine)
         entry = ModelEntry(prepared, strategy, tuple(bound), names)
         check_dtypes(entry, given, self.precision)
@@ -244,7 +250,7 @@ class Preparing(Training, Joining):
 
     def _place(self, model: nn.Module, device_placement: bool | None) -> None:
         if self.device_placement if device_placement is None else device_placement:
-            model.to(self.device)
+            self._move(model)
 
     def _set_precision(self, model: nn.Module) -> None:
         if self.precision.compute is not None and self.handlers.autocast.enabled:

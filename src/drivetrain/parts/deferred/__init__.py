@@ -1,10 +1,21 @@
 """Models whose tensors get their values later: what strategies and the facade build large ones on.
 
-A model that was built on the meta device has shapes and no values. A ``WeightSource`` knows the
-values of each tensor; ``fill`` gives them to the tensors a strategy names, ``become`` to one.
+A ``Recording`` constructs a model on the meta device and knows how each value comes about. A
+``WeightSource`` returns the values of one tensor at a time, from recordings or from a file.
+``fill`` gives values to the tensors that a strategy names, ``become`` to one.
 """
 
-from drivetrain.parts.deferred.filling import become, fill, meta_tensors
+from drivetrain.parts.deferred.filling import become, fill, meta_tensors, stray_tensors
+from drivetrain.parts.deferred.recording import RecordedWeights, Recording, unknown_values
 from drivetrain.parts.deferred.source import WeightSource
 
-__all__ = ["WeightSource", "become", "fill", "meta_tensors"]
+__all__ = [
+    "RecordedWeights",
+    "Recording",
+    "WeightSource",
+    "become",
+    "fill",
+    "meta_tensors",
+    "stray_tensors",
+    "unknown_values",
+]

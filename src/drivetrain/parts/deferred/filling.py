@@ -4,12 +4,14 @@ Optimizers, lists and other modules that hold such a tensor see the values too.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.errors import UsageError
+from drivetrain.parts.deferred.schema import leaves
 from drivetrain.parts.deferred.source import WeightSource
 from drivetrain.parts.naming import clean_name
 
@@ -18,6 +20,32 @@ def meta_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the distinct parameters and buffers without values, by name."""
     held: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {clean_name(name): tensor for name, tensor in held.items() if tensor.is_meta}
+
+
+def stray_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors without values that modules hold as plain attributes, by name.
+
+    Found are attributes, and the elements of lists, tuples and dicts that are attributes.
+
+    Raises:
+        UsageError: one shares memory with a parameter or buffer.
+    """
+    held = {id(t) for t in [*model.parameters(), *model.buffers()]}
+    owned = {t.untyped_storage()._cdata for t in meta_tensors(model).values()}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            for tensor in _tensors_in(value):
+                if not tensor.is_meta or id(tensor) in held:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                if tensor.untyped_storage()._cdata in owned:
+                    raise UsageError(
+                        f"expected the attribute {name!r} to have memory of its own, found a view "
+                        "of a parameter or buffer; make the view in forward(), or clone() it"
+                    )
+                found.setdefault(id(tensor), (name, tensor))
+    return {f"{name}#{i}": tensor for i, (name, tensor) in enumerate(found.values())}
 
 
 @torch.no_grad()
@@ -83,6 +111,13 @@ def become(tensor: Tensor, values: Tensor, name: str) -> None:
         tensor._backward_hooks = hooks
     if after is not None:
         tensor._post_accumulate_grad_hooks = after
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    items = value.values() if isinstance(value, dict) else [value]
+    for item in leaves(list(items)):
+        if isinstance(item, Tensor):
+            yield item
 
 
 def _laid_out(values: Tensor, like: Tensor, device: torch.device) -> Tensor:

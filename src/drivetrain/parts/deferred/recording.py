@@ -12,7 +12,6 @@ real at a time, and initialisation takes twice as long.
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -64,17 +63,16 @@ class Recording:
         """Return where a known tensor would live in ordinary construction."""
         return self._homes[storage_key(tensor)]
 
-    def facts(self) -> Iterator[str]:
-        """Yield a line per operation: what must be equal on ranks that build the same values."""
-        for index, operation in enumerate(self._operations):
+    def facts(self, tensors: Sequence[Tensor]) -> Iterator[str]:
+        """Yield what must be equal on ranks that shall make the same values of these tensors."""
+        for index in self._needed({storage_key(tensor) for tensor in tensors}):
+            operation = self._operations[index]
             line = f"operation {index} {operation.function}"
             if operation.draw is not None:
-                line += f" random state {_digest(operation.draw.state)}"
-            values = chain(
-                schema.leaves(operation.args), schema.leaves(list(operation.kwargs.values()))
-            )
+                line += f" from random state {_digest(operation.draw.state)}"
+            values = schema.leaves([*operation.args, *operation.kwargs.values()])
             outside = [_digest(v.tensor) for v in values if isinstance(v, Captured)]
-            yield f"{line} with values {' '.join(outside)}" if outside else line
+            yield f"{line} of values {' '.join(outside)}" if outside else line
 
     def materialize(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return real tensors with the values of recorded ones, in fresh memory.
@@ -102,11 +100,7 @@ class Recording:
         Raises:
             UsageError: it communicates, or mixes tensors in a way that cannot be recorded.
         """
-        tensors = [
-            v
-            for v in chain(schema.leaves(args), schema.leaves(list(kwargs.values())))
-            if _is_tensor(v)
-        ]
+        tensors = [v for v in schema.leaves([*args, *kwargs.values()]) if _is_tensor(v)]
         written = schema.written(function, args, kwargs)
         if any(t.is_meta and not self.knows(t) for t in tensors):
             return self._leave(function, args, kwargs, written)
@@ -176,7 +170,7 @@ class Recording:
         for tensor in changing:
             for captured in self._captured.pop(storage_key(tensor), []):
                 captured.keep()
-        values = list(chain(schema.leaves(args), schema.leaves(list(kwargs.values()))))
+        values = list(schema.leaves([*args, *kwargs.values()]))
         known = {id(v): v for v in values if _is_tensor(v) and v.is_meta}
         real: dict[int, Tensor] = {}
         if known and schema.overwriting(function) and _is_tensor(args[0]) and args[0].is_meta:
@@ -274,6 +268,38 @@ class Recording:
         return sorted(found)
 
 
+class RecordedWeights:
+    """The values of a model that was built inside of recordings: a ``WeightSource``."""
+
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        self._recordings = tuple(recordings)
+
+    def value(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the values of one tensor on the CPU, in fresh memory, with the tensor's strides.
+
+        Raises:
+            UsageError: no recording knows the tensor.
+        """
+        recording = next((r for r in self._recordings if r.knows(tensor)), None)
+        if recording is None:
+            raise UsageError(unknown_values([name]))
+        values = recording.materialize([tensor])[0].to(_CPU)
+        size = values.untyped_storage().nbytes()
+        if size > values.numel() * values.element_size() and is_dense(values):
+            return values.clone()  # do not keep the rest of what it was cut from
+        return values
+
+
+def unknown_values(names: Sequence[str]) -> str:
+    """Return the message about tensors of the meta device that nobody knows the values of."""
+    return (
+        f"expected every parameter and buffer to have values, found {len(names)} on the meta "
+        f"device that no building() of this Accelerator made, such as {', '.join(names[:4])}; "
+        "construct the model inside `with accelerator.building():`, or give it values before "
+        "prepare() with to_empty() and an initialisation"
+    )
+
+
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
@@ -284,7 +310,7 @@ def _draw(
     """Return the state that a random operation starts from; None for another one."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return None
-    values = chain(schema.leaves(args), schema.leaves(list(kwargs.values())))
+    values = schema.leaves([*args, *kwargs.values()])
     given = next((v for v in values if isinstance(v, torch.Generator)), None)
     generator = default_generator(home) if given is None else given
     return Draw(generator.device, generator.get_state(), explicit=given is not None)

@@ -1,0 +1,154 @@
+"""Gives a model that was built without memory the values of an exported one, tensor by tensor."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from drivetrain.checkpoint.exported import export_files
+from drivetrain.errors import CheckpointError
+from drivetrain.log import get_logger
+from drivetrain.parts.deferred import WeightSource
+from drivetrain.parts.naming import clean_name, persistent_buffers
+
+logger = get_logger(__name__)
+
+
+class ExportedWeights:
+    """The files of one exported model, in Hugging Face's layout.
+
+    Args:
+        path: the directory, its index, or a single safetensors file.
+
+    Raises:
+        CheckpointError: nothing to read is there, or a file is missing or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file, names in export_files(path).items():
+            with _opened(file) as content:
+                for name in content.keys() if names is None else names:
+                    self._files[name] = file
+                    self.shapes[name] = _shape(content, file, name)
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor on the CPU, in fresh memory and the file's dtype."""
+        with _opened(self._files[name]) as content:
+            found: Tensor = content.get_tensor(name).clone()
+        return found
+
+
+class StreamedWeights:
+    """The values of one model from an export: a ``WeightSource``.
+
+    Values are converted to the dtype that the model has. Tied tensors are found under any of their
+    names. Buffers that the export lacks come from the other source, as do those that no state dict
+    holds.
+
+    Args:
+        weights: the export.
+        model: its tensors may be on the meta device.
+        others: knows the values of what the export lacks.
+
+    Raises:
+        CheckpointError: the export lacks parameters, or shapes differ.
+    """
+
+    def __init__(self, weights: ExportedWeights, model: nn.Module, others: WeightSource) -> None:
+        self._weights = weights
+        self._others = others
+        self._tensors, names = _tensors(model)
+        self._sources = {
+            name: next((alias for alias in names[name] if alias in weights.shapes), None)
+            for name in self._tensors
+        }
+        self._check()
+        known = {alias for aliases in names.values() for alias in aliases}
+        unused = [name for name in weights.shapes if name not in known]
+        if unused:
+            logger.warning(
+                f"{weights.path} has {len(unused)} tensors that {type(model).__name__} has not, "
+                f"and that are not read: {', '.join(unused[:4])}"
+            )
+
+    def value(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the values of one parameter or buffer, on the CPU, in fresh memory."""
+        source = self._sources.get(name)
+        if source is None:
+            return self._others.value(name, tensor)
+        return self._weights.read(source).to(tensor.dtype)
+
+    def remaining(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return those tensors that the export has no values for."""
+        return [tensor for name, tensor in tensors.items() if self._sources.get(name) is None]
+
+    @torch.no_grad()
+    def fill_real(self) -> None:
+        """Copy the export's values into the tensors that have memory already."""
+        for name, tensor in self._tensors.items():
+            if not tensor.is_meta and self._sources[name] is not None:
+                tensor.copy_(self.value(name, tensor))
+
+    def _check(self) -> None:
+        absent = [
+            name
+            for name, tensor in self._tensors.items()
+            if self._sources[name] is None and isinstance(tensor, nn.Parameter)
+        ]
+        if absent:
+            found = ", ".join(list(self._weights.shapes)[:4])
+            raise CheckpointError(
+                f"expected all parameters of the model in {self._weights.path}, found that "
+                f"{len(absent)} are missing: {', '.join(absent[:4])}; it holds {found}, ...; give "
+                "the export of this model, with the same names"
+            )
+        for name, tensor in self._tensors.items():
+            source = self._sources[name]
+            if source is not None and self._weights.shapes[source] != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"expected {source!r} in {self._weights.path} to have shape "
+                    f"{tuple(tensor.shape)}, found {self._weights.shapes[source]}; build the model "
+                    "with the configuration of the export"
+                )
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Return what a state dict holds by first name, and all the names of each."""
+    buffers = persistent_buffers(model)
+    first: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    names: dict[str, list[str]] = {}
+    kept = {id(buffer) for buffer in buffers.values()}
+    for raw, tensor in _every(model):
+        if isinstance(tensor, nn.Parameter) or id(tensor) in kept:
+            name = first.setdefault(id(tensor), clean_name(raw))
+            tensors.setdefault(name, tensor)
+            names.setdefault(name, []).append(clean_name(raw))
+    return tensors, names
+
+
+def _every(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is not whole: {error}; export the model again") from error
+
+
+def _shape(content: Any, file: Path, name: str) -> tuple[int, ...]:
+    try:
+        return tuple(content.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise CheckpointError(f"expected {name!r} in {file}, found: {error}") from error
