@@ -99,6 +99,13 @@ def test_blocks_of_the_quickstart(python, tmp_path):
     assert (tmp_path / "runs/mine/checkpoints/checkpoint_2/manifest.json").is_file()
 
 
+def test_block_of_the_precision_page(python):
+    (text,) = blocks("docs/precision.md")
+    schedule = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)"
+    after = "assert accelerator.scaler.get_scale() <= 2.0**12\nprint(scheduler.get_last_lr())"
+    python(f"{README}\nmodel, optimizer, loader = build()\n{schedule}\n{text}\n{after}\n")
+
+
 def test_notebook_block_of_the_cli_page(python):
     (text,) = blocks("docs/cli.md")
     python(NOTEBOOK + text)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from drivetrain import communication
+from drivetrain.errors import UsageError
 from drivetrain.facade.core import Core, ModelEntry
 
 _DONE = 0
@@ -38,8 +39,13 @@ class Joining(Core):
             even_batches: while inside, whether prepared loaders fill up the last batches.
 
         Raises:
-            UsageError: a strategy cannot stand in.
+            UsageError: a strategy cannot stand in, or a loss scale needs all ranks in every step.
         """
+        if self.scaler.is_enabled() and self.world.size > 1:
+            raise UsageError(
+                "expected precision no or bf16 in join_uneven_inputs, found fp16, whose loss scale "
+                "all ranks agree on in every step; take bf16, or loaders with even_batches=True"
+            )
         models = [item for item in joinables if isinstance(item, nn.Module)]
         before = [loader.even_batches for loader in self._dataloaders]
         if even_batches is not None:

@@ -214,3 +214,15 @@ def test_model_in_fp16_is_refused_at_the_step():
     accelerator.backward(model(torch.ones(2, 4)).mean())
     with pytest.raises(UsageError, match=r"found 2 of 2 in fp16; give the model in fp32"):
         optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_uneven_inputs_are_refused():
+    accelerator = accelerator_in_fp16()
+    model, _, _ = build(accelerator)
+    with (
+        pytest.raises(UsageError, match="take bf16, or loaders with even_batches=True"),
+        accelerator.join_uneven_inputs([model]),
+    ):
+        pass
+    accelerator.end_training()
