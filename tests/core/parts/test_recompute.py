@@ -260,7 +260,7 @@ class InPlace(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        return self.down(torch.relu_(self.up(x)).mul(2).tanh_())
+        return self.down(torch.sigmoid_(self.up(x)).mul(2).tanh_())
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -283,9 +283,10 @@ class Normalized(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.layer = nn.BatchNorm1d(LENGTH), nn.Linear(WIDTH, WIDTH)
+        self.each = nn.InstanceNorm1d(LENGTH, track_running_stats=True)
 
     def forward(self, x):
-        return self.layer(torch.tanh(self.norm(x)))
+        return self.layer(torch.tanh(self.each(self.norm(x))))
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
