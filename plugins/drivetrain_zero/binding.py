@@ -4,7 +4,7 @@ Group dictionaries stay the same objects, so schedulers and weight decay go on w
 an optimizer already has is cut like the parameter it belongs to.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.errors import UsageError
 from drivetrain_zero.suitability import check_suits
 from drivetrain_zero.unit import FlatUnit, Slot
 
@@ -50,6 +51,7 @@ class Binding:
         fused: whether to take the fused kernel where the user left the choice open.
         before_step: called before every step.
         after_step: called after every step with what the optimizer holds.
+        clear: called when an optimizer's gradients are cleared, with its parameters.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class Binding:
         fused: bool,
         before_step: Callable[[], None],
         after_step: Callable[[Bound], None],
+        clear: Callable[[Iterable[Slot]], None],
     ) -> None:
         self._slots = slots
         self._whole_parameters = whole_parameters
         self._fused = fused
         self._before_step = before_step
         self._after_step = after_step
+        self._clear = clear
         self._bound: list[Bound] = []
         self._handles: list[RemovableHandle] = []
 
@@ -87,8 +91,8 @@ class Binding:
         self._bound.append(bound)
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._has_strays(bound):
-                self._rebind(bound)
+            self._adopt_strays(bound)
+            _check_gradients(bound)
             self._before_step()
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -96,18 +100,35 @@ class Binding:
 
         self._handles.append(optimizer.register_step_pre_hook(before))
         self._handles.append(optimizer.register_step_post_hook(after))
+        self._take_zero_grad(bound)
 
     def close(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for bound in self._bound:
+            bound.optimizer.__dict__.pop("zero_grad", None)
 
-    def _has_strays(self, bound: Bound) -> bool:
-        """Return whether there are whole parameters in the groups, as after add_param_group."""
-        return any(
-            p in self._slots for group in bound.optimizer.param_groups for p in group["params"]
-        )
+    def _take_zero_grad(self, bound: Bound) -> None:
+        """Let ``zero_grad`` reach gradients of micro-batches that were not sent, too.
+
+        It lies in the optimizer's ``__dict__``, which copies and pickles of optimizers leave out.
+        """
+        given = bound.optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            self._adopt_strays(bound)
+            given(set_to_none)
+            self._clear(bound.slots.values())
+
+        bound.optimizer.__dict__["zero_grad"] = zero_grad
+
+    def _adopt_strays(self, bound: Bound) -> None:
+        """Bind whole parameters that came into the groups, as by ``add_param_group``."""
+        groups = bound.optimizer.param_groups
+        if any(p in self._slots for group in groups for p in group["params"]):
+            self._rebind(bound)
 
     def _rebind(self, bound: Bound) -> None:
         for group in bound.optimizer.param_groups:
@@ -127,6 +148,16 @@ class Binding:
         if state is not None and fragment is not None:
             bound.optimizer.state[fragment] = {k: _cut(v, slot, fragment) for k, v in state.items()}
         return fragment
+
+
+def _check_gradients(bound: Bound) -> None:
+    for name, slot in bound.slots.items():
+        if slot.parameter.grad is not None:
+            raise UsageError(
+                f"expected gradients that backward made, found one that was set on {name!r} and "
+                "that no rank would step with; change a gradient by a hook of the parameter, or "
+                "in place after backward, through accelerator.strategy_of(model).gradients()"
+            )
 
 
 def _cut(value: Any, slot: Slot, fragment: nn.Parameter) -> Any:

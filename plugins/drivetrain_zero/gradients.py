@@ -10,7 +10,7 @@ the first gradient and the end of the reduction, and only the owned range is kep
 precision are added up in fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -93,11 +93,13 @@ class UnitGradients:
             slot.filled = True
         slot.parameter.grad = None
 
-    def forget(self) -> None:
-        """Drop what was received and not sent."""
-        for slot in self.unit.slots:
+    def forget(self, only: Collection[Slot] | None = None) -> None:
+        """Drop what was received and not sent, of some parameters or of all."""
+        if not self._opened:
+            return
+        for slot in self.unit.slots if only is None else only:
             slot.filled = False
-        if self._reduction is None:
+        if self._reduction is None and not any(slot.filled for slot in self.unit.slots):
             self._close()
 
     def _open(self) -> None:
@@ -125,6 +127,7 @@ class UnitGradients:
             self._kept = self._kept.clone()
             for slot in self.unit.slots:
                 if _has_gradient(slot):
+                    self._follow(slot)
                     self._hand_out(slot)
 
     def _promote(self) -> None:
@@ -169,6 +172,7 @@ class UnitGradients:
             for slot in owned:
                 piece = self._kept[slot.local()]
                 if _has_gradient(slot):
+                    self._follow(slot)
                     piece.add_(chunk[slot.local()])
                 else:
                     piece.copy_(chunk[slot.local()])
@@ -205,10 +209,26 @@ class UnitGradients:
         fragment = self.unit.fragment(slot)
         if fragment is None or self._kept is None:
             return
-        piece = self._kept[slot.local()]
-        if self.unit.layout.whole_parameters:
-            piece = piece.as_strided(slot.shape, slot.strides, piece.storage_offset())
+        piece = self._piece(self._kept, slot)
         fragment.grad = piece if piece.dtype is fragment.dtype else piece.to(fragment.dtype)
+
+    def _follow(self, slot: Slot) -> None:
+        """Take over what was done to a handed out gradient that is no view of the kept range.
+
+        Elements that nobody changed keep the digits that the fragment's dtype has no room for.
+        """
+        grad = None if slot.fragment is None else slot.fragment.grad
+        if grad is None or self._kept is None or _shares(grad, self._kept):
+            return
+        piece = self._piece(self._kept, slot)
+        piece.copy_(torch.where(piece.to(grad.dtype) == grad, piece, grad))
+
+    def _piece(self, kept: Tensor, slot: Slot) -> Tensor:
+        """Return a parameter's owned range, in the shape that its fragment has."""
+        piece = kept[slot.local()]
+        if self.unit.layout.whole_parameters:
+            return piece.as_strided(slot.shape, slot.strides, piece.storage_offset())
+        return piece
 
 
 def _check_gradient(slot: Slot, grad: Tensor) -> None:

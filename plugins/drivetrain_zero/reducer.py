@@ -13,7 +13,7 @@ the ranks take the maximum of one byte per parameter: whether any of them had a 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -97,10 +97,15 @@ class Reducer:
                 elif not trainable and slot in self._handles:
                     self._handles.pop(slot).remove()
 
-    def forget(self) -> None:
-        """Drop gradients of micro-batches that were not sent."""
+    def forget(self, only: Iterable[Slot] | None = None) -> None:
+        """Drop gradients of micro-batches that were not sent, of some parameters or of all."""
+        if only is None:
+            for gradients in self._gradients:
+                gradients.forget()
+            return
+        slots = set(only)
         for gradients in self._gradients:
-            gradients.forget()
+            gradients.forget(slots.intersection(gradients.unit.slots))
 
     def close(self) -> None:
         """Take the hooks off; a round cut short is given up."""

@@ -55,6 +55,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
             fused=config.fused,
             before_step=self._before_step,
             after_step=self._after_step,
+            clear=lambda slots: self._reducer.forget(slots),
         )
 
     @classmethod

@@ -13,6 +13,7 @@ from drivetrain.facade.core import ModelEntry
 from drivetrain.facade.options import AutocastKwargs, ProfileKwargs
 from drivetrain.facade.scaling import Scaling, scale_gradients
 from drivetrain.facade.window import WindowMean
+from drivetrain.parts.norms import clip_
 from drivetrain.strategy import Strategy
 
 
@@ -131,10 +132,8 @@ class Training(Scaling):
         total: Tensor = torch.linalg.vector_norm(
             torch.stack([norm.to(self.device) for norm in norms]), norm_type
         )
-        # Scaling each model to its share of the limit scales all of them by one factor.
-        for entry, only, norm in zip(entries, chosen, norms, strict=True):
-            share = float(norm) * min(1.0, max_norm / (float(total) + 1e-6))
-            entry.strategy.clip_grad_norm(share, norm_type, only=only)
+        for entry, only in zip(entries, chosen, strict=True):
+            clip_(list(entry.strategy.gradients(only)), total, max_norm)
         return total
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
