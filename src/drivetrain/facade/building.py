@@ -142,7 +142,7 @@ class Building(Core):
     ) -> None:
         """Let a strategy give a model its missing values; the rest does not concern it."""
         if values.source is not None:
-            self._fill_strays(model)  # first: they may hold graphs that hold parameters
+            self._fill_strays(model)
             self._fill_states(optimizers)
             strategy.materialize(model, values.source)
 
@@ -165,7 +165,7 @@ class Building(Core):
     def _fill_strays(self, model: nn.Module) -> None:
         """Give values to the tensors that are plain attributes: no strategy looks after these."""
         for name, tensor in stray_tensors(model).items():
-            become(tensor, self._recorded(tensor, name), name)
+            become(tensor, self._recorded(tensor, name))
 
     def _fill_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Give values to the state that optimizers make in their constructors."""

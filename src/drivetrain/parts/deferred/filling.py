@@ -3,7 +3,6 @@
 Optimizers, lists and other modules that hold such a tensor see the values too.
 """
 
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -63,8 +62,7 @@ def fill(
         device: where they shall live.
 
     Raises:
-        UsageError: memory is shared in a way that cannot be kept, or something holds on to a
-            tensor so that it cannot get values.
+        UsageError: memory is shared in a way that cannot be kept.
     """
     wanted = {clean_name(name) for name in names}
     chosen = [(name, tensor) for name, tensor in meta_tensors(module).items() if name in wanted]
@@ -76,37 +74,24 @@ def fill(
         else:
             values = _laid_out(source.value(name, tensor), empty, device)
             filled[storage] = empty, values
-        become(tensor, values, name)
+        become(tensor, values)
 
 
-def become(tensor: Tensor, values: Tensor, name: str) -> None:
+def become(tensor: Tensor, values: Tensor) -> None:
     """Make a tensor of the meta device one with values; the Python object stays the same.
 
-    Its class, attributes, hooks and ``requires_grad`` stay too.
+    Its class, attributes, hooks and ``requires_grad`` stay too. A graph or view that was made of it
+    before keeps what it has.
 
     Args:
         tensor: a parameter or buffer.
         values: of the same shape; the tensor uses this memory from now on.
-        name: what an error calls the tensor.
-
-    Raises:
-        UsageError: an autograd graph, a view or a weak reference holds on to the tensor.
     """
     hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     twin = values.detach().requires_grad_(tensor.requires_grad)
-    # Both objects exchange class and attributes with their content: make these equal before.
-    if type(tensor) is not Tensor:
-        twin.__class__ = type(tensor)
-    twin.__dict__.update(tensor.__dict__)
-    del values
-    try:
-        torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        held = "a weak reference" if weakref.getweakrefs(tensor) else "an autograd graph or a view"
-        raise UsageError(
-            f"expected nothing but Python references to {name!r}, which was built without values, "
-            f"found {held}; create what refers to it after prepare()"
-        ) from error
+    # Not torch.utils.swap_tensors, which makes the same call: it refuses tensors that weak
+    # references (those of nn.LSTM) or views know, since these would follow the object. They shall.
+    torch._C._swap_tensor_impl(tensor, twin)
     if hooks is not None:
         tensor._backward_hooks = hooks
     if after is not None:
@@ -141,4 +126,5 @@ def _shared(name: str, like: Tensor, empty: Tensor, values: Tensor) -> Tensor:
             f"a whole tensor, found one of {like.numel() * like.element_size()} bytes in a memory "
             f"of {size}; make one of them a clone()"
         )
-    return values.as_strided(like.shape, like.stride(), like.storage_offset())
+    view = values.as_strided(like.shape, like.stride(), like.storage_offset())
+    return view if like.is_conj() == empty.is_conj() else view.conj()

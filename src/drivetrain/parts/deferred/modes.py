@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.deferred.schema import mapped
@@ -80,6 +80,9 @@ class ValueMode(TorchFunctionMode):
         if func in _MAKERS:
             return func(*mapped(list(args), self._read_leaf), **kwargs)
         subject = args[0] if args else None
+        if func is Tensor.__deepcopy__ and not self._recorder.knows(args[0]):
+            with _disable_current_modes():  # it works on the storage
+                return func(*args, **kwargs)
         if not isinstance(subject, Tensor) or not self._recorder.knows(subject):
             return func(*args, **kwargs)
         if func in _APPEARANCE:

@@ -32,6 +32,7 @@ from drivetrain.parts.deferred.operation import (
     default_generator,
     storage_key,
 )
+from drivetrain.parts.deferred.scratch import Scratch
 
 _CPU = torch.device("cpu")
 
@@ -48,12 +49,16 @@ class Recording:
         self._homes: dict[int, torch.device] = {}  # by storage: where it would ordinarily live
         self._storages: list[torch.UntypedStorage] = []  # alive, so that identities stay unique
         self._captured: dict[int, list[Captured]] = {}  # by the storage outside
+        self._scratch = Scratch()
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context of the construction."""
-        with ValueMode(self), OperationMode(self):
-            yield
+        try:
+            with ValueMode(self), OperationMode(self):
+                yield
+        finally:
+            self._scratch.close()
 
     def knows(self, tensor: Tensor) -> bool:
         """Return whether a tensor's values can be made from this recording."""
@@ -175,10 +180,7 @@ class Recording:
         real: dict[int, Tensor] = {}
         if known and schema.overwriting(function) and _is_tensor(args[0]) and args[0].is_meta:
             target = known.pop(id(args[0]))
-            home = self._homes[storage_key(target)]
-            real[id(target)] = torch.empty_strided(
-                target.shape, target.stride(), dtype=target.dtype, device=home
-            )
+            real[id(target)] = self._scratch.like(target, self.home(target))
         real.update(zip(known, self.materialize(list(known.values())), strict=True))
         with _disable_current_modes():
             return function(
