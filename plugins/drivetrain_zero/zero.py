@@ -23,7 +23,7 @@ from drivetrain_zero.placement import Placement
 from drivetrain_zero.reducer import Reducer
 from drivetrain_zero.state import ShardedState
 from drivetrain_zero.surgery import changes_accepted
-from drivetrain_zero.unit import FlatUnit
+from drivetrain_zero.unit import FlatUnit, Slot
 
 ConfigT = TypeVar("ConfigT", bound=Zero1Config)
 
@@ -55,7 +55,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
             fused=config.fused,
             before_step=self._before_step,
             after_step=self._after_step,
-            clear=lambda slots: self._reducer.forget(slots),
+            clear=self._forget,
         )
 
     @classmethod
@@ -166,6 +166,9 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
 
     def _before_step(self) -> None:
         self._reducer.rounds.finish()
+
+    def _forget(self, slots: Iterable[Slot]) -> None:
+        self._reducer.forget(slots)
 
     def _after_round(self) -> None:
         """Do what the stage does when a backward is over."""
