@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.strategy import Prepared, Reader
+from drivetrain.strategy import Prepared, Reader, Run
 from drivetrain_zero.binding import Bound
 from drivetrain_zero.config import Zero1Config, Zero2Config, Zero3Config
 from drivetrain_zero.gathering import Gatherer
@@ -36,16 +36,23 @@ class Zero3(Zero[Zero3Config]):
     Config: ClassVar[type] = Zero3Config
     checks_order: ClassVar[bool] = True
 
+    def __init__(self, config: Zero3Config, run: Run) -> None:
+        super().__init__(config, run)
+        self._gatherer = self._make_gatherer(nn.Identity())  # of nothing, until prepare
+
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Lay the model out in units, free them, and gather each when it is needed."""
         prepared = super().prepare(model, optimizers)
-        self._gatherer = Gatherer(
+        self._gatherer = self._make_gatherer(model)
+        return prepared
+
+    def _make_gatherer(self, model: nn.Module) -> Gatherer:
+        return Gatherer(
             model,
             [unit for unit in self._placement.units if not unit.resident],
             ahead=self.config.prefetch,
             reshard_after_forward=bool(self.config.reshard_after_forward),
         )
-        return prepared
 
     def load(self, reader: Reader) -> None:
         """Load this rank's ranges; units are gathered from them when they are needed."""

@@ -71,9 +71,9 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Lay the model out in units and give the optimizers this rank's fragments."""
+        self._model = model
         for optimizer in optimizers:
             self._binding.check(optimizer)
-        self._model = model
         self._reducer = self._make_reducer(self._plan(self.config, ModelSpec.of(model), self.run))
         self._reducer.add(self._placement.lay_out(model))
         for optimizer in optimizers:

@@ -371,7 +371,10 @@ class Strategy(ABC, Generic[ConfigT]):
         return model
 
     def close(self) -> None:
-        """Take hooks off and end threads; the model is an ordinary one afterwards."""
+        """Take hooks off and end threads; the model is an ordinary one afterwards.
+
+        Also called when ``prepare`` has raised.
+        """
         return
 
 

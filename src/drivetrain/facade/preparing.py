@@ -221,9 +221,13 @@ class Preparing(Training, Joining, Building):
         strategy = kind(resolved.strategy_config, run)
         self._give_values(model, mine, strategy, values)
         self._place(model, device_placement)
-        prepared, bound = strategy.prepare(model, mine)
-        entry = ModelEntry(prepared, strategy, tuple(bound), names)
-        check_dtypes(entry, given, self.precision)
+        try:
+            prepared, bound = strategy.prepare(model, mine)
+            entry = ModelEntry(prepared, strategy, tuple(bound), names)
+            check_dtypes(entry, given, self.precision)
+        except BaseException:
+            strategy.close()
+            raise
         self._announce_precision(model, given)
         self._bind(mine, bound)
         self._entries.append(entry)
