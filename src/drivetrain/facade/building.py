@@ -165,7 +165,7 @@ class Building(Core):
     def _fill_strays(self, model: nn.Module) -> None:
         """Give values to the tensors that are plain attributes: no strategy looks after these."""
         for name, tensor in stray_tensors(model).items():
-            become(tensor, self._recorded(tensor, name))
+            become(tensor, self._recorded(tensor, name), name)
 
     def _fill_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Give values to the state that optimizers make in their constructors."""

@@ -353,7 +353,9 @@ def test_hooks_and_attributes_of_parameters_stay():
 def test_weak_references_and_views_are_no_obstacle():
     parameter = nn.Parameter(torch.empty(3, device="meta"))
     view, reference = parameter.view(3), weakref.ref(parameter)
-    become(parameter, torch.ones(3))
+    with pytest.raises(UsageError, match=r"shape \(3,\) for 'w', found \(2,\)"):
+        become(parameter, torch.ones(2), "w")
+    become(parameter, torch.ones(3), "w")
     assert view.is_meta
     assert reference() is parameter
     parameter.sum().backward()
@@ -411,13 +413,18 @@ from drivetrain.parts.deferred import RecordedWeights, Recording
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-torch.nn.Linear(8, 8)
 recording = Recording()
+with recording.active():
+    nn.init.trunc_normal_(nn.Linear(8, 8).weight)  # loads what torch loads late
 before = peak()
 with recording.active():
     model = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(26)))
-    for layer in model:
+    for i, layer in enumerate(model):
         nn.init.xavier_uniform_(layer.weight)
+        if i % 3 == 0:
+            layer.weight = nn.Parameter(torch.randn(2000, 2000) * 0.02)
+        if i % 6 == 0:
+            nn.init.trunc_normal_(layer.weight)
 source = RecordedWeights([recording])
 total = 0
 for name, parameter in model.named_parameters():
@@ -436,7 +443,8 @@ def test_no_more_than_a_few_tensors_are_real_at_a_time():
     )
     total, grown = map(int, done.stdout.split())
     assert total > 400e6
-    assert grown < 48e6  # a tensor has 16e6, and while one is made the last one may be alive
+    # A tensor has 16e6; truncated normals need six at a time, and 64 MiB may wait in the heap.
+    assert grown < 180e6
 
 
 def test_repeating_leaves_out_what_was_overwritten():

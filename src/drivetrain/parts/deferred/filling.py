@@ -72,12 +72,12 @@ def fill(
         if storage in filled:
             values = _shared(name, empty, *filled[storage])
         else:
-            values = _laid_out(source.value(name, tensor), empty, device)
+            values = _laid_out(name, source.value(name, tensor), empty, device)
             filled[storage] = empty, values
-        become(tensor, values)
+        become(tensor, values, name)
 
 
-def become(tensor: Tensor, values: Tensor) -> None:
+def become(tensor: Tensor, values: Tensor, name: str) -> None:
     """Make a tensor of the meta device one with values; the Python object stays the same.
 
     Its class, attributes, hooks and ``requires_grad`` stay too. A graph or view that was made of it
@@ -86,7 +86,12 @@ def become(tensor: Tensor, values: Tensor) -> None:
     Args:
         tensor: a parameter or buffer.
         values: of the same shape; the tensor uses this memory from now on.
+        name: what an error calls the tensor.
+
+    Raises:
+        UsageError: the values have another shape.
     """
+    _check_shape(name, values, tensor)
     hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     twin = values.detach().requires_grad_(tensor.requires_grad)
     # Not torch.utils.swap_tensors, which makes the same call: it refuses tensors that weak
@@ -105,12 +110,9 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield item
 
 
-def _laid_out(values: Tensor, like: Tensor, device: torch.device) -> Tensor:
+def _laid_out(name: str, values: Tensor, like: Tensor, device: torch.device) -> Tensor:
     """Return values on a device, with the dtype and strides of a tensor."""
-    if values.shape != like.shape:
-        raise UsageError(
-            f"expected values of shape {tuple(like.shape)}, found {tuple(values.shape)}"
-        )
+    _check_shape(name, values, like)
     if values.stride() == like.stride():
         return values.to(device=device, dtype=like.dtype)
     laid = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
@@ -128,3 +130,11 @@ def _shared(name: str, like: Tensor, empty: Tensor, values: Tensor) -> Tensor:
         )
     view = values.as_strided(like.shape, like.stride(), like.storage_offset())
     return view if like.is_conj() == empty.is_conj() else view.conj()
+
+
+def _check_shape(name: str, values: Tensor, like: Tensor) -> None:
+    if values.shape != like.shape:
+        raise UsageError(
+            f"expected values of shape {tuple(like.shape)} for {name!r}, found "
+            f"{tuple(values.shape)}; the source of weights is of another model"
+        )

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from drivetrain.errors import UsageError
 from drivetrain.parts.buckets import is_dense
 from drivetrain.parts.deferred import schema
+from drivetrain.parts.deferred.heap import Heap
 from drivetrain.parts.deferred.modes import OperationMode, ValueMode
 from drivetrain.parts.deferred.operation import (
     Captured,
@@ -32,7 +33,6 @@ from drivetrain.parts.deferred.operation import (
     default_generator,
     storage_key,
 )
-from drivetrain.parts.deferred.scratch import Scratch
 
 _CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ class Recording:
         self._homes: dict[int, torch.device] = {}  # by storage: where it would ordinarily live
         self._storages: list[torch.UntypedStorage] = []  # alive, so that identities stay unique
         self._captured: dict[int, list[Captured]] = {}  # by the storage outside
-        self._scratch = Scratch()
+        self._heap = Heap()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Recording:
             with ValueMode(self), OperationMode(self):
                 yield
         finally:
-            self._scratch.close()
+            self._heap.relieve(0)
 
     def knows(self, tensor: Tensor) -> bool:
         """Return whether a tensor's values can be made from this recording."""
@@ -94,6 +94,7 @@ class Recording:
                 "expected tensors that were built inside of this recording, found one of shape "
                 f"{tuple(strangers[0].shape)} on {strangers[0].device}"
             )
+        self._heap.relieve()
         places = [Place.of(tensor) for tensor in tensors]
         with _disable_current_modes(), torch.no_grad():
             memory = self._repeat({place.storage for place in places})
@@ -147,6 +148,7 @@ class Recording:
             result = args[0] if function._schema.returns else None
         if draw is not None:
             self._run(function, args, kwargs, [])
+            self._heap.throw(sum(v.nbytes for v in schema.leaves(result) if _is_tensor(v)))
         outputs = tuple(self._new(value, home) for value in schema.leaves(result))
         operation = Operation(
             function,
@@ -180,7 +182,9 @@ class Recording:
         real: dict[int, Tensor] = {}
         if known and schema.overwriting(function) and _is_tensor(args[0]) and args[0].is_meta:
             target = known.pop(id(args[0]))
-            real[id(target)] = self._scratch.like(target, self.home(target))
+            real[id(target)] = torch.empty_strided(
+                target.shape, target.stride(), dtype=target.dtype, device=self.home(target)
+            )
         real.update(zip(known, self.materialize(list(known.values())), strict=True))
         with _disable_current_modes():
             return function(
@@ -248,6 +252,8 @@ class Recording:
         for index in needed:
             operation = self._operations[index]
             operation.run(memory)
+            made = [place.storage for place in operation.outputs if place is not None]
+            self._heap.throw(sum(memory[key].nbytes() for key in made))
             for key in operation.touched() - targets:
                 if last[key] == index:
                     del memory[key]

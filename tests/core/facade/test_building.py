@@ -1,0 +1,243 @@
+"""Models built inside building() train exactly as ordinary ones, under every strategy."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+from drivetrain import Accelerator, CheckpointError, RankMismatchError, UsageError, communication
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt.py"
+
+
+def gpt():
+    spec = importlib.util.spec_from_file_location("train_gpt_for_building", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GPT(16, 2, 2, 8)
+
+
+def trained(accelerator, make, *, deferred, early=False):
+    """Train two steps; return the state and the last loss."""
+    torch.manual_seed(0)
+    if deferred:
+        with accelerator.building():
+            model = make()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if early else None
+        assert all(p.is_meta for p in model.parameters())
+    else:
+        model, optimizer = make(), None
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    torch.manual_seed(1 + accelerator.process_index)
+    for _ in range(2):
+        tokens = torch.randint(0, 255, (2, 9))
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model), loss.item()
+
+
+def assert_equal(one, other):
+    assert one[1] == other[1]
+    assert list(one[0]) == list(other[0])
+    for name, tensor in one[0].items():
+        assert torch.equal(tensor, other[0][name]), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.ranks(2)
+def test_trains_as_an_ordinary_model_does(strategy):
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    ordinary = trained(accelerator, gpt, deferred=False)
+    assert_equal(trained(accelerator, gpt, deferred=True), ordinary)
+    assert_equal(trained(accelerator, gpt, deferred=True, early=True), ordinary)
+    accelerator.end_training()
+
+
+def sum_of_weights(accelerator):
+    torch.manual_seed(0)
+    with accelerator.building():
+        model = gpt()
+    model = accelerator.prepare(model)
+    total = sum(t.double().sum().item() for t in accelerator.get_state_dict(model).values())
+    accelerator.end_training()
+    return total
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.ranks(3)
+def test_weights_are_those_of_one_rank(strategy):
+    torch.manual_seed(0)
+    expected = sum(t.double().sum().item() for t in gpt().state_dict().values())
+    assert sum_of_weights(Accelerator(cpu=True, strategy=strategy)) == expected
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_would_make_different_weights():
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(accelerator.process_index)
+    with accelerator.building():
+        model = nn.Linear(2, 2)
+    with pytest.raises(RankMismatchError, match=r"from random state .* same seed"):
+        accelerator.prepare(model)
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_without_a_recording():
+    accelerator = Accelerator(cpu=True)
+    with accelerator.building():
+        model = nn.Linear(2, 2)
+    if accelerator.process_index == 1:
+        model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(RankMismatchError, match=r"no values: .*weight, bias"):
+        accelerator.prepare(model)
+    accelerator.end_training()
+
+
+class Tower(nn.Module):
+    """Has what no strategy looks after: a plain tensor, and one in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.scale = torch.ones(3) * 2
+        self.offsets = [torch.arange(3).float()]
+
+    def forward(self, x):
+        return self.first(x) * self.scale + self.offsets[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_plain_attributes_get_values(strategy):
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    with accelerator.building():
+        model = Tower()
+    model = accelerator.prepare(model)
+    assert model.scale.tolist() == [2, 2, 2]
+    assert model.offsets[0].tolist() == [0, 1, 2]
+    model(torch.ones(1, 3)).sum().backward()
+    accelerator.end_training()
+
+
+def test_state_made_by_an_optimizers_constructor():
+    accelerator = Accelerator(cpu=True)
+    with accelerator.building():
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    model, prepared = accelerator.prepare(model, optimizer)
+    assert optimizer.state[model.weight]["sum"].eq(0.5).all()
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    prepared.step()
+    with accelerator.building():
+        other = nn.Linear(3, 3)
+    with pytest.raises(UsageError, match="state sum of Adagrad"):
+        accelerator.prepare(other, torch.optim.Adagrad(other.parameters()))
+
+
+def test_evaluation_mode():
+    accelerator = Accelerator(cpu=True)
+    with accelerator.building():
+        model = Tower()
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    assert model(torch.ones(1, 3)).isfinite().all()
+
+
+def test_a_model_of_two_constructions_and_real_parts():
+    accelerator = Accelerator(cpu=True)
+    with accelerator.building():
+        body = nn.Linear(3, 3)
+    with accelerator.building():
+        head = nn.Linear(3, 2)
+    model = accelerator.prepare(nn.Sequential(body, nn.LayerNorm(3), head))
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_wrong_uses():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(UsageError, match=r"found 2 on the meta device .* weight, bias; construct"):
+        accelerator.prepare(nn.Linear(2, 2, device="meta"))
+    with (
+        accelerator.building(),
+        pytest.raises(UsageError, match="one inside of another"),
+        accelerator.building(),
+    ):
+        pass
+    with accelerator.building():
+        model = nn.Linear(2, 2)
+        with pytest.raises(UsageError, match="found it inside; leave the context first"):
+            accelerator.prepare(model)
+    accelerator.free_memory()
+    with pytest.raises(UsageError, match="no building"):
+        accelerator.prepare(model)
+    with accelerator.building(), pytest.raises(RuntimeError, match="failed"):
+        raise RuntimeError("failed")
+    assert not torch.ones(2).is_meta
+
+
+def small():
+    """Tied weights, a buffer, one that is not saved, and a parameter that exists already."""
+    model = nn.Sequential(nn.Embedding(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 6, bias=False))
+    model[2].weight = model[0].weight
+    model.register_buffer("fleeting", torch.arange(3), persistent=False)
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("max_shard_size", ["10GB", 100])
+@pytest.mark.ranks(2)
+def test_weights_of_an_export(strategy, max_shard_size, tmp_path):
+    folder = Path(communication.broadcast_object_list([str(tmp_path)])[0])
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    torch.manual_seed(1)
+    model = small().double()
+    with torch.no_grad():
+        model[1].running_mean.fill_(3)
+        model.temperature.fill_(7)
+    expected = accelerator.get_state_dict(accelerator.prepare(model))
+    accelerator.save_model(accelerator._models[0], folder, max_shard_size=max_shard_size)
+    accelerator.wait_for_everyone()
+    torch.manual_seed(accelerator.process_index)  # seeds do not matter for what is read
+    with accelerator.building(weights=folder):
+        streamed = small()
+    found = accelerator.get_state_dict(accelerator.prepare(streamed))
+    assert list(found) == list(expected)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+        assert tensor.dtype is (torch.int64 if "num_batches" in name else torch.float32)
+    assert streamed.fleeting.tolist() == [0, 1, 2]
+    accelerator.end_training()
+
+
+def test_exports_that_do_not_fit(tmp_path, caplog):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(CheckpointError, match="found neither"), accelerator.building(tmp_path):
+        pass
+    file = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(2, 2)}, file)
+    with accelerator.building(file):
+        model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="1 are missing: bias; it holds weight"):
+        accelerator.prepare(model)
+    save_file({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, file)
+    with accelerator.building(tmp_path):
+        model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"shape \(2, 2\), found \(3, 2\)"):
+        accelerator.prepare(model)
+    save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2), "more": torch.ones(1)}, file)
+    with accelerator.building(tmp_path):
+        model = nn.Linear(2, 2)
+    accelerator.prepare(model)
+    assert "1 tensors that Linear has not" in caplog.text
+    assert model.weight.eq(1).all()
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match="not whole"), accelerator.building(tmp_path):
+        pass
