@@ -229,11 +229,7 @@ class Strategy(ABC, Generic[ConfigT]):
 
         By default each parameter and buffer gets its whole values on the rank's device. A strategy
         that shards may keep the source and ask it in ``prepare``, one tensor at a time; it knows
-        the same values on every rank.
-
-        Raises:
-            UsageError: a tensor cannot get values.
-            CheckpointError: the file with the values lacks some.
+        the same values on every rank, and raises UsageError for what it does not know.
         """
         fill(model, meta_tensors(model), source, self.run.world.device)
 

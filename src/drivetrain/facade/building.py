@@ -154,8 +154,10 @@ class Building(Core):
             self._fill_strays(model)
             fill(model, meta_tensors(model), values.source, self.device)
 
-    def _move(self, model: nn.Module) -> None:
+    def _place(self, model: nn.Module, device_placement: bool | None) -> None:
         """Move a model to the rank's device, but for what has no values to move yet."""
+        if not (self.device_placement if device_placement is None else device_placement):
+            return
         if not meta_tensors(model):
             model.to(self.device)
             return

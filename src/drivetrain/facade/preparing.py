@@ -252,10 +252,6 @@ class Preparing(Training, Joining, Building):
             self._last_run = entry
             self._announce(entry, module.training)
 
-    def _place(self, model: nn.Module, device_placement: bool | None) -> None:
-        if self.device_placement if device_placement is None else device_placement:
-            self._move(model)
-
     def _set_precision(self, model: nn.Module) -> None:
         if self.precision.compute is not None and self.handlers.autocast.enabled:
             handler = self.handlers.autocast
