@@ -106,6 +106,10 @@ def test_block_of_the_precision_page(python):
     python(f"{README}\nmodel, optimizer, loader = build()\n{schedule}\n{text}\n{after}\n")
 
 
+def test_blocks_of_the_large_models_page(python):
+    python("".join(blocks("docs/large-models.md")))
+
+
 def test_notebook_block_of_the_cli_page(python):
     (text,) = blocks("docs/cli.md")
     python(NOTEBOOK + text)
