@@ -101,7 +101,7 @@ class Building(Core):
             )
         missing = meta_tensors(model)
         try:
-            strays = stray_tensors(model)
+            strays = self._strays(model)
             if not missing and not strays:
                 return Values()
             return self._known_values(model, missing, strays)
@@ -120,6 +120,8 @@ class Building(Core):
         ]
         if unknown:
             raise UsageError(unknown_values(unknown))
+        for construction in used:
+            construction.recording.versions.check(everything)
         source: WeightSource = RecordedWeights([c.recording for c in used])
         recorded = list(everything.values())
         for weights in {id(c.weights): c.weights for c in used if c.weights is not None}.values():
@@ -166,8 +168,17 @@ class Building(Core):
 
     def _fill_strays(self, model: nn.Module) -> None:
         """Give values to the tensors that are plain attributes: no strategy looks after these."""
-        for name, tensor in stray_tensors(model).items():
+        for name, tensor in self._strays(model).items():
             become(tensor, self._recorded(tensor, name), name)
+
+    def _strays(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the plain attributes to be filled; others are on meta in any construction."""
+        recordings = [construction.recording for construction in self._constructions]
+        return {
+            name: tensor
+            for name, tensor in stray_tensors(model).items()
+            if any(recording.knows(tensor) for recording in recordings)
+        }
 
     def _fill_states(self, optimizers: Sequence[Optimizer]) -> None:
         """Give values to the state that optimizers make in their constructors."""

@@ -182,6 +182,24 @@ def test_wrong_uses():
     assert not torch.ones(2).is_meta
 
 
+def test_initialisation_after_the_context():
+    accelerator = Accelerator(cpu=True)
+    with accelerator.building():
+        model = nn.Linear(2, 2)
+    nn.init.zeros_(model.bias)
+    with pytest.raises(UsageError, match=r"'bias' .* changed after the context ended"):
+        accelerator.prepare(model)
+    with accelerator.building():
+        model = nn.Linear(2, 2)
+        nn.init.zeros_(model.bias)
+        model.shape_only = torch.empty(3)
+    model.template = torch.empty(3, device="meta")  # ordinary construction has it there too
+    accelerator.prepare(model)
+    assert model.bias.eq(0).all()
+    assert model.template.is_meta
+    assert not model.shape_only.is_meta
+
+
 def small():
     """Tied weights, a buffer, one that is not saved, and a parameter that exists already."""
     model = nn.Sequential(nn.Embedding(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 6, bias=False))

@@ -33,6 +33,7 @@ from drivetrain.parts.deferred.operation import (
     default_generator,
     storage_key,
 )
+from drivetrain.parts.deferred.versions import Versions
 
 _CPU = torch.device("cpu")
 
@@ -41,7 +42,11 @@ Keywords = Mapping[str, Any]
 
 
 class Recording:
-    """The operations of one construction, by the storages that they write."""
+    """The operations of one construction, by the storages that they write.
+
+    Attributes:
+        versions: tells whether tensors were changed after ``active()`` ended.
+    """
 
     def __init__(self) -> None:
         self._operations: list[Operation] = []
@@ -50,6 +55,7 @@ class Recording:
         self._storages: list[torch.UntypedStorage] = []  # alive, so that identities stay unique
         self._captured: dict[int, list[Captured]] = {}  # by the storage outside
         self._heap = Heap()
+        self.versions = Versions()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -59,6 +65,7 @@ class Recording:
                 yield
         finally:
             self._heap.relieve(0)
+            self.versions.note(self.knows)
 
     def knows(self, tensor: Tensor) -> bool:
         """Return whether a tensor's values can be made from this recording."""
