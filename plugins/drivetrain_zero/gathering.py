@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.guard import guard
+from drivetrain.parts.guard import guard, writes
 from drivetrain.parts.naming import clean_name
 from drivetrain.parts.rounds import after_backward, in_backward
 from drivetrain_zero.hooks import UnitHook, is_compiled
@@ -274,8 +274,11 @@ class AbsentGuard:
         """Gather the unit for one use; between steps it is freed again after it.
 
         Raises:
-            UsageError: between steps, a use that would write into the values or keep a view.
+            UsageError: a use that would write into the values, which is refused on each rank by
+                itself, or between steps would keep a view.
         """
+        if writes(function, args, kwargs):
+            raise self._gatherer.refusal(self._unit)
         if self._gatherer.in_forward:
             self._gatherer.fetch(self._unit)
             return function(*args, **kwargs)

@@ -61,6 +61,22 @@ def is_guarded(value: object) -> bool:
     return issubclass(type(value), GuardedParameter)
 
 
+def writes(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a use writes into a guarded parameter, which needs no look at the values.
+
+    Args:
+        function: what is called: ``copy_``, ``+=``, an initializer, the setter of ``data``.
+        args: its arguments; functions that write do so into the first.
+        kwargs: its arguments by name.
+    """
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.startswith("__")
+    if not in_place and function not in _WRITES:
+        return False
+    first = [*args, *kwargs.values()][:1]
+    return any(is_guarded(leaf) for leaf in tree_leaves(first))
+
+
 def guard(parameter: Tensor, by: Guard) -> None:
     """Let a guard decide about every use of a parameter's values."""
     parameter.__class__ = GuardedParameter
@@ -96,6 +112,9 @@ def _getters(*names: str) -> set[Any]:
 def _setters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__set__ for name in names}
 
+
+_WRITES: frozenset[Any] = frozenset(_setters("data") | {Tensor.__setitem__})
+"""Writes whose names do not end as those of other functions in place do."""
 
 _FACTS: frozenset[Any] = frozenset(
     _getters(
