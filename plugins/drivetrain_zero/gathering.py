@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -241,19 +241,43 @@ class ModuleUnits:
             inputs = [
                 leaf
                 for leaf in tree_leaves((args, kwargs))
-                if isinstance(leaf, Tensor) and leaf.requires_grad
+                if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf
             ]
-            if inputs:
-                register_multi_grad_hook(inputs, self._passed, mode="all")
+            hook = CountedHook(len(inputs), self._passed)
+            for leaf in inputs:
+                leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # dies with the graph
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Free after forward."""
         for unit in self._units:
             self._gatherer.leave_unit(unit)
 
-    def _passed(self, gradients: Any) -> None:
+    def _passed(self) -> None:
         for unit in self._units:
             self._gatherer.release(unit)
+
+
+class CountedHook:
+    """A hook of several tensors' gradients that acts when all of them have come.
+
+    It holds nothing of the graph: autograd's nodes keep their hooks, and a hook that keeps nodes
+    makes a cycle that is never freed. (``register_multi_grad_hook`` does.)
+
+    Args:
+        count: how many gradients there are.
+        action: what to do then.
+    """
+
+    def __init__(self, count: int, action: Callable[[], None]) -> None:
+        self._count = count
+        self._action = action
+        self._seen = 0
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Count one gradient."""
+        self._seen += 1
+        if self._seen % self._count == 0:
+            self._action()
 
 
 class AbsentGuard:
