@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW
 
 from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
-from drivetrain.testing.conformance.low_twins import LowTwins, autocast_loss, copies_loss, in_fp32
+from drivetrain.testing.conformance.low_twins import LowTwins, autocast_loss, in_fp32
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, momentum, weights
 from drivetrain.testing.models import CASES, OUT, WIDTH, numbers
 
@@ -123,20 +123,28 @@ def test_micro_batches_that_end_without_a_step(strategy):
     accelerator.free_memory()
 
 
-@each(LOCAL)
+@each(STAGES | LOCAL)
 @pytest.mark.ranks(2)
-def test_low_gradients_kept_local_are_added_up_in_fp32(strategy):
-    """A large gradient and 63 tiny ones: bf16 alone would lose each of them."""
-    case, small = in_fp32(CASES["mlp"]), 2.0**-9
+def test_low_gradients_are_added_up_in_fp32(strategy):
+    """A gradient of 1 and 63 of 1/512: a sum in bf16 would lose each of them and stay at 1."""
     accelerator = start(
         strategy,
         mixed_precision="bf16",
         gradient_accumulation_steps=64,
         config={"dtypes": {"param": "bf16"}},
     )
-    twins = LowTwins(accelerator, case, copies_loss(case, torch.bfloat16))
-    twins.train(0, [1.0] + [small] * 63)
-    twins.check(2e-2, rounded=2.0**-8)
+    built = nn.Linear(8, 4, bias=False)
+    nn.init.zeros_(built.weight)
+    model, optimizer = accelerator.prepare(built, SGD(built.parameters(), lr=1.0))
+    for i in range(64):
+        with accelerator.accumulate(model):
+            factor = 64.0 if i == 0 else 64.0 / 512
+            accelerator.backward(model(torch.ones(1, 8)).sum() * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+    moved = weights(accelerator, model)["weight"]
+    assert moved.dtype is torch.bfloat16
+    torch.testing.assert_close(-moved.float(), torch.full((4, 8), 1 + 63 / 512), rtol=4e-3, atol=0)
     accelerator.free_memory()
 
 
