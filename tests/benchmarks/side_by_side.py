@@ -9,9 +9,10 @@
 Needs an environment with drivetrain, accelerate and deepspeed. Each row is a run of its own on
 ``--ranks`` CPU processes over gloo, with one thread each; the rounds go through all rows in turn,
 so what else the machine does hits all of them. Per row: the median over rounds of the median step
-time, its ratio to ``--against`` in the same round, the loss after the last step, the bytes that the
-loopback interface sent per rank and step as a multiple of the parameters' bytes, and the growth of
-resident memory at its peak.
+time, its ratio to ``--against`` in the same round, the processor time of a step (all threads of a
+rank; steadier than the clock when other work disturbs), the loss after the last step, the bytes
+that the loopback interface sent per rank and step as a multiple of the parameters' bytes, and the
+growth of resident memory at its peak.
 """
 
 import argparse
@@ -181,9 +182,11 @@ def work(name: str, steps: int, shape: SimpleNamespace) -> None:
         if i == 3:
             dist.barrier()
             sent = sent_bytes()
+            busy = time.process_time()
         start = time.perf_counter()
         loss = step(pool[i % 4])
         times.append(time.perf_counter() - start)
+    busy = (time.process_time() - busy) / steps
     dist.barrier()
     sent = (sent_bytes() - sent) / steps / size
     mean = loss.detach().clone()
@@ -192,6 +195,7 @@ def work(name: str, steps: int, shape: SimpleNamespace) -> None:
     if rank == 0:
         result = {
             "seconds": statistics.median(times[3:]),
+            "busy": busy,
             "loss": float(mean) / size,
             "wire": sent / parameters,
             "memory": (peak - before) / parameters,
@@ -233,8 +237,8 @@ def main() -> None:
     for _ in range(options.rounds):
         for name in rows:
             results[name].append(run(name, options))
-    print(f"| | step | x {options.against} | loss | sent, x 4Ψ | peak memory, x 4Ψ |")
-    print("|---" * 6 + "|")
+    print(f"| | step | x {options.against} | processor | loss | sent, x 4Ψ | peak memory, x 4Ψ |")
+    print("|---" * 7 + "|")
     for name, found in results.items():
         middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
         ratio = "-"
@@ -242,7 +246,8 @@ def main() -> None:
             pairs = zip(found, results[options.against], strict=True)
             ratio = f"{statistics.median(a['seconds'] / b['seconds'] for a, b in pairs):.3f}"
         print(
-            f"| {name} | {1e3 * middle['seconds']:.0f} ms | {ratio} | {middle['loss']:.5f} | "
+            f"| {name} | {1e3 * middle['seconds']:.0f} ms | {ratio} | "
+            f"{1e3 * middle['busy']:.0f} ms | {middle['loss']:.5f} | "
             f"{middle['wire']:.3f} | {middle['memory']:.2f} |"
         )
 

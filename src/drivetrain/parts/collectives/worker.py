@@ -9,7 +9,6 @@ import torch
 
 from drivetrain.errors import CollectiveError
 
-
 EXIT_WAIT_S = 3.0
 """How long a process that ends waits for operations under way: those of the last step, if all is
 well. Other ranks wait for them."""
