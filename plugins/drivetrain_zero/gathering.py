@@ -14,7 +14,7 @@ that take different paths end with an error that names the units.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,12 @@ from drivetrain.parts.rounds import after_backward, in_backward
 from drivetrain_zero.hooks import UnitHook, is_compiled
 from drivetrain_zero.layout import ROOT
 from drivetrain_zero.unit import FlatUnit, storages
+
+
+_AS_IT_IS: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (
+    lambda tensor: tensor,
+    lambda packed: packed,
+)
 
 
 class Gatherer:
@@ -57,7 +63,7 @@ class Gatherer:
         self._next: dict[tuple[str, FlatUnit], FlatUnit] = {}
         self._latest: dict[str, FlatUnit] = {}
         self._final: FlatUnit | None = None
-        self._forwards: list[saved_tensors_hooks] = []
+        self._forwards: list[tuple[object, AbstractContextManager[Any]]] = []
         self._cleaning = False
         for unit in units:
             unit.guard = AbsentGuard(unit, self)
@@ -166,24 +172,43 @@ class Gatherer:
         for module, units in by_module.items():
             hook = ModuleUnits(self, units)
             handles.append(module.register_forward_pre_hook(UnitHook(hook.enter), with_kwargs=True))
-            handles.append(module.register_forward_hook(UnitHook(hook.leave)))
+            handles.append(module.register_forward_hook(UnitHook(hook.leave), always_call=True))
         return handles
 
     def _enter_model(self, module: nn.Module, inputs: Any) -> None:
-        if not self._forwards and not in_backward():
+        if not self.in_forward:
             self._latest.clear()
-        hooks = self.saving()
-        hooks.__enter__()
-        self._forwards.append(hooks)
+        self.enter_forward(self)
 
     def _leave_model(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if self._forwards:
-            self._forwards.pop().__exit__(None, None, None)
-        if self._forwards or in_backward():
+        self.leave_forward(self)
+        if self.in_forward:
             return
         self._final = self._latest.get("forward", self._final)
         if not torch.is_grad_enabled() or outputs is None:
             self.release_all()  # evaluation, or an exception
+
+    def enter_forward(self, owner: object) -> None:
+        """Begin the forward of the model or of a unit's module; the outermost one counts."""
+        context = nullcontext() if self.in_forward else self.saving()
+        context.__enter__()
+        self._forwards.append((owner, context))
+
+    def leave_forward(self, owner: object = None) -> None:
+        """End a forward and those inside of it that an exception cut short; without owner, all.
+
+        Until backward, what is still whole is used through guards only: the values that a loss
+        reads from such a unit must be saved without values, too.
+        """
+        found = owner is None or any(entered is owner for entered, _ in self._forwards)
+        while found and self._forwards:
+            entered, context = self._forwards.pop()
+            context.__exit__(None, None, None)
+            found = entered is not owner
+        if not self.in_forward:
+            for unit in self._units:
+                if unit.whole and not unit.holds:
+                    unit.park()
 
     def leave_unit(self, unit: FlatUnit) -> None:
         """Free a unit after its forward, unless its backward is next."""
@@ -195,21 +220,27 @@ class Gatherer:
     # --- what autograd saves ---
 
     def saving(self) -> saved_tensors_hooks:
-        """Return the context in which autograd saves views of units without their values."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        """Return the context in which autograd saves views of units without their values.
 
-    def _pack(self, tensor: Tensor) -> Any:
-        unit = self._storages.get(tensor.untyped_storage()._cdata)
-        return tensor if unit is None else (unit, tensor.detach())
+        Hooks around it, such as those of checkpoints and of offloading, go on working.
+        """
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or _AS_IT_IS
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        unit, view = packed
-        self._clean_after_backward()
-        self.fetch(unit)
-        result: Tensor = view
-        return result
+        def save(tensor: Tensor) -> Any:
+            unit = self._storages.get(tensor.untyped_storage()._cdata)
+            return unit, pack(tensor if unit is None else tensor.detach())
+
+        def restore(packed: Any) -> Tensor:
+            unit, inner = packed
+            if unit is None:
+                return unpack(inner)
+            self._clean_after_backward()
+            self.fetch(unit)
+            values = unpack(inner)
+            # A graph of this backward would save the view itself, without these hooks.
+            return values.detach().clone() if torch.is_grad_enabled() else values
+
+        return saved_tensors_hooks(save, restore)
 
     def _clean_after_backward(self) -> None:
         if in_backward() and not self._cleaning:
@@ -235,6 +266,7 @@ class ModuleUnits:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Gather before forward; free when backward has passed through the inputs."""
+        self._gatherer.enter_forward(self)
         for unit in self._units:
             self._gatherer.fetch(unit)
         if torch.is_grad_enabled():
@@ -248,9 +280,11 @@ class ModuleUnits:
                 leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # dies with the graph
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Free after forward."""
-        for unit in self._units:
-            self._gatherer.leave_unit(unit)
+        """Free after forward; after an exception the model's own hook does."""
+        if outputs is not None:
+            for unit in self._units:
+                self._gatherer.leave_unit(unit)
+        self._gatherer.leave_forward(self)
 
     def _passed(self) -> None:
         for unit in self._units:

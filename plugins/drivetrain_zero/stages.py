@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.strategy import Prepared, Reader, Run
@@ -53,6 +53,11 @@ class Zero3(Zero[Zero3Config]):
             ahead=self.config.prefetch,
             reshard_after_forward=bool(self.config.reshard_after_forward),
         )
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward; no forward is under way here, only ones that an interrupt cut short."""
+        self._gatherer.leave_forward()
+        super().backward(loss, **options)
 
     def load(self, reader: Reader) -> None:
         """Load this rank's ranges; units are gathered from them when they are needed."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from drivetrain.parts.buckets import is_dense
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.collectives.communicator import Handle
+from drivetrain.parts.collectives.solo import Finished
 from drivetrain.parts.deferred import become
 from drivetrain.parts.guard import Guard, check_ordinary, guard, unguard
 from drivetrain_zero.layout import UnitLayout
@@ -215,12 +216,17 @@ class FlatUnit:
         if self.layout.sharded or self.has_master:
             with torch.no_grad():
                 self._own_flat().copy_(self.shard)
-        if self.communicator.size == 1:
+        if self.communicator.size == 1 and self.resident:
             self.open()
             return
         self.arrival = self.communicator.all_gather(
             self.flat, chunks=self.layout.chunks, label=f"parameters of {self.label}"
         )
+        self.shut()
+
+    def park(self) -> None:
+        """Keep the values, but let nobody use the parameters without asking the guard."""
+        self.arrival = Finished()
         self.shut()
 
     def arrive(self) -> None:

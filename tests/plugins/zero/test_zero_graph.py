@@ -1,0 +1,333 @@
+"""Graphs that are no chain, under ZeRO: what is called again, shared, read from outside, or cut.
+
+The conformance suite covers, on models whose parameters stay whole: a layer that is called twice,
+two forwards before a backward, a graph used twice, frozen first layers, an unused output, a block
+that is recomputed. Here blocks are really divided, and each graph is compared with one process; a
+unit must be reduced once in a backward and hold no memory after it.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain import Accelerator
+from drivetrain.testing.conformance.twins import Twins, momentum, weights
+from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
+
+SMALL = {"bucket_mib": 0.001}
+SHARDED = {"name": "zero3", "keep_below": 0}
+STAGES = {
+    "zero1": {"name": "zero1", **SMALL},
+    "zero2": {"name": "zero2", **SMALL},
+    "zero3": {"name": "zero3", **SMALL},
+    "sharded": SHARDED,
+    "kept": {**SHARDED, "reshard_after_forward": False},
+}
+EACH = pytest.mark.parametrize("strategy", list(STAGES.values()), ids=list(STAGES))
+WORLDS = pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=pytest.mark.ranks(n), id=f"ranks{n}") for n in (1, 2, 3)]
+)
+
+
+class Block(nn.Module):
+    """A residual block of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """A layer, three blocks, a layer; cases say what happens between the layers."""
+
+    block = Block
+
+    def __init__(self):
+        super().__init__()
+        self.first = linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.last = linear(WIDTH, OUT)
+
+    def forward(self, x):
+        return self.last(self.body(self.first(x)))
+
+    def body(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def case(factory=Net, loss=squared_error):
+    return Case(name=factory.__name__, factory=factory, batch=numbers, loss=loss)
+
+
+def start(strategy, **options):
+    return Accelerator(strategy=strategy, cpu=True, **options)
+
+
+def units_of(twins):
+    return twins.accelerator.strategy_of(twins.model)._placement.units
+
+
+def reductions(twins):
+    entry = twins.accelerator.traffic.entries().get(("dp", "reduce_scatter"))
+    return entry.calls if entry else 0
+
+
+def assert_freed(twins):
+    whole = [
+        unit.label
+        for unit in units_of(twins)
+        if not unit.resident and unit.flat.untyped_storage().nbytes()
+    ]
+    assert not whole, f"still whole: {whole}"
+
+
+def train(twins, steps, *, backwards=1):
+    """Train both; every trainable unit is reduced once per backward and freed after it."""
+    trained = sum(unit.layout.trainable for unit in units_of(twins))
+    for step in steps:
+        before = reductions(twins)
+        twins.backward(step)
+        assert_freed(twins)
+        if twins.axis.size > 1:
+            assert reductions(twins) - before == backwards * trained
+        twins.step()
+    twins.check()
+
+
+# --- called again, shared, used in part ---
+
+
+class Albert(Net):
+    def body(self, x):
+        for _ in range(3):
+            x = self.blocks[1](x)
+        return x
+
+
+class Interleaved(Net):
+    def body(self, x):
+        one, two, three = self.blocks
+        return one(two(one(x))) + three(two(x))
+
+
+class Deeper(Block):
+    def forward(self, x, depth=2):
+        inner = self(x, depth - 1) if depth else x
+        return x + self.down(torch.tanh(self.up(inner)))
+
+
+class Recursive(Net):
+    block = Deeper
+
+
+class Whole(Net):
+    """The whole model is called by itself."""
+
+    def forward(self, x, again=True):
+        x = F.pad(self(x, again=False), (0, WIDTH - OUT)) if again else x
+        return super().forward(x)
+
+
+class Sides(Block):
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        return x + self.down(hidden), {"side": hidden.sum(), "none": None}
+
+
+class PartlyUsed(Net):
+    block = Sides
+
+    def body(self, x):
+        x, _ = self.blocks[0](x)
+        _, side = self.blocks[1](x)
+        self.blocks[2](x)
+        return x * side["side"].tanh()
+
+
+class Detached(Net):
+    """What enters the second block requires no gradient, and the third is called without."""
+
+    def body(self, x):
+        x = self.blocks[1](self.blocks[0](x).detach())
+        with torch.no_grad():
+            factor = self.blocks[2](x)
+        return x * factor
+
+
+class FrozenStart(Net):
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+
+
+class FrozenInside(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].up.requires_grad_(False)
+
+
+def two_forwards(model, batch):
+    one, two = model(batch.inputs), model(batch.inputs.sin())
+    return F.mse_loss(one, batch.targets) + one.sub(two).square().mean()
+
+
+def two_losses_of_one_forward(model, batch):
+    hidden = model.body(model.first(batch.inputs))  # past the model's own forward
+    return F.mse_loss(model.last(hidden), batch.targets) + hidden.square().mean()
+
+
+# --- outputs and inputs of any kind ---
+
+
+@dataclasses.dataclass
+class Found:
+    main: Tensor
+    extra: object
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    nothing: None
+
+
+class Wrapping(Block):
+    def forward(self, x, *, found):
+        x = super().forward(x if found is None else found.main + found.extra[0].x)
+        return Found(x, [Pair(x.view(-1).view_as(x), None)])
+
+
+class AnyKind(Net):
+    block = Wrapping
+
+    def forward(self, x):
+        found = None
+        for block in self.blocks:
+            found = block(self.first(x), found=found)
+        found.main = self.last(found.main)
+        return found
+
+
+class WritingBlock(Block):
+    def forward(self, x):
+        hidden = self.up(x * 1.0)  # x is written to, and what a layer saves must not be
+        hidden[:, :2].mul_(0.5)
+        x.add_(self.down(torch.tanh(hidden)))
+        return x[:, :]
+
+
+class Writing(Net):
+    block = WritingBlock
+
+    def body(self, x):
+        for block in self.blocks:
+            x = block(x.clone())
+            x.view(-1)[::2].mul_(0.5)
+        return x.clone()
+
+
+def main_of(model, batch):
+    found = model(batch.inputs)
+    return F.mse_loss(found.main, batch.targets) + found.extra[0].x.mean()
+
+
+def written_after(model, batch):
+    outputs = model(batch.inputs)
+    outputs.view(-1)[1:].mul_(2.0)
+    return F.mse_loss(outputs, batch.targets)
+
+
+# --- parameters read outside of the forward of their owner ---
+
+
+class Borrowing(Net):
+    def body(self, x):
+        one, two, three = self.blocks
+        x = one(F.linear(x, three.down.weight.t()[:WIDTH, :WIDTH]))
+        with torch.no_grad():
+            factor = two.up.weight.abs().mean()
+        return three(x * factor)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+class InFunction(Net):
+    def body(self, x):
+        hidden = Scaled.apply(x, self.blocks[2].down.weight)
+        return super().body(Scaled.apply(hidden, self.blocks[1].up.weight))
+
+
+class Hooked(Net):
+    def __init__(self):
+        super().__init__()
+        other = self.blocks[2].up
+        self.blocks[0].register_forward_hook(lambda *_: _[-1] * other.weight.mean())
+        self.blocks[1].register_forward_pre_hook(lambda _, x: (x[0] + other.bias.sum(),))
+        self.blocks[1].register_full_backward_hook(lambda *_: (_[1][0] * other.weight.amax(),))
+
+    def body(self, x):
+        x = super().body(x)
+        x.register_hook(lambda gradient: gradient * self.blocks[0].up.weight.detach().mean())
+        return x
+
+
+def penalized(model, batch):
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    norm = model.blocks[1].up.weight.norm()
+    return squared_error(model, batch) + 0.01 * penalty + norm
+
+
+def function_in_the_loss(model, batch):
+    weight = model.blocks[2].down.weight
+    return squared_error(model, batch) + Scaled.apply(batch.inputs, weight).square().mean()
+
+
+GRAPHS = {
+    "albert": case(Albert),
+    "interleaved": case(Interleaved),
+    "recursive": case(Recursive),
+    "model in itself": case(Whole),
+    "two forwards": case(loss=two_forwards),
+    "two forwards of albert": case(Albert, two_forwards),
+    "past forward": case(loss=two_losses_of_one_forward),
+    "partly used": case(PartlyUsed),
+    "detached": case(Detached),
+    "frozen start": case(FrozenStart),
+    "frozen inside": case(FrozenInside),
+    "any kind": case(AnyKind, main_of),
+    "written in place": case(Writing, written_after),
+    "borrowing": case(Borrowing),
+    "in a function": case(InFunction, function_in_the_loss),
+    "hooked": case(Hooked),
+    "penalized": case(loss=penalized),
+}
+
+
+@pytest.mark.parametrize("graph", list(GRAPHS))
+@WORLDS
+@EACH
+def test_graphs(strategy, size, graph):
+    accelerator = start(strategy)
+    train(Twins(accelerator, GRAPHS[graph]), range(3))
+    accelerator.free_memory()
