@@ -99,8 +99,8 @@ class Zero3Config(Zero2Config):
     )
     reshard_after_forward: bool | int = option(
         True,
-        help="whether a unit is freed between its forward and its backward; a number of ranks "
-        "keeps it divided over groups of that many neighbors instead",
+        help="whether a unit is freed between its forward and its backward; a number counts as "
+        "true, 0 as false",
     )
     prefetch: int = option(
         1, help="units that are gathered ahead of the one that computes", minimum=0, maximum=8
