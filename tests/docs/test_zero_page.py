@@ -29,6 +29,14 @@ ROWS = {
     "the same, `reduce: fp32`": Precision.of("bf16", param=BF16, reduce=torch.float32),
 }
 WIRE = [(Zero1, {}), (Zero2, {}), (Zero3, {}), (Zero3, {"reshard_after_forward": False})]
+POLICIES = {
+    "param: bf16": {"param": BF16},
+    "param: bf16, reduce: fp32": {"param": BF16, "reduce": torch.float32},
+    "param: bf16, master: none": {"param": BF16, "master": None},
+    "param: fp16": {"param": torch.float16},
+    "reduce: bf16": {"reduce": BF16},
+    "": {},
+}
 BLOCKS, SIDE = 100, 1000
 
 
@@ -153,3 +161,20 @@ def test_blocks_run_on_two_ranks(strategy, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_bytes_of_the_precision_page_are_those_of_the_costs(ranks):
+    header = (
+        "`precision` | `dtypes` | param | compute | reduce | master | "
+        "`ddp` | `zero1` | `zero2` | `zero3`"
+    )
+    table = rows(ROOT / "docs/precision.md", header)
+    assert {cells[1].strip("`") for cells in table} == POLICIES.keys()
+    for name, dtypes, _, _, _, _, *texts in table:
+        precision = Precision.of(name.strip("`"), **POLICIES[dtypes.strip("`")])
+        for text, strategy in zip(texts, (Ddp, *STAGES.values()), strict=True):
+            if text != "refused":
+                expected = formula(text, ranks)
+                found = held(strategy, precision, ranks)
+                assert found == pytest.approx(expected, rel=1e-3), (name, dtypes, strategy)
