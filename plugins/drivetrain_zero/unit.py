@@ -164,6 +164,11 @@ class FlatUnit:
         return not self.layout.sharded
 
     @property
+    def moves(self) -> bool:
+        """Whether an optimizer may have changed the parameters: not if all were always frozen."""
+        return self.layout.trainable or any(slot.parameter.requires_grad for slot in self.slots)
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, in order."""
         return [slot.parameter for slot in self.slots]

@@ -177,7 +177,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         """Send the updated ranges around, in the order in which forward will need them."""
         touched = bound.units
         for unit in reversed(self._placement.units):
-            if unit.resident and unit in touched:
+            if unit.resident and unit in touched and unit.moves:
                 unit.arrive()
                 unit.start()
 

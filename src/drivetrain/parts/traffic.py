@@ -10,7 +10,7 @@ class Entry:
     """Sums over the collectives of one kind.
 
     Attributes:
-        calls: how many collectives ran.
+        calls: how many collectives were submitted.
         bytes: payload bytes that this rank sent.
         seconds: time between start and end of the transfers, summed; overlapped time included.
     """
@@ -27,13 +27,21 @@ class Traffic:
         self._entries: dict[tuple[str, str], Entry] = {}
         self._lock = threading.Lock()
 
-    def add(self, axis: str, operation: str, nbytes: int, seconds: float = 0.0) -> None:
-        """Write down one collective: payload bytes sent by this rank, and its duration."""
+    def add(self, axis: str, operation: str, nbytes: int) -> None:
+        """Write down one collective when it is submitted: payload bytes that this rank sends.
+
+        At submission, so that the sums at one place of a program are the same in every run,
+        whatever is still on its way.
+        """
         with self._lock:
             entry = self._entries.setdefault((axis, operation), Entry())
             entry.calls += 1
             entry.bytes += nbytes
-            entry.seconds += seconds
+
+    def took(self, axis: str, operation: str, seconds: float) -> None:
+        """Write down how long one collective took, when it is over."""
+        with self._lock:
+            self._entries.setdefault((axis, operation), Entry()).seconds += seconds
 
     def entries(self) -> Mapping[tuple[str, str], Entry]:
         """Return a copy of the sums so far."""

@@ -130,14 +130,14 @@ class RingCommunicator(Communicator):
         if flat.numel() == 0:
             return Finished()
         number, label = self._number(), call.label or caller()
-        nbytes = self._sent_bytes(call, flat)
+        self.traffic.add(self.axis.name, call.operation, self._sent_bytes(call, flat))
 
         def timed() -> None:
             start = time.perf_counter()
             self._neighbors.begin(call, number, label, flat)
             run()
             self._neighbors.end()
-            self.traffic.add(self.axis.name, call.operation, nbytes, time.perf_counter() - start)
+            self.traffic.took(self.axis.name, call.operation, time.perf_counter() - start)
 
         def describe(error: BaseException) -> CollectiveError:
             self._neighbors.alarm()

@@ -49,11 +49,13 @@ class AccountChecks(Suite):
         if not is_supported():
             pytest.skip("this system has no count of bytes per connection (Linux has)")
         with self.accelerator() as accelerator:
-            train, _ = _some_millions(accelerator)
+            train, model = _some_millions(accelerator)
             train()
+            _settle(accelerator, model)
             ledger, before = accelerator.traffic.total(), sent_bytes()
             for _ in range(STEPS):
                 train()
+            _settle(accelerator, model)
             ledger, kernel = accelerator.traffic.total() - ledger, sent_since(before)
             assert abs(kernel - ledger) <= 0.02 * ledger + 2**16, (
                 f"in {STEPS} steps the ledger has {ledger} bytes, the kernel sent {kernel}"
@@ -122,10 +124,17 @@ def _some_millions(accelerator: Accelerator) -> tuple[Callable[[], None], nn.Mod
     inputs = torch.randn(4, 7, generator=generator)
 
     def train() -> None:
+        optimizer.zero_grad()
         accelerator.backward(prepared(inputs).square().mean())
         optimizer.step()
 
     return train, prepared
+
+
+def _settle(accelerator: Accelerator, model: nn.Module) -> None:
+    """Wait for what is on its way: whole values are there when nothing is."""
+    with accelerator.gathered(model):
+        return
 
 
 def _train(twins: Twins, steps: int) -> None:

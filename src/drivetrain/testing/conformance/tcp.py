@@ -6,6 +6,7 @@ the machine do not show up in the count.
 
 import os
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,16 @@ def cut_connections() -> None:
 def _connections() -> Iterator[socket.socket]:
     """Yield a copy of each TCP socket of this process, open while it is looked at."""
     for entry in list(_DESCRIPTORS.iterdir()):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+        if not _is_socket(int(entry.name)):
+            continue
+        with socket.socket(fileno=os.dup(int(entry.name))) as connection:
             inet = connection.family in (socket.AF_INET, socket.AF_INET6)
             if inet and connection.type == socket.SOCK_STREAM:
                 yield connection
+
+
+def _is_socket(descriptor: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    except OSError:  # closed since it was listed
+        return False
