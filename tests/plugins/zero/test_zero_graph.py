@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
+from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins, momentum, weights
 from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
 
@@ -95,8 +96,10 @@ def train(twins, steps, *, backwards=1):
     """Train both; every trainable unit is reduced once per backward and freed after it."""
     trained = sum(unit.layout.trainable for unit in units_of(twins))
     for step in steps:
+        loss = twins.loss(step)
         before = reductions(twins)
-        twins.backward(step)
+        twins.accelerator.backward(loss)
+        twins.backward_twin(step)
         assert_freed(twins)
         if twins.axis.size > 1:
             assert reductions(twins) - before == backwards * trained
@@ -330,4 +333,83 @@ GRAPHS = {
 def test_graphs(strategy, size, graph):
     accelerator = start(strategy)
     train(Twins(accelerator, GRAPHS[graph]), range(3))
+    accelerator.free_memory()
+
+
+# --- several backwards ---
+
+
+@WORLDS
+@EACH
+def test_backwards_in_any_order(strategy, size):
+    """The first loss last, a graph twice, and a part of the loss after the rest of it."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case(Interleaved))
+    losses = [twins.loss(step) for step in range(3)]
+    for step in (2, 0, 1):
+        accelerator.backward(losses[step], retain_graph=step == 0)
+        assert_freed(twins)
+        twins.backward_twin(step)
+    accelerator.backward(losses[0])
+    twins.backward_twin(0)
+    twins.step()
+    norms = []
+    for model in (twins.model, twins.twin):
+        first, second, third = (block.up.weight for block in model.blocks)
+        loss = twins.case.loss(model, numbers(4, twins.axis.rank))
+        norms.append((loss, 0.01 * (F.linear(first, second) @ third).norm()))
+    for loss in norms[0]:
+        accelerator.backward(loss)
+        assert_freed(twins)
+    twins.backward_twin(4)
+    norms[1][1].backward()
+    twins.step()
+    train(twins, range(5, 7))
+    accelerator.free_memory()
+
+
+def slope(model, batch):
+    """A loss with the gradient of a gradient, as in WGAN-GP."""
+    inputs = batch.inputs.clone().requires_grad_()
+    outputs = model(inputs)
+    (gradient,) = torch.autograd.grad(outputs.square().sum(), inputs, create_graph=True)
+    return F.mse_loss(outputs, batch.targets) + 0.001 * (gradient.norm() - 1.0).square()
+
+
+@WORLDS
+@EACH
+def test_gradients_by_autograd(strategy, size):
+    """They are the rank's own, of inputs and parameters, reduce nothing, and can be trained on."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case(Interleaved, slope))
+    train(twins, range(2))
+    batch = numbers(9, twins.axis.rank)
+    found = []
+    for model in (twins.model, twins.twin):
+        inputs = batch.inputs.clone().requires_grad_()
+        before = reductions(twins)
+        loss = F.mse_loss(model(inputs), batch.targets)
+        found.append(torch.autograd.grad(loss, inputs, retain_graph=True))
+        assert_freed(twins)
+        found[-1] += torch.autograd.grad(loss, list(model.parameters()))
+        assert_freed(twins)
+        assert reductions(twins) == before
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+    assert all(parameter.grad is None for parameter in twins.model.parameters())
+    train(twins, range(2, 4))
+    accelerator.free_memory()
+
+
+@WORLDS
+@EACH
+def test_a_backward_that_makes_a_graph_is_refused(strategy, size):
+    """Gradients that are part of a graph cannot be cut and sent; training goes on after it."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case())
+    train(twins, range(1))
+    with pytest.raises(UsageError, match=r"part of a graph.*torch\.autograd\.grad"):
+        accelerator.backward(twins.loss(1), create_graph=True)
+    twins.model.zero_grad()
+    twins.optimizer.zero_grad()
+    train(twins, range(2, 4))
     accelerator.free_memory()

@@ -1,0 +1,282 @@
+"""Passes that differ from the first one, under ZeRO: recomputed, in evaluation, compiled, cast.
+
+tests/core covers recompute on models in one process, bit by bit, and under ``ddp``; the conformance
+suite covers evaluation between steps and a model that is compiled as a whole, with parameters that
+stay whole. Here the blocks are really divided: values are away when a pass comes again.
+"""
+
+import copy
+import functools
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain import Accelerator
+from drivetrain.testing.conformance.twins import Twins, everyone, momentum, weights
+from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
+
+SMALL = {"bucket_mib": 0.001}
+SHARDED = {"name": "zero3", "keep_below": 0}
+STAGES = {
+    "zero1": {"name": "zero1", **SMALL},
+    "zero2": {"name": "zero2", **SMALL},
+    "zero3": {"name": "zero3", **SMALL},
+    "sharded": SHARDED,
+    "kept": {**SHARDED, "reshard_after_forward": False},
+}
+EACH = pytest.mark.parametrize("strategy", list(STAGES.values()), ids=list(STAGES))
+
+
+class Block(nn.Module):
+    """A residual block; it counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
+        self.drop = nn.Dropout(0.0)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """A layer, three blocks, a layer; ``around`` says how a block is called."""
+
+    def __init__(self, around=None, dropout=0.0):
+        super().__init__()
+        self.first = linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = linear(WIDTH, OUT)
+        self.around = around or (lambda block, x: block(x))
+        self.order = (0, 1, 2)
+        for block in self.blocks:
+            block.drop.p = dropout
+
+    def forward(self, x):
+        x = self.first(x)
+        for i in self.order:
+            x = self.around(self.blocks[i], x)
+        return self.last(x)
+
+
+class Tied(Net):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[1].down.weight = self.blocks[0].down.weight
+
+
+class Frozen(Net):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].up.requires_grad_(False)
+
+
+class Twice(Net):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.order = (0, 1, 0, 1)
+
+
+NETS = {"plain": Net, "tied": Tied, "frozen": Frozen, "twice": Twice}
+
+
+def case(factory, loss=squared_error):
+    return Case(name="net", factory=factory, batch=numbers, loss=loss)
+
+
+def start(strategy, **options):
+    return Accelerator(strategy=strategy, cpu=True, **options)
+
+
+def units_of(twins):
+    return twins.accelerator.strategy_of(twins.model)._placement.units
+
+
+def calls(twins, operation):
+    entry = twins.accelerator.traffic.entries().get(("dp", operation))
+    return entry.calls if entry else 0
+
+
+def assert_freed(twins):
+    whole = [u.label for u in units_of(twins) if not u.resident and u.flat.untyped_storage().nbytes()]
+    assert not whole, f"still whole: {whole}"
+
+
+def train(twins, steps):
+    """Train both; every trainable unit is reduced once per backward and freed after it."""
+    trained = sum(unit.layout.trainable for unit in units_of(twins))
+    for step in steps:
+        before = calls(twins, "reduce_scatter")
+        twins.backward(step)
+        assert_freed(twins)
+        assert calls(twins, "reduce_scatter") - before == trained
+        twins.step()
+    twins.check()
+
+
+# --- recompute ---
+
+
+def reentrant(block, x):
+    """Such a checkpoint gives gradients only if an input requires them, so scripts see to that."""
+    x = x.detach().requires_grad_() if torch.is_grad_enabled() and not x.requires_grad else x
+    return checkpoint(block, x, use_reentrant=True)
+
+
+AROUND = {
+    "full": ({"mode": "full"}, None),
+    "selective": ({"mode": "selective"}, None),
+    "checkpoint": ({}, functools.partial(checkpoint, use_reentrant=False)),
+    "reentrant": ({}, reentrant),
+}
+
+
+@pytest.mark.parametrize("net", list(NETS))
+@pytest.mark.parametrize("how", list(AROUND))
+@EACH
+@pytest.mark.ranks(2)
+def test_recompute(strategy, how, net):
+    """One reduction per unit and equal gradients, whatever is tied, frozen, or called twice."""
+    options, around = AROUND[how]
+    accelerator = start(strategy, config={"recompute": options} if options else {})
+    twins = Twins(accelerator, case(functools.partial(NETS[net], around=around)))
+    train(twins, range(3))
+    per_pass = twins.twin.order.count(1)
+    assert twins.model.blocks[1].calls == 2 * 3 * per_pass, "the block was not recomputed"
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("how", list(AROUND))
+@EACH
+@pytest.mark.ranks(2)
+def test_dropout_is_the_same_when_recomputed(strategy, how):
+    """Weights are bitwise those of a run that keeps everything; ranks drop differently."""
+    found = []
+    for options, around in (AROUND[how], ({}, None)):
+        accelerator = start(strategy, config={"recompute": options} if options else {})
+        built = case(functools.partial(Net, around=around, dropout=0.4)).build()
+        model, optimizer = accelerator.prepare(built, momentum(built))
+        torch.manual_seed(5 + accelerator.process_index)
+        for step in range(3):
+            accelerator.backward(squared_error(model, numbers(step, 0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(accelerator, model))
+        drawn = everyone(torch.rand(()).item())
+        assert len(set(drawn)) == 2
+        accelerator.free_memory()
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), f"{name} differs when recomputed"
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_the_whole_model_or_loss_in_a_checkpoint(strategy):
+    """Checkpoints and offloading around the model see what it saves, as without a strategy."""
+    packed = []
+
+    def keep(tensor):
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    def loss(model, batch):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = model(batch.inputs)
+        whole = checkpoint(model, batch.inputs, use_reentrant=False)
+        head = checkpoint(torch.matmul, hidden, model.last.weight, use_reentrant=False)
+        past = checkpoint(model.blocks[1], head, use_reentrant=False)
+        return F.mse_loss(whole, batch.targets) + past.square().mean()
+
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case(Net, loss))
+    twins.loss(0)
+    assert len(packed) % 2 == 0
+    assert packed[: len(packed) // 2] == packed[len(packed) // 2 :]
+    train(twins, range(1, 4))
+    accelerator.free_memory()
+
+
+# --- evaluation ---
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_evaluation_at_any_time(strategy):
+    """First of all, in another order, without gradients of three kinds, between two passes."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case(Net))
+
+    def evaluate(step, order, context):
+        shown = []
+        for model in (twins.model, twins.twin):
+            model.eval()
+            model.order = order
+            with context():
+                shown.append(model(numbers(step, twins.axis.rank).inputs).detach().clone())
+            model.order = (0, 1, 2)
+            model.train()
+        torch.testing.assert_close(*shown, rtol=1e-10, atol=1e-10)
+
+    contexts = (torch.no_grad, torch.inference_mode, torch.enable_grad)
+    orders = ((2, 0, 1), (0, 1, 2), (1,), (2, 2, 1, 0))
+    for step, context in enumerate(contexts):
+        for order in orders:
+            evaluate(step, order, context)
+        loss = twins.loss(step)
+        evaluate(step, orders[step], context)
+        accelerator.backward(loss)
+        twins.backward_twin(step)
+        evaluate(step, orders[0], context)
+        twins.step()
+        evaluate(step, orders[step], torch.no_grad)
+        assert_freed(twins)
+        train(twins, [10 + step])
+    accelerator.free_memory()
+
+
+# --- compiled, cast, and laid out otherwise ---
+
+
+def compiled_blocks(model, backend):
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend=backend)
+    return model
+
+
+def compiled_in_place(model, backend):
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("how", [compiled_blocks, compiled_in_place])
+@pytest.mark.parametrize("when", ["before", "after"])
+@EACH
+@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_compiled_blocks(strategy, when, how, backend):
+    """Blocks compiled by the user train the same and keep the names of the parameters."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler, and there is no g++")
+    compile_blocks = functools.partial(how, backend=backend)
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case(Net), wrap=compile_blocks if when == "before" else None)
+    if when == "after":
+        compile_blocks(twins.model)
+    for step in range(3):
+        twins.backward(step)
+        assert_freed(twins)
+        twins.step()
+    twins.check()
+    accelerator.free_memory()
+    torch._dynamo.reset()
