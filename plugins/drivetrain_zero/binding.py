@@ -119,8 +119,8 @@ class Binding:
 
         def zero_grad(set_to_none: bool = True) -> None:
             self._adopt_strays(bound)
+            self._clear(bound.slots.values())  # first: it may end a backward that was cut short
             given(set_to_none)
-            self._clear(bound.slots.values())
 
         bound.optimizer.__dict__["zero_grad"] = zero_grad
 

@@ -48,12 +48,19 @@ class Estimate:
         return cls(units, run.precision, run.mesh["dp"])
 
     def sent(
-        self, model: ModelSpec, *, reductions: int, regathers: bool, buffers: bool
+        self,
+        model: ModelSpec,
+        *,
+        forwards: int,
+        reductions: int,
+        regathers: bool,
+        buffers: bool,
     ) -> dict[tuple[str, str], int]:
         """Return the bytes of one optimizer step by (axis, operation).
 
         Args:
             model: has the buffers.
+            forwards: micro-batches per step.
             reductions: backwards per step that reduce gradients.
             regathers: whether sharded units are freed between forward and backward.
             buffers: whether rank 0's buffers are sent before each forward.
@@ -61,9 +68,9 @@ class Estimate:
         flags = sum(len(unit.places) for unit in self._trainable)
         gathered = sum(self._gather(unit) for unit in self._trainable if not unit.sharded)
         sharded = [self._gather(unit) for unit in self._units if unit.sharded]
-        gathered += reductions * sum(sharded)
+        gathered += forwards * sum(sharded)
         if regathers:  # the unit that forward ends with is not freed: backward begins with it
-            gathered += reductions * sum(sharded[1:])
+            gathered += forwards * sum(sharded[1:])
         broadcast = sum(spec.nbytes for spec in model.buffers) if buffers else 0
         sent = {
             ("dp", "reduce_scatter"): reductions * sum(map(self._reduce, self._trainable)),

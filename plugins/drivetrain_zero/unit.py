@@ -10,11 +10,13 @@ time in the master's dtype.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain.errors import CollectiveError
 from drivetrain.parts.buckets import is_dense
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.collectives.communicator import Handle
@@ -157,6 +159,8 @@ class FlatUnit:
         with torch.no_grad():
             for slot in self.slots:
                 self._adopt(slot, values(slot.name, slot.parameter))
+        if layout.sharded:
+            self.free()  # before the next unit gets memory
 
     @property
     def resident(self) -> bool:
@@ -261,9 +265,13 @@ class FlatUnit:
             guard(slot.parameter, self.guard)
 
     def free(self) -> None:
-        """Give the memory of a sharded unit back; its range stays in the shard."""
+        """Give the memory of a sharded unit back; its range stays in the shard.
+
+        A gather that failed is an error for those who need the values, not here.
+        """
         if self.arrival is not None:
-            self.arrival.wait()
+            with suppress(CollectiveError):
+                self.arrival.wait()
             self.arrival = None
         self.shut()
         self.flat.untyped_storage().resize_(0)

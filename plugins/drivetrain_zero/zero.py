@@ -168,6 +168,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         self._reducer.rounds.finish()
 
     def _forget(self, slots: Iterable[Slot]) -> None:
+        self._reducer.rounds.finish()  # what an exception cut short must not come after this
         self._reducer.forget(slots)
 
     def _after_round(self) -> None:
@@ -189,6 +190,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
             unit.arrive()
 
     def _clear(self, set_to_none: bool) -> None:
+        self._reducer.rounds.finish()
         self._reducer.forget()
         self._placement.clear_gradients(set_to_none=set_to_none)
 
@@ -248,6 +250,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         lent = config.lent_buffers
         sent = estimate.sent(
             model,
+            forwards=run.accumulation,
             reductions=run.accumulation if config.reduces_each else 1,
             regathers=config.regathers,
             buffers=config.buffers == "broadcast",
