@@ -200,17 +200,21 @@ PATHS = {
 }
 
 
+DIVIDED = pytest.mark.parametrize(
+    "strategy",
+    [SHARDED, {**SHARDED, "prefetch": 0}, STAGES["kept"]],
+    ids=["sharded", "none ahead", "kept"],
+)
+
+
 @pytest.mark.parametrize("paths", list(PATHS))
-@pytest.mark.parametrize("known", [False, True], ids=["first", "later"])
-@pytest.mark.parametrize("strategy", [SHARDED, {**SHARDED, "prefetch": 0}, STAGES["kept"]])
+@DIVIDED
 @pytest.mark.ranks(2)
-def test_divided_blocks_on_different_paths(strategy, known, paths):
+def test_divided_blocks_on_different_paths(strategy, paths):
     """Both ranks fail soon, with an error that says which blocks each of them wanted."""
     mine, theirs, one, other = PATHS[paths]
     accelerator = start(strategy, config={"launch": {"timeout_s": TIMEOUT_S}})
     twins = Twins(accelerator, NET)
-    if known:  # what followed last time is gathered ahead
-        train(twins, range(2))
     twins.model.path = theirs if twins.axis.rank else mine
     started = time.monotonic()
     with pytest.raises(CollectiveError, match="the ranks took different paths") as caught:
@@ -220,6 +224,33 @@ def test_divided_blocks_on_different_paths(strategy, known, paths):
     for block, rank in ((one, 0), (other, 1)):
         assert f"rank {rank}" in message
         assert block is None or f"of {block})" in message, message
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("paths", list(PATHS))
+@DIVIDED
+@pytest.mark.ranks(2)
+def test_different_paths_when_blocks_are_gathered_ahead(strategy, paths):
+    """They may want the same blocks by chance: then the step is right, else both ranks fail."""
+    accelerator = start(strategy, config={"launch": {"timeout_s": TIMEOUT_S}})
+    twins = Twins(accelerator, NET)
+    train(twins, range(2))
+    twins.model.path = PATHS[paths][twins.axis.rank]
+    started = time.monotonic()
+    try:
+        accelerator.backward(NET.loss(twins.model, numbers(9, twins.axis.rank)))
+        twins.optimizer.step()
+    except CollectiveError as error:
+        assert "the ranks took different paths" in str(error)
+        assert "on rank 0" in str(error)
+        assert "on rank 1" in str(error)
+    else:
+        for rank, path in enumerate(PATHS[paths][:2]):
+            twins.twin.path = path
+            (NET.loss(twins.twin, numbers(9, rank)) / 2).backward()
+        twins.twin_optimizer.step()
+        twins.check()
+    assert time.monotonic() - started < SOON_S
     accelerator.free_memory()
 
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.testing.conformance.twins import Twins, momentum, weights
+from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
 
 SMALL = {"bucket_mib": 0.001}

@@ -5,7 +5,6 @@ suite covers evaluation between steps and a model that is compiled as a whole, w
 stay whole. Here the blocks are really divided: values are away when a pass comes again.
 """
 
-import copy
 import functools
 import shutil
 
@@ -107,7 +106,9 @@ def calls(twins, operation):
 
 
 def assert_freed(twins):
-    whole = [u.label for u in units_of(twins) if not u.resident and u.flat.untyped_storage().nbytes()]
+    whole = [
+        u.label for u in units_of(twins) if not u.resident and u.flat.untyped_storage().nbytes()
+    ]
     assert not whole, f"still whole: {whole}"
 
 
@@ -280,3 +281,95 @@ def test_compiled_blocks(strategy, when, how, backend):
     twins.check()
     accelerator.free_memory()
     torch._dynamo.reset()
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_autocast_on_top(strategy):
+    """The user's own autocast around forward: bf16 products, also read from divided weights."""
+
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(batch.inputs.float())
+            outputs = outputs + F.linear(batch.inputs.float(), model.last.weight)
+        return F.mse_loss(outputs.float(), batch.targets.float())
+
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case(lambda: Net().float(), loss))
+    twins.tolerance = 1e-6
+    train(twins, range(3))
+    accelerator.free_memory()
+
+
+class Image(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(1 + i, 2 + i, 3, padding=1), nn.Tanh()) for i in range(3)
+        )
+        self.last = nn.Linear(4, OUT)
+        self.to(torch.float64).to(memory_format=torch.channels_last)
+        self.kept = []
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            self.kept.append(x.is_contiguous(memory_format=torch.channels_last))
+        return self.last(x.mean((2, 3)))
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_channels_last(strategy):
+    """Kernels and images keep their layout, and train the same."""
+
+    def loss(model, batch):
+        image = batch.inputs.unflatten(1, (1, WIDTH, 1)) * batch.inputs[:, None, None]
+        image = image.contiguous(memory_format=torch.channels_last)
+        return F.mse_loss(model(image), batch.targets)
+
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case(Image, loss))
+    train(twins, range(3))
+    assert all(twins.model.kept)
+    for name, tensor in weights(accelerator, twins.model).items():
+        assert tensor.stride() == twins.twin.get_parameter(name).stride()
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("context", [False, True], ids=["set", "with"])
+@EACH
+@pytest.mark.ranks(2)
+def test_another_default_device(strategy, context, tmp_path):
+    """What the library makes lies where the model is, whatever new tensors do by default."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case(Net))
+
+    def on_meta(action, *arguments):
+        if context:
+            with torch.device("meta"):
+                return action(*arguments)
+        torch.set_default_device("meta")
+        try:
+            return action(*arguments)
+        finally:
+            torch.set_default_device(None)
+
+    for step in range(3):
+        loss = on_meta(squared_error, twins.model, numbers(step, twins.axis.rank))
+        on_meta(accelerator.backward, loss)
+        on_meta(accelerator.clip_grad_norm_, twins.model.parameters(), 1e6)
+        twins.backward_twin(step)
+        on_meta(twins.optimizer.step)
+        on_meta(twins.optimizer.zero_grad)
+        twins.twin_optimizer.step()
+        twins.twin_optimizer.zero_grad()
+        assert_freed(twins)
+    twins.check()
+    on_meta(accelerator.save_state, tmp_path / "state")
+    before = on_meta(weights, accelerator, twins.model)
+    train(twins, [3])
+    on_meta(accelerator.load_state, tmp_path / "state")
+    for name, tensor in weights(accelerator, twins.model).items():
+        assert torch.equal(tensor, before[name])
+    accelerator.free_memory()
