@@ -55,7 +55,7 @@ class ShardedState:
             if slot.owned_numel:
                 yield from _shards(name, "", slot, slot.unit.shard[slot.local()].detach())
             elif not slot.numel and self._rank == 0:
-                empty = torch.empty(slot.shape, dtype=slot.unit.shard.dtype)
+                empty = torch.empty(slot.shape, dtype=slot.unit.shard.dtype, device="cpu")
                 yield Shard(name, "", empty, slot.shape, Part.whole(slot.shape))
         for index, (optimizer, names) in enumerate(self._held):
             for name in names:
@@ -140,7 +140,7 @@ class ShardedState:
         whole = slot.unit.layout.whole_parameters
         piecewise = not whole and shape == slot.shape and not (shape == () and key in _SCALARS)
         if piecewise:
-            values = torch.empty(slot.owned_numel, dtype=fragment.dtype)
+            values = torch.empty(slot.owned_numel, dtype=fragment.dtype, device="cpu")
             _read(reader, state, slot, values)
             values = values.view(fragment.shape)
         else:

@@ -96,5 +96,5 @@ def _copy(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Optimizer
 def _matrix(index: int) -> Tensor:
     """Return a small matrix whose rows and columns differ in size."""
     rows, columns = _SHAPE
-    ramp = torch.arange(rows * columns, dtype=torch.float32).view(_SHAPE)
+    ramp = torch.arange(rows * columns, dtype=torch.float32, device="cpu").view(_SHAPE)
     return torch.sin(ramp * (0.7 + index)) * (1.0 + 10.0 * index)

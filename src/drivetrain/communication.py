@@ -179,7 +179,8 @@ def pad_across_processes(
 
     _check_alike("pad_across_processes", data, group, lambda t: f"{t.dtype} of {t.dim()} dims")
     recursively_apply(measure, data)
-    longest = iter(reduce(torch.tensor(lengths, dtype=torch.int64), "max", group=group).tolist())
+    mine = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    longest = iter(reduce(mine, "max", group=group).tolist())
     return recursively_apply(pad_one, data)
 
 

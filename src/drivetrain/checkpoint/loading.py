@@ -203,7 +203,7 @@ class ModelReader:
                 f"expected a part of {label(name, state)} inside its shape {saved.shape}, "
                 f"found {wanted}"
             )
-        memory = torch.empty(numel(wanted), dtype=dtype or _TORCH_DTYPES[saved.dtype])
+        memory = torch.empty(numel(wanted), dtype=dtype or _TORCH_DTYPES[saved.dtype], device="cpu")
         copied = sum(
             copy_overlap(memory, wanted, self._files.tensor(one, saved.dtype), one.part)
             for one in saved.parts

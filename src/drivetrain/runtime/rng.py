@@ -153,7 +153,7 @@ def _accelerator() -> Any:
 def _capture_python() -> Tensor:
     """Pack as (628,) int64: version, 625 words, whether a Gaussian is kept, its bits."""
     version, words, gauss = random.getstate()
-    return torch.tensor([version, *words, gauss is not None, _bits(gauss or 0.0)])
+    return torch.tensor([version, *words, gauss is not None, _bits(gauss or 0.0)], device="cpu")
 
 
 def _restore_python(state: Tensor) -> None:
@@ -176,7 +176,7 @@ def _capture_numpy(numpy: Any) -> Tensor:
         )
     inner = state["state"]
     numbers = [*inner["key"].tolist(), inner["pos"], state["has_gauss"], _bits(state["gauss"])]
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _restore_numpy(numpy: Any, state: Tensor) -> None:

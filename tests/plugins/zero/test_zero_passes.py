@@ -5,6 +5,7 @@ suite covers evaluation between steps and a model that is compiled as a whole, w
 stay whole. Here the blocks are really divided: values are away when a pass comes again.
 """
 
+import copy
 import functools
 import shutil
 
@@ -342,8 +343,6 @@ def test_channels_last(strategy):
 @pytest.mark.ranks(2)
 def test_another_default_device(strategy, context, tmp_path):
     """What the library makes lies where the model is, whatever new tensors do by default."""
-    accelerator = start(strategy)
-    twins = Twins(accelerator, case(Net))
 
     def on_meta(action, *arguments):
         if context:
@@ -355,6 +354,12 @@ def test_another_default_device(strategy, context, tmp_path):
         finally:
             torch.set_default_device(None)
 
+    built = case(Net).build()
+    accelerator = on_meta(start, strategy)
+    twins = Twins(accelerator, case(lambda: copy.deepcopy(built)))
+    on_meta(accelerator.free_memory)  # and once more, as twins prepare by themselves
+    optimizer = momentum(built)
+    twins.model, twins.optimizer = on_meta(accelerator.prepare, built, optimizer)
     for step in range(3):
         loss = on_meta(squared_error, twins.model, numbers(step, twins.axis.rank))
         on_meta(accelerator.backward, loss)

@@ -91,7 +91,7 @@ class Neighbors:
         sides, because the wait for a rank known to be dead fails without a timeout.
         """
         for neighbor in (self.left, self.right):
-            token = torch.empty(1, dtype=torch.uint8)
+            token = torch.empty(1, dtype=torch.uint8, device="cpu")
             with suppress(RuntimeError):
                 receive = self._group.recv([token], neighbor, self.number(Tag.ALARM))
                 receive.wait(timedelta(milliseconds=1))

@@ -136,7 +136,7 @@ class CheckedNeighbors(Neighbors):
         super().__init__(axis, group, timeout)
         self._lane = 0
         self._mine: Header | None = None
-        self._arriving = torch.empty(Header.SIZE, dtype=torch.uint8)
+        self._arriving = torch.empty(Header.SIZE, dtype=torch.uint8, device="cpu")
         self._heard: Any = None
         self._told: Any = None
 

@@ -67,7 +67,7 @@ class RingCommunicator(Communicator):
     ) -> None:
         super().__init__(axis, traffic, timeout)
         self._neighbors = (CheckedNeighbors if checked else Neighbors)(axis, group, timeout)
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._worker = Worker(f"drivetrain-ring-{axis.name}")
 
     def all_reduce(
@@ -111,7 +111,7 @@ class RingCommunicator(Communicator):
 
     def barrier(self) -> None:
         """Return when every rank of the axis has come here."""
-        token = torch.zeros(self.size, dtype=torch.uint8)
+        token = torch.zeros(self.size, dtype=torch.uint8, device="cpu")
         bounds = self.chunk(self.size)
         self._submit(
             Call("barrier", "barrier"),
@@ -122,7 +122,7 @@ class RingCommunicator(Communicator):
     def close(self) -> None:
         """Finish what was submitted and join the thread."""
         self._worker.close()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     # --- submission, on the caller's thread ---
 
@@ -254,7 +254,7 @@ class RingCommunicator(Communicator):
         itemsize = pieces[0].element_size()
         slot = -(-longest * itemsize // 64) * 64  # keep every buffer on its own cache line
         if self._scratch.numel() < slot * WINDOW:
-            self._scratch = torch.empty(slot * WINDOW, dtype=torch.uint8)
+            self._scratch = torch.empty(slot * WINDOW, dtype=torch.uint8, device="cpu")
         dtype = pieces[0].dtype
         return [
             self._scratch[index * slot : (index + 1) * slot].view(dtype) for index in range(WINDOW)

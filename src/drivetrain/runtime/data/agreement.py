@@ -12,7 +12,7 @@ def seed_of_main(seed: int, world: World) -> int:
     """Return the seed that rank 0 passes; collective when there are other ranks."""
     if world.size == 1:
         return seed
-    return int(rng.broadcast_from_main(torch.tensor(seed)).item())
+    return int(rng.broadcast_from_main(torch.tensor(seed, device="cpu")).item())
 
 
 def check_same_order(mine: int, world: World) -> None:

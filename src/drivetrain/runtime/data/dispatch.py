@@ -44,7 +44,11 @@ class _Block:
 
     def payload(self) -> Tensor:
         """Return all bytes, (size,) uint8."""
-        return torch.cat(self._parts) if self._parts else torch.empty(0, dtype=torch.uint8)
+        return (
+            torch.cat(self._parts)
+            if self._parts
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class Permutation(Sequence[int]):
     def __init__(self, n: int, seed: int) -> None:
         generator = torch.Generator()
         generator.manual_seed(seed)
-        self._indices: Tensor = torch.randperm(n, generator=generator)  # (n,) int64
+        self._indices: Tensor = torch.randperm(n, generator=generator, device="cpu")  # (n,) int64
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -102,7 +102,9 @@ class EpochOrder:
             generator: the loader's generator, for a sampler without its own.
         """
         source = next(_generators(self._sampler), generator)
-        return int(torch.empty((), dtype=torch.int64).random_(generator=source).item())
+        device = "cpu" if source is None else source.device
+        seed = torch.empty((), dtype=torch.int64, device=device).random_(generator=source)
+        return int(seed.item())
 
     def draw(self, seed: int, epoch: int) -> Sequence[Any]:
         """Return the order of an epoch.
