@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drivetrain.config.option import option
+from drivetrain.errors import ConfigError
 from drivetrain.parts.buckets import MIB
+from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.strategy import TensorSpec
 from drivetrain_zero.layout import Cut
 
@@ -47,10 +49,9 @@ class Zero1Config:
         """Whether every micro-batch's gradients are reduced."""
         return False
 
-    @property
-    def regathers(self) -> bool:
-        """Whether sharded units are freed between forward and backward."""
-        return False
+    def regathered_over(self, mesh: Mesh) -> Axis | None:
+        """Return the ranks that units are gathered over for backward; None: they were not freed."""
+        return None
 
     def places(self, spec: TensorSpec) -> bool:
         """Return whether a parameter lies in a unit; what never moves needs none."""
@@ -99,8 +100,8 @@ class Zero3Config(Zero2Config):
     )
     reshard_after_forward: bool | int = option(
         True,
-        help="whether a unit is freed between its forward and its backward; a number counts as "
-        "true, 0 as false",
+        help="whether a unit is freed between its forward and its backward; a number of ranks "
+        "keeps it until backward, divided over groups of that many neighbors",
     )
     prefetch: int = option(
         1, help="units that are gathered ahead of the one that computes", minimum=0, maximum=8
@@ -116,10 +117,26 @@ class Zero3Config(Zero2Config):
             own_unit_from=self.own_unit_from,
         )
 
-    @property
-    def regathers(self) -> bool:
-        """Whether sharded units are freed between forward and backward."""
-        return bool(self.reshard_after_forward)
+    def regathered_over(self, mesh: Mesh) -> Axis | None:
+        """Return the ranks that units are gathered over for backward; None: they were not freed."""
+        return (self.near(mesh) or mesh["dp"]) if self.reshard_after_forward else None
+
+    def near(self, mesh: Mesh) -> Axis | None:
+        """Return the neighbors that keep units together until backward; None: there are none.
+
+        Raises:
+            ConfigError: the ranks cannot be cut into groups of that many.
+        """
+        size = self.reshard_after_forward
+        if isinstance(size, bool):
+            return None
+        if size <= 1:
+            raise ConfigError(
+                "expected true, false or a number of ranks from 2 on in reshard_after_forward, "
+                f"found {size}; true keeps each rank's range only, false the whole unit"
+            )
+        near = mesh.neighbors("dp", size)
+        return None if near.size == mesh["dp"].size else near
 
     def places(self, spec: TensorSpec) -> bool:
         """Return True: frozen parameters are divided as well."""

@@ -53,7 +53,7 @@ class Estimate:
         *,
         forwards: int,
         reductions: int,
-        regathers: bool,
+        regathered_over: Axis | None,
         buffers: bool,
     ) -> dict[tuple[str, str], int]:
         """Return the bytes of one optimizer step by (axis, operation).
@@ -62,15 +62,14 @@ class Estimate:
             model: has the buffers.
             forwards: micro-batches per step.
             reductions: backwards per step that reduce gradients.
-            regathers: whether sharded units are freed between forward and backward.
+            regathered_over: the ranks that sharded units are gathered over for backward; None: they
+                are not freed after forward.
             buffers: whether rank 0's buffers are sent before each forward.
         """
         flags = sum(len(unit.places) for unit in self._trainable)
         gathered = sum(self._gather(unit) for unit in self._trainable if not unit.sharded)
-        sharded = [self._gather(unit) for unit in self._units if unit.sharded]
-        gathered += forwards * sum(sharded)
-        if regathers:  # the unit that forward ends with is not freed: backward begins with it
-            gathered += forwards * sum(sharded[1:])
+        sharded = [unit for unit in self._units if unit.sharded]
+        gathered += forwards * sum(map(self._gather, sharded))
         broadcast = sum(spec.nbytes for spec in model.buffers) if buffers else 0
         sent = {
             ("dp", "reduce_scatter"): reductions * sum(map(self._reduce, self._trainable)),
@@ -78,6 +77,10 @@ class Estimate:
             ("dp", "all_reduce"): reductions * self._operation("all_reduce", flags),
             ("dp", "broadcast"): reductions * self._operation("broadcast", broadcast),
         }
+        if regathered_over is not None:  # the unit that forward ends with is not freed
+            key = (regathered_over.name, "all_gather")
+            again = forwards * sum(_regather(unit, regathered_over) for unit in sharded[1:])
+            sent[key] = sent.get(key, 0) + again
         return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
     def held(self, model: ModelSpec, *, lent_buffers: int) -> dict[str, int]:
@@ -160,3 +163,12 @@ class Estimate:
     def _converted(self, unit: UnitLayout, total: torch.dtype) -> int:
         """Return the bytes of gradients in the fragments' dtype, when sums have another."""
         return 0 if total is unit.master else self._shard(unit)
+
+
+def _regather(unit: UnitLayout, over: Axis) -> int:
+    """Return the bytes that this rank sends when a unit's values come back for backward."""
+    even = len(unit.chunks) != over.size
+    chunks = None if even else unit.chunks
+    return unit.dtype.itemsize * sent_elements(
+        "all_gather", unit.numel, size=over.size, rank=over.rank, chunks=chunks
+    )

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import UsageError
+from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.guard import guard, writes
 from drivetrain.parts.naming import clean_name
 from drivetrain.parts.rounds import after_backward, in_backward
@@ -46,6 +47,8 @@ class Gatherer:
         units: its sharded units.
         ahead: how many units are gathered ahead.
         reshard_after_forward: whether units are freed between forward and backward.
+        neighbors: when they are freed then, the ranks that hold them together until backward; None
+            leaves each rank its range, as between steps.
     """
 
     def __init__(
@@ -55,11 +58,13 @@ class Gatherer:
         *,
         ahead: int,
         reshard_after_forward: bool,
+        neighbors: Communicator | None = None,
     ) -> None:
         self._units = units
         self._storages = storages(units)
         self._ahead = ahead
         self._reshard = reshard_after_forward
+        self._neighbors = neighbors
         self._next: dict[tuple[str, FlatUnit], FlatUnit] = {}
         self._latest: dict[str, FlatUnit] = {}
         self._final: FlatUnit | None = None
@@ -88,9 +93,10 @@ class Gatherer:
             unit.free()
 
     def release_all(self) -> None:
-        """Free every unit that nobody holds."""
+        """Free every unit that nobody holds, and what neighbors keep of it."""
         for unit in self._units:
             self.release(unit)
+            unit.near = None
         self._latest.clear()
 
     @contextmanager
@@ -214,8 +220,13 @@ class Gatherer:
         """Free a unit after its forward, unless its backward is next."""
         if in_backward():
             return  # recomputed: its backward follows
-        if not torch.is_grad_enabled() or (self._reshard and unit is not self._final):
+        if not torch.is_grad_enabled():
             self.release(unit)
+        elif self._reshard and unit is not self._final:
+            if self._neighbors is not None and unit.whole and not unit.holds:
+                unit.free_but_near(self._neighbors)
+            else:
+                self.release(unit)
 
     # --- what autograd saves ---
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.strategy import Prepared, Reader, Run
 from drivetrain_zero.binding import Bound
 from drivetrain_zero.config import Zero1Config, Zero2Config, Zero3Config
@@ -37,7 +38,9 @@ class Zero3(Zero[Zero3Config]):
     checks_order: ClassVar[bool] = True
 
     def __init__(self, config: Zero3Config, run: Run) -> None:
+        near = config.near(run.mesh)
         super().__init__(config, run)
+        self._neighbors = None if near is None else self._connect_neighbors(near.size)
         self._gatherer = self._make_gatherer(nn.Identity())  # of nothing, until prepare
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
@@ -52,7 +55,14 @@ class Zero3(Zero[Zero3Config]):
             [unit for unit in self._placement.units if not unit.resident],
             ahead=self.config.prefetch,
             reshard_after_forward=bool(self.config.reshard_after_forward),
+            neighbors=self._neighbors,
         )
+
+    def _connect_neighbors(self, size: int) -> Communicator:
+        """Start the groups that keep units together between forward and backward."""
+        world, mesh = self.run.world, self.run.mesh
+        axis = mesh.start_neighbors("dp", size, world)
+        return connect(axis, self.run.traffic, world.device, world.timeout, checked=True)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; no forward is under way here, only ones that an interrupt cut short."""
@@ -68,6 +78,8 @@ class Zero3(Zero[Zero3Config]):
         """Take everything off; divided parameters stay divided, unless this is the only rank."""
         self._gatherer.close()
         super().close()
+        if self._neighbors is not None:
+            self._neighbors.close()
 
     def _after_round(self) -> None:
         self._gatherer.release_all()

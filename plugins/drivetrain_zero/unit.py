@@ -107,6 +107,25 @@ class Slot:
         return slice(start, start + self.owned_numel)
 
 
+class NearPart:
+    """One rank's part of a unit's values that its neighbors hold together.
+
+    Args:
+        flat: 1-D, all values; this rank's part is copied.
+        neighbors: the ranks that hold a part each.
+    """
+
+    def __init__(self, flat: Tensor, neighbors: Communicator) -> None:
+        self._neighbors = neighbors
+        self._range = slice(*neighbors.chunk(flat.numel())[neighbors.rank])
+        self._values = flat[self._range].clone()
+
+    def restore(self, flat: Tensor, label: str) -> Handle:
+        """Start to bring all values back into a flat tensor."""
+        flat[self._range].copy_(self._values)
+        return self._neighbors.all_gather(flat, label=label)
+
+
 class FlatUnit:
     """One unit.
 
@@ -126,6 +145,7 @@ class FlatUnit:
         guard: decides what happens when a parameter is used that is not whole.
         arrival: the all-gather under way.
         holds: how many users keep the unit whole.
+        near: a copy of a part of the values, from which few neighbors can restore them.
     """
 
     def __init__(
@@ -155,6 +175,7 @@ class FlatUnit:
         self.whole = True
         self.arrival: Handle | None = None
         self.holds = 0
+        self.near: NearPart | None = None
         self.guard: Guard = self
         with torch.no_grad():
             for slot in self.slots:
@@ -222,6 +243,11 @@ class FlatUnit:
         """Bring the values of the other ranks; the parameters are guarded until they are there."""
         if self.layout.sharded:
             self.flat.untyped_storage().resize_(self.nbytes)
+        if self.near is not None:
+            self.arrival = self.near.restore(self.flat, f"parameters of {self.label}")
+            self.near = None
+            self.shut()
+            return
         if self.layout.sharded or self.has_master:
             with torch.no_grad():
                 self._own_flat().copy_(self.shard)
@@ -275,6 +301,11 @@ class FlatUnit:
             self.arrival = None
         self.shut()
         self.flat.untyped_storage().resize_(0)
+
+    def free_but_near(self, neighbors: Communicator) -> None:
+        """Free a sharded unit that is whole, but keep what few neighbors can restore it from."""
+        self.near = NearPart(self.flat, neighbors)
+        self.free()
 
     def accept(self, source: int = 0) -> None:
         """Make one rank's whole values those of all ranks, and take this rank's range from them."""

@@ -252,7 +252,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
             model,
             forwards=run.accumulation,
             reductions=run.accumulation if config.reduces_each else 1,
-            regathers=config.regathers,
+            regathered_over=config.regathered_over(run.mesh),
             buffers=config.buffers == "broadcast",
         )
         return Cost(held=estimate.held(model, lent_buffers=lent), sent=sent)

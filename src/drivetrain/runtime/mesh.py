@@ -5,7 +5,7 @@ neighbours and share a host where they can.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -49,6 +49,7 @@ class Mesh(Mapping[str, Axis]):
 
     def __init__(self, axes: Mapping[str, Axis]) -> None:
         self._axes = dict(axes)
+        self._started: dict[tuple[str, int], Axis] = {}
 
     @classmethod
     def build(cls, sizes: Mapping[str, int], world: World) -> "Mesh":
@@ -61,7 +62,10 @@ class Mesh(Mapping[str, Axis]):
         """
         _check(sizes, world.size)
         return cls(
-            {name: _start(axis, sizes, world) for name, axis in cls.plan(sizes, world).items()}
+            {
+                name: _start(axis, _lines(name, sizes), world)
+                for name, axis in cls.plan(sizes, world).items()
+            }
         )
 
     @classmethod
@@ -83,6 +87,43 @@ class Mesh(Mapping[str, Axis]):
                 hosts=tuple(world.hosts[rank] for rank in line),
             )
         return cls(axes)
+
+    def neighbors(self, name: str, size: int) -> Axis:
+        """Return this rank's group of ``size`` neighbors on an axis, without starting anything.
+
+        Raises:
+            ConfigError: the axis cannot be cut into such groups.
+        """
+        axis = self[name]
+        if size < 1 or axis.size % size:
+            raise ConfigError(
+                f"expected a number of neighbors that divides the {axis.size} ranks of the axis "
+                f"{name!r}, found {size}; change it, or the number of ranks"
+            )
+        start = axis.rank - axis.rank % size
+        return Axis(
+            name=f"{name}.near",
+            size=size,
+            rank=axis.rank - start,
+            ranks=axis.ranks[start : start + size],
+            hosts=axis.hosts[start : start + size],
+        )
+
+    def start_neighbors(self, name: str, size: int, world: World) -> Axis:
+        """Return this rank's group of neighbors with a process group. Collective the first time.
+
+        Raises:
+            ConfigError: the axis cannot be cut into such groups.
+        """
+        if (name, size) not in self._started:
+            sizes = {each: axis.size for each, axis in self.items()}
+            groups = [
+                line[start : start + size]
+                for line in _lines(name, sizes)
+                for start in range(0, len(line), size)
+            ]
+            self._started[name, size] = _start(self.neighbors(name, size), groups, world)
+        return self._started[name, size]
 
     def __getitem__(self, name: str) -> Axis:
         try:
@@ -120,12 +161,12 @@ def _lines(name: str, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
         yield tuple(sum(corner) + strides[name] * i for i in range(sizes[name]))
 
 
-def _start(axis: Axis, sizes: Mapping[str, int], world: World) -> Axis:
+def _start(axis: Axis, lines: Iterable[tuple[int, ...]], world: World) -> Axis:
     """Start the process groups of an axis; all ranks start all lines, in the same order."""
     if axis.size == 1:
         return axis
     mine = None
-    for line in _lines(axis.name, sizes):
+    for line in lines:
         group = dist.new_group(list(line), timeout=world.timeout)
         if world.rank in line:
             mine = group

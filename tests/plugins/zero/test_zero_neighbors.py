@@ -1,0 +1,80 @@
+"""Units that few neighbors keep between forward and backward: ``reshard_after_forward: 2``."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from drivetrain import Accelerator
+from drivetrain.errors import ConfigError
+from drivetrain.strategy import ModelSpec
+from drivetrain.testing.conformance.twins import Twins, adamw
+from drivetrain.testing.models import CASES
+
+NEAR = {"name": "zero3", "keep_below": 0, "reshard_after_forward": 2}
+
+
+def start(**options):
+    return Accelerator(strategy={**NEAR, **options}, cpu=True)
+
+
+@pytest.mark.ranks(4)
+def test_trains_like_one_process():
+    for name in ("mlp", "tied", "odd_shapes", "called_twice", "recomputed", "mixed_dtypes"):
+        accelerator = start()
+        twins = Twins(accelerator, CASES[name], adamw)
+        for step in range(3):
+            twins.backward(step)
+            twins.step()
+        twins.check()
+        accelerator.free_memory()
+
+
+@pytest.mark.ranks(4)
+def test_backward_gathers_from_neighbors():
+    """Between forward and backward half of a unit is kept; the other half comes from next door."""
+    accelerator = start()
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    spec = ModelSpec.of(model)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    strategy = accelerator.strategy_of(model)
+    promised = type(strategy).cost(strategy.config, spec, strategy.run).sent
+    units = strategy._placement.units
+    inputs = torch.randn(2, 64, requires_grad=True)  # so that backward needs the first weight too
+    for _ in range(2):  # the first step does not know yet which unit forward ends with
+        before = accelerator.traffic.sent()
+        loss = model(inputs).square().mean()
+        left = [unit for unit in units if unit.near is not None]
+        for unit in left:
+            held = unit.near._values.untyped_storage().nbytes()
+            assert held == unit.nbytes / 2
+            assert unit.flat.untyped_storage().nbytes() == 0
+        accelerator.backward(loss)
+        assert not any(unit.near is not None for unit in units), "kept after backward"
+        optimizer.step()
+        after = accelerator.traffic.sent()
+    assert len(left) == len(units) - 1
+    found = {key: count - before.get(key, 0) for key, count in after.items()}
+    assert {key: count for key, count in found.items() if count} == promised
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(4)
+def test_changed_values_are_not_restored_from_old_parts():
+    """A step without backward in between: what neighbors kept of the old values is dropped."""
+    accelerator = start()
+    twins = Twins(accelerator, CASES["mlp"], adamw)
+    twins.backward(0)
+    twins.case.loss(twins.model, twins.case.batch(0, twins.axis.rank))  # never goes backward
+    twins.step()
+    twins.backward(1)
+    twins.step()
+    twins.check()
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+@pytest.mark.ranks(3)
+def test_groups_that_do_not_fit(size):
+    with pytest.raises(ConfigError, match="a number of"):
+        start(reshard_after_forward=size).prepare(nn.Linear(2, 2))
