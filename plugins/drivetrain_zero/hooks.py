@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -21,6 +22,7 @@ class UnitHook:
     def __init__(self, action: Callable[..., None] | None) -> None:
         self._action = action
 
+    @_disable_dynamo  # in a block that compiles its own hooks too: a gap in the graph
     def __call__(self, *arguments: Any) -> None:
         """Act."""
         if self._action is not None:

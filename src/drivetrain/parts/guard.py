@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import UsageError
@@ -31,6 +32,7 @@ class GuardedParameter(nn.Parameter):
     _guard: Guard
 
     @classmethod
+    @_disable_dynamo  # in a compiled block: the values come, and the graph has a gap
     def __torch_function__(
         cls,
         func: Callable[..., Any],

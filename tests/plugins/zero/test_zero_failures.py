@@ -1,8 +1,8 @@
-"""What goes wrong in a step under ZeRO: the next step works, or every rank fails soon and says why.
+"""What goes wrong in a step under ZeRO: the next step works, or every rank soon fails and says why.
 
-The conformance suite covers a rank that dies, tests/core/parts the check of the order of collectives
-by itself. Here models with divided blocks fail in the middle of forward and backward, and ranks take
-different paths through them.
+The conformance suite covers a rank that dies, tests/core/parts the order check by itself. Here
+models with divided blocks fail in the middle of forward and backward, and ranks take different
+paths through them.
 """
 
 import time
@@ -113,7 +113,7 @@ ERRORS = {
 @EACH
 @pytest.mark.ranks(2)
 def test_an_exception_on_every_rank(strategy, window, error, where):
-    """What the step before and the half step left is cleared, freed, and the next steps are right."""
+    """What half a step left is cleared and freed, and the next steps are right."""
     accelerator = start(strategy, gradient_accumulation_steps=window)
     twins = Twins(accelerator, NET)
 
@@ -156,7 +156,7 @@ def test_an_exception_on_one_rank(strategy, error, where):
     """It ends that rank as it would end a script; the others fail soon, not at the timeout."""
     if not is_supported():
         pytest.skip("ends the connections of a rank as the end of its process does, on Linux")
-    accelerator = start(strategy, config={"launch": {"timeout_s": TIMEOUT_S}})
+    accelerator = start(strategy, config={"launch": {"timeout_s": 2 * SOON_S}})
     twins = Twins(accelerator, NET)
     train(twins, range(2))
     odd = twins.axis.rank == 1
@@ -166,6 +166,7 @@ def test_an_exception_on_one_rank(strategy, error, where):
     with pytest.raises(type(ERRORS[error]) if odd else CollectiveError):
         accelerator.backward(NET.loss(twins.model, numbers(9, twins.axis.rank)))
     if odd:
+        time.sleep(0.5)  # what this rank has sent off may end, as at the exit of a process
         cut_connections()
     assert time.monotonic() - started < SOON_S
     accelerator.free_memory()
