@@ -168,7 +168,8 @@ def _cut(value: Any, slot: Slot, fragment: nn.Parameter) -> Any:
 
 
 def _leaves_choice(group: Mapping[str, Any]) -> bool:
-    options = ("foreach", "fused", "capturable", "differentiable")
+    # The fused kernel of SGD wants momentum of all parameters or of none: not so after thawing.
+    options = ("foreach", "fused", "capturable", "differentiable", "momentum")
     return all(not group.get(option) for option in options) and all(
         parameter.dtype in _EXACT for parameter in group["params"]
     )

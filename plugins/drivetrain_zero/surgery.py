@@ -12,7 +12,7 @@ from drivetrain_zero.unit import FlatUnit
 _PIECE = 1 << 20
 _PRIME = 1_000_003
 _RANGE = 1 << 62
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @contextmanager
@@ -43,10 +43,11 @@ def fingerprint(flat: Tensor) -> int:
     """Return a number that changes when an element changes or elements swap places.
 
     Args:
-        flat: 1-D, of any dtype of 1, 2, 4 or 8 bytes; read in pieces, so memory stays constant.
+        flat: 1-D, of any dtype; read in pieces, so memory stays constant.
     """
     total = 0
-    for piece in torch.split(flat.view(_WORDS[flat.element_size()]), _PIECE):
+    words = flat.view(_WORDS.get(flat.element_size(), torch.int64))  # two for a complex number
+    for piece in torch.split(words, _PIECE):
         ramp = torch.arange(1, piece.numel() + 1, device=piece.device)
         total = (total * _PRIME + int((piece.to(torch.int64) * ramp).sum())) % _RANGE
     return total

@@ -42,6 +42,7 @@ class ModelEntry:
         made_with: loss scale that they were divided by.
         overflow: whether the gradients at hand are infinite somewhere.
         note: the hook that notes which model runs.
+        known: identities of the parameters that the strategy trains.
     """
 
     model: nn.Module
@@ -53,6 +54,27 @@ class ModelEntry:
     made_with: float = 1.0
     overflow: bool = False
     note: RemovableHandle | None = None
+    known: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Remember which parameters the model has now."""
+        inner = self.strategy.unwrap(self.model)
+        self.known = frozenset(map(id, inner.parameters()))
+
+    def check_parameters(self) -> None:
+        """Look for parameters that came after ``prepare``: nobody would average their gradients.
+
+        Raises:
+            UsageError: the model has another parameter that requires gradients.
+        """
+        for name, parameter in self.strategy.unwrap(self.model).named_parameters():
+            if parameter.requires_grad and id(parameter) not in self.known:
+                raise UsageError(
+                    f"expected the parameters that the model had in prepare(), found another one, "
+                    f"{name!r}; change the model before prepare(), write new values into the old "
+                    "parameter inside 'with accelerator.gathered(model):', or set "
+                    "requires_grad=False on what is not trained"
+                )
 
     def held_names(self) -> dict[int, str]:
         """Return parameter names by identity, also of what optimizers hold in place of them."""

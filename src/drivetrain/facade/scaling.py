@@ -56,10 +56,16 @@ class Scaling(Core):
         entry.made_with, entry.scale, entry.unscaled = entry.scale, 1.0, True
 
     def _before_step(self, optimizer: Optimizer) -> bool:
-        """Unscale what is still scaled; return whether the step may be taken."""
+        """Unscale what is still scaled; return whether the step may be taken.
+
+        Raises:
+            UsageError: the model has parameters that it did not have in ``prepare``.
+        """
+        entries = self._entries_of_optimizer(optimizer)
+        for entry in entries:
+            entry.check_parameters()
         if not self.scaler.is_enabled():
             return True
-        entries = self._entries_of_optimizer(optimizer)
         for entry in entries:
             self._unscale(entry)
         bad = [entry.made_with for entry in entries if entry.overflow]

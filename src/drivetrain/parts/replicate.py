@@ -20,7 +20,7 @@ def replicate(
     """Copy tensors from one rank, those of one dtype and device together.
 
     Args:
-        tensors: any shapes and strides; the same on every rank.
+        tensors: any shapes and strides, expanded ones too; the same on every rank.
         communicator: over the ranks that hold a copy.
         label: what the error says if it fails.
         source: index on the axis of the rank that has the right values.
@@ -48,7 +48,7 @@ def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
 def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        kinds[tensor.dtype, tensor.device].append(tensor.detach())
+        kinds[tensor.dtype, tensor.device].append(_distinct(tensor.detach()))
     for group in kinds.values():
         batch: list[Tensor] = []
         nbytes = 0
@@ -59,6 +59,14 @@ def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             batch.append(tensor)
             nbytes += tensor.nbytes
         yield batch
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """Return the elements of an expanded tensor that lie at different places."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 class ForwardHook:

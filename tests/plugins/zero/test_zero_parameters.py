@@ -1,0 +1,308 @@
+"""Parameters under ZeRO: frozen, thawed, odd dtypes and strides, in lists, added too late; facts.
+
+The conformance suite covers tied, unused, branching, mixed, transposed, tiny and empty parameters,
+and those without a gradient in a step.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from drivetrain import Accelerator
+from drivetrain.errors import UsageError
+from drivetrain.testing.conformance.twins import Twins, adamw, weights
+from drivetrain.testing.models import CASES, HIDDEN, OUT, WIDTH, Case, linear
+from drivetrain.testing.models import numbers as batches
+from drivetrain.testing.models import squared_error as loss_of
+
+SMALL = {"bucket_mib": 0.001}
+STAGES = {
+    "zero1": {"name": "zero1", **SMALL},
+    "zero2": {"name": "zero2", **SMALL},
+    "zero3": {"name": "zero3", **SMALL},
+    "sharded": {"name": "zero3", "keep_below": 0},
+    "matrices": {"name": "zero2", "partition": "parameter", **SMALL},
+}
+each = pytest.mark.parametrize("strategy", list(STAGES.values()), ids=list(STAGES))
+
+
+def start(strategy, **options):
+    return Accelerator(strategy=strategy, cpu=True, **options)
+
+
+def case(factory):
+    return Case(name=factory.__name__, factory=factory, batch=batches, loss=loss_of)
+
+
+def train(twins, steps):
+    for step in steps:
+        twins.backward(step)
+        twins.step()
+    twins.check()
+
+
+class Lists(nn.Module):
+    """Parameters in a ParameterList and a ParameterDict, shared between the two."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ParameterList(
+            [nn.Parameter(torch.randn(HIDDEN, WIDTH, dtype=torch.float64)) for _ in range(3)]
+        )
+        self.named = nn.ParameterDict(
+            {"last": nn.Parameter(torch.randn(OUT, HIDDEN, dtype=torch.float64))}
+        )
+        self.named["again"] = self.rows[0]
+
+    def forward(self, inputs):
+        hidden = sum(torch.tanh(inputs @ row.T) for row in self.rows)
+        hidden = hidden + inputs @ self.named["again"].T
+        return hidden @ self.named["last"].T
+
+
+class Quantized(nn.Module):
+    """An int8 matrix with a trainable scale, a bool mask, and a complex filter."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(
+            torch.randint(-9, 9, (HIDDEN, WIDTH), dtype=torch.int8), requires_grad=False
+        )
+        self.mask = nn.Parameter(torch.rand(HIDDEN, WIDTH) > 0.2, requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(HIDDEN, 1, dtype=torch.float64))
+        self.filter = nn.Parameter(torch.randn(HIDDEN, dtype=torch.complex128))
+        self.last = linear(HIDDEN, OUT)
+
+    def forward(self, inputs):
+        weight = self.codes * self.mask * self.scale
+        hidden = torch.fft.ifft(torch.fft.fft(inputs @ weight.T) * self.filter).real
+        return self.last(hidden)
+
+
+class Images(nn.Module):
+    """A channels_last convolution, an expanded bias, and a slice of a larger tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1, dtype=torch.float64)
+        self.conv.to(memory_format=torch.channels_last)
+        # torch's optimizers refuse to step expanded parameters.
+        self.expanded = nn.Parameter(
+            torch.randn(1, dtype=torch.float64).expand(4), requires_grad=False
+        )
+        self.sliced = nn.Parameter(torch.randn(8, 6, dtype=torch.float64)[::2, 1:3])
+        self.last = linear(4, OUT)
+
+    def forward(self, inputs):
+        images = inputs[:, :4].reshape(-1, 1, 2, 2).expand(-1, 2, -1, -1)
+        pooled = self.conv(images).mean((2, 3)) + self.expanded
+        return self.last(pooled + self.sliced.sum(1))
+
+
+@each
+@pytest.mark.parametrize("factory", [Lists, Images], ids=["lists", "strides"])
+@pytest.mark.ranks(2)
+def test_containers_and_strides(strategy, factory):
+    """Values, names, identity and shape are those of one process; dense strides are kept."""
+    plain = case(factory).build()
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case(factory), adamw)
+    train(twins, range(3))
+    ours = dict(twins.model.named_parameters(remove_duplicate=False))
+    for name, parameter in plain.named_parameters(remove_duplicate=False):
+        assert ours[name].shape == parameter.shape
+        if name == "conv.weight":
+            assert ours[name].stride() == parameter.stride(), "channels_last was lost"
+    if factory is Lists:
+        assert twins.model.named["again"] is twins.model.rows[0]
+    accelerator.free_memory()
+
+
+@each
+@pytest.mark.ranks(2)
+def test_dtypes_that_do_not_train(strategy):
+    """int8 and bool parameters stay what they are, beside trainable ones."""
+    if strategy["name"] == "zero1":
+        complex_too(strategy)
+    accelerator = start(strategy)
+
+    def factory():
+        model = Quantized()
+        model.filter.requires_grad_(False)
+        return model
+
+    def make(model):
+        return AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+    twins = Twins(accelerator, case(factory), make)
+    train(twins, range(3))
+    found = weights(accelerator, twins.model)
+    assert found["codes"].dtype is torch.int8
+    assert found["mask"].dtype is torch.bool
+    assert found["filter"].dtype is torch.complex128
+    accelerator.free_memory()
+
+
+def complex_too(strategy):
+    """Complex numbers are added and averaged like others."""
+    accelerator = start(strategy)
+    twins = Twins(
+        accelerator,
+        case(Quantized),
+        lambda model: SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+    )
+    train(twins, range(3))
+    accelerator.free_memory()
+
+
+@each
+@pytest.mark.ranks(3)
+def test_groups_without_trainable_parameters(strategy):
+    """A group of frozen parameters, and an empty one, keep their places and rates."""
+
+    def make(model):
+        model[0].requires_grad_(False)
+        first, middle, last = model[0], model[2], model[4]
+        return SGD(
+            [
+                {"params": first.parameters(), "lr": 5.0, "weight_decay": 0.5},
+                {"params": [p for p in middle.parameters() if p.dim() > 7], "lr": 3.0},
+                {"params": [*middle.parameters(), *last.parameters()]},
+            ],
+            lr=0.1,
+            momentum=0.9,
+        )
+
+    accelerator = start(strategy)
+    twins = Twins(accelerator, CASES["mlp"], make)
+    train(twins, range(3))
+    assert [group["lr"] for group in twins.optimizer.param_groups] == [5.0, 3.0, 0.1]
+    accelerator.free_memory()
+
+
+def bytes_of(tensors):
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@each
+@pytest.mark.ranks(2)
+def test_frozen_parameters_cost_nothing(strategy):
+    """No gradient, no optimizer state and no reduction of what adapters are trained beside."""
+    accelerator = start(strategy)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)), nn.Linear(256, 4))
+    model[:3].requires_grad_(False)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    model, optimizer = accelerator.prepare(model, AdamW(model.parameters()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        before = accelerator.traffic.sent()
+        accelerator.backward(model(torch.ones(2, 256)).sum())
+        gradients = [*accelerator.strategy_of(model).gradients()]
+        optimizer.step()
+        after = accelerator.traffic.sent()
+    reduced = after["dp", "reduce_scatter"] - before.get(("dp", "reduce_scatter"), 0)
+    assert reduced <= 4 * trained, f"{reduced} bytes are reduced for {trained} parameters"
+    assert bytes_of(gradients) <= 4 * trained
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert bytes_of(states) <= 8 * (trained + 64)
+    assert all(p.grad is None for p in model[:3].parameters())
+    accelerator.free_memory()
+
+
+@each
+@pytest.mark.ranks(2)
+def test_freezing_and_thawing(strategy):
+    """Layers that begin to train later, and that stop: as in one process."""
+    accelerator = start(strategy)
+
+    def make(model):
+        model[0].requires_grad_(False)
+        return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    twins = Twins(accelerator, CASES["mlp"], make)
+    train(twins, range(2))
+    for model in (twins.model, twins.twin):
+        model[0].requires_grad_(True)
+        model[2].requires_grad_(False)
+    train(twins, range(2, 5))
+    for model in (twins.model, twins.twin):
+        model[2].requires_grad_(True)
+    train(twins, range(5, 7))
+    accelerator.free_memory()
+
+
+def replace_weight(model):
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+
+
+def append_layer(model):
+    model.append(nn.Linear(OUT, OUT, dtype=torch.float64))
+
+
+def register(model):
+    model[2].register_parameter("extra", nn.Parameter(torch.zeros(3)))
+
+
+@each
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(replace_weight, "2.weight"), (append_layer, "5.weight"), (register, "2.extra")],
+    ids=["replaced", "appended", "registered"],
+)
+@pytest.mark.ranks(2)
+def test_parameters_that_come_after_prepare(strategy, change, name):
+    """Nobody would average their gradients: the next step says so, on every rank."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, CASES["mlp"], adamw)
+    with accelerator.gathered(twins.model):
+        change(twins.model)
+    batch = twins.case.batch(0, twins.axis.rank)
+    accelerator.backward(twins.case.loss(twins.model, batch))
+    with pytest.raises(UsageError, match=f"found another one, '{name}'"):
+        twins.optimizer.step()
+    accelerator.free_memory()
+
+
+@each
+@pytest.mark.ranks(2)
+def test_frozen_parameters_may_come_later(strategy):
+    """What is not trained needs no strategy."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, CASES["mlp"], adamw)
+    for model in (twins.model, twins.twin):
+        model[2].extra = nn.Parameter(torch.zeros(3), requires_grad=False)
+        twins.backward(0) if model is twins.twin else None
+    twins.optimizer.step()
+    accelerator.free_memory()
+
+
+@each
+@pytest.mark.ranks(2)
+def test_facts_are_those_of_the_users_model(strategy):
+    """Shape, dtype, names, counts and flags, between steps, without bringing any values."""
+    accelerator = start(strategy)
+    plain = CASES["tied"].build()
+    model = copy.deepcopy(plain)
+    objects = list(model.parameters())
+    model, _ = accelerator.prepare(model, AdamW(model.parameters()))
+    sent = accelerator.traffic.total()
+    assert all(one is other for one, other in zip(model.parameters(), objects, strict=True))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for (name, ours), (theirs_name, theirs) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert name == theirs_name
+        assert (ours.shape, ours.size(), ours.ndim) == (theirs.shape, theirs.size(), theirs.ndim)
+        assert (ours.numel(), len(ours), ours.dtype) == (theirs.numel(), len(theirs), theirs.dtype)
+        assert (ours.requires_grad, ours.is_leaf) == (theirs.requires_grad, theirs.is_leaf)
+        assert (ours.stride(), ours.device) == (theirs.stride(), theirs.device)
+        assert isinstance(ours, nn.Parameter)
+        assert str(tuple(ours.shape)) in repr(ours) or ours.numel() < 9 or "tensor" in repr(ours)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+    assert repr(model) == repr(plain)
+    assert accelerator.traffic.total() == sent, "a fact cost communication"
+    accelerator.free_memory()
