@@ -82,11 +82,7 @@ def reductions(twins):
 
 
 def assert_freed(twins):
-    whole = [
-        unit.label
-        for unit in units_of(twins)
-        if not unit.resident and unit.flat.untyped_storage().nbytes()
-    ]
+    whole = [u.label for u in units_of(twins) if not u.resident and u.flat.untyped_storage().size()]
     assert not whole, f"still whole: {whole}"
 
 
