@@ -13,8 +13,8 @@ Every rank must need the same units in the same order. The communicator checks t
 that take different paths end with an error that names the units.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,15 +23,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator
-from drivetrain.parts.guard import guard, writes
 from drivetrain.parts.naming import clean_name
 from drivetrain.parts.rounds import after_backward, in_backward
+from drivetrain_zero.absent import AbsentGuard, DetachedGuard, refusal
 from drivetrain_zero.hooks import UnitHook, is_compiled
 from drivetrain_zero.layout import ROOT
 from drivetrain_zero.unit import FlatUnit, storages
-
 
 _AS_IT_IS: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (
     lambda tensor: tensor,
@@ -123,21 +121,11 @@ class Gatherer:
         for handle in self._handles:
             handle.remove()
         for unit in self._units:
-            unit.guard = DetachedGuard(self.refusal(unit))
+            unit.guard = DetachedGuard(refusal(unit))
             if unit.communicator.size == 1:
                 unit.start()
             elif not unit.holds:
                 unit.free()
-
-    def refusal(self, unit: FlatUnit) -> UsageError:
-        """Return the error for a use of values that are not there."""
-        first = unit.slots[0].name
-        return UsageError(
-            f"expected parameters with values, found those of {unit.label} (such as {first!r}) "
-            "divided over the ranks between steps: they can be read, but neither changed nor kept "
-            "as a view; do that inside 'with accelerator.gathered(model):' on every rank, or take "
-            "accelerator.get_state_dict(model) or save_model()"
-        )
 
     def _phase(self) -> str:
         if in_backward():
@@ -323,79 +311,3 @@ class CountedHook:
         self._seen += 1
         if self._seen % self._count == 0:
             self._action()
-
-
-class AbsentGuard:
-    """Guards the parameters of a sharded unit.
-
-    Args:
-        unit: the unit.
-        gatherer: gathers and frees it.
-    """
-
-    def __init__(self, unit: FlatUnit, gatherer: Gatherer) -> None:
-        self._unit = unit
-        self._gatherer = gatherer
-
-    def run(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Gather the unit for one use; between steps it is freed again after it.
-
-        Raises:
-            UsageError: a use that would write into the values, which is refused on each rank by
-                itself, or between steps would keep a view.
-        """
-        if writes(function, args, kwargs):
-            raise self._gatherer.refusal(self._unit)
-        if self._gatherer.in_forward:
-            self._gatherer.fetch(self._unit)
-            return function(*args, **kwargs)
-        if function is Tensor.detach:
-            return self._without_values(*args)
-        with ExitStack() as stack:
-            stack.enter_context(self._gatherer.saving())
-            stack.enter_context(self._gatherer.holding([self._unit]))
-            before = [parameter._version for parameter in self._unit.parameters]
-            result = function(*args, **kwargs)
-            changed = before != [parameter._version for parameter in self._unit.parameters]
-            if changed or self._aliases(result):
-                raise self._gatherer.refusal(self._unit)
-            return result
-
-    def _aliases(self, result: Any) -> bool:
-        storage = self._unit.flat.untyped_storage()._cdata
-        return any(
-            isinstance(leaf, Tensor)
-            and leaf.layout is torch.strided
-            and leaf.untyped_storage()._cdata == storage
-            for leaf in tree_leaves(result)
-        )
-
-    def _without_values(self, parameter: nn.Parameter) -> Tensor:
-        """Return what a state dict shows of a parameter: its facts, and an error for its values."""
-        with torch._C.DisableTorchFunctionSubclass():
-            shown = parameter.detach()
-        guard(shown, DetachedGuard(self._gatherer.refusal(self._unit)))
-        return shown
-
-
-class DetachedGuard:
-    """Guards what a state dict shows of a sharded parameter: shape and dtype, no values.
-
-    Args:
-        refusal: raised for every other use.
-    """
-
-    def __init__(self, refusal: UsageError) -> None:
-        self._refusal = refusal
-
-    def run(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Refuse.
-
-        Raises:
-            UsageError: always.
-        """
-        raise self._refusal

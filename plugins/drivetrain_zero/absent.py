@@ -1,0 +1,103 @@
+"""What happens when a parameter of a sharded unit is used while its values are away."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.guard import guard, writes
+from drivetrain_zero.unit import FlatUnit
+
+if TYPE_CHECKING:
+    from drivetrain_zero.gathering import Gatherer
+
+
+def refusal(unit: FlatUnit) -> UsageError:
+    """Return the error for a use of values that are not there."""
+    first = unit.slots[0].name
+    return UsageError(
+        f"expected parameters with values, found those of {unit.label} (such as {first!r}) "
+        "divided over the ranks between steps: they can be read, but neither changed nor kept "
+        "as a view; do that inside 'with accelerator.gathered(model):' on every rank, or take "
+        "accelerator.get_state_dict(model) or save_model()"
+    )
+
+
+class AbsentGuard:
+    """Guards the parameters of a sharded unit.
+
+    Args:
+        unit: the unit.
+        gatherer: gathers and frees it.
+    """
+
+    def __init__(self, unit: FlatUnit, gatherer: "Gatherer") -> None:
+        self._unit = unit
+        self._gatherer = gatherer
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Gather the unit for one use; between steps it is freed again after it.
+
+        Raises:
+            UsageError: a use that would write into the values, which is refused on each rank by
+                itself, or between steps would keep a view.
+        """
+        if writes(function, args, kwargs):
+            raise refusal(self._unit)
+        if self._gatherer.in_forward:
+            self._gatherer.fetch(self._unit)
+            return function(*args, **kwargs)
+        if function is Tensor.detach:
+            return self._without_values(*args)
+        with ExitStack() as stack:
+            stack.enter_context(self._gatherer.saving())
+            stack.enter_context(self._gatherer.holding([self._unit]))
+            before = [parameter._version for parameter in self._unit.parameters]
+            result = function(*args, **kwargs)
+            changed = before != [parameter._version for parameter in self._unit.parameters]
+            if changed or self._aliases(result):
+                raise refusal(self._unit)
+            return result
+
+    def _aliases(self, result: Any) -> bool:
+        storage = self._unit.flat.untyped_storage()._cdata
+        return any(
+            isinstance(leaf, Tensor)
+            and leaf.layout is torch.strided
+            and leaf.untyped_storage()._cdata == storage
+            for leaf in tree_leaves(result)
+        )
+
+    def _without_values(self, parameter: nn.Parameter) -> Tensor:
+        """Return what a state dict shows of a parameter: its facts, and an error for its values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = parameter.detach()
+        guard(shown, DetachedGuard(refusal(self._unit)))
+        return shown
+
+
+class DetachedGuard:
+    """Guards what a state dict shows of a sharded parameter: shape and dtype, no values.
+
+    Args:
+        refusal: raised for every other use.
+    """
+
+    def __init__(self, refusal: UsageError) -> None:
+        self._refusal = refusal
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise self._refusal
