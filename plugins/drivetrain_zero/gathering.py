@@ -76,13 +76,14 @@ class Gatherer:
     # --- bringing and freeing ---
 
     def fetch(self, unit: FlatUnit) -> None:
-        """Return when a unit is whole; start those that followed it last time."""
+        """Return when a unit is whole; start those that followed it last time in this phase."""
         if not unit.whole:
-            phase = self._phase()
             if unit.arrival is None:
                 unit.start()
-            self._remember(phase, unit)
-            self._start_ahead(phase, unit)
+            if self.in_forward:  # nobody would free what was started ahead between steps
+                phase = self._phase()
+                self._remember(phase, unit)
+                self._start_ahead(phase, unit)
             unit.arrive()
 
     def release(self, unit: FlatUnit) -> None:
@@ -103,8 +104,11 @@ class Gatherer:
         for unit in units:
             unit.holds += 1
         try:
-            for unit in units:
-                self.fetch(unit)
+            for index, unit in enumerate(units):
+                for one in units[index : index + 2]:  # the next one travels meanwhile
+                    if not one.whole and one.arrival is None:
+                        one.start()
+                unit.arrive()
             yield
         finally:
             for unit in units:
@@ -130,8 +134,6 @@ class Gatherer:
     def _phase(self) -> str:
         if in_backward():
             return "backward"
-        if not self._forwards:
-            return "between"
         return "forward" if torch.is_grad_enabled() else "evaluation"
 
     def _remember(self, phase: str, unit: FlatUnit) -> None:
