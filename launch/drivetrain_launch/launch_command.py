@@ -14,6 +14,7 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
+from drivetrain_launch.heap import heap_variables
 from drivetrain_launch.options import (
     GroupedCommand,
     GroupedOption,
@@ -167,7 +168,10 @@ def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:
     path = private / "config.yaml"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(resolved.to_yaml(with_origins=True))
-    variables = {CONFIG_VARIABLE: str(path)}
+    variables = {
+        CONFIG_VARIABLE: str(path),
+        **heap_variables(settings, accelerators=available),
+    }
     limit = threads(settings, ranks, cores=cores())
     if limit is not None:
         variables["OMP_NUM_THREADS"] = limit
