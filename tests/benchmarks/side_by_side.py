@@ -7,8 +7,10 @@
     python tests/benchmarks/side_by_side.py zero3 torch_fsdp2 --model large --against torch_fsdp2
 
 Needs an environment with drivetrain, accelerate and deepspeed. Each row is a run of its own on
-``--ranks`` CPU processes over gloo, with one thread each; the rounds go through all rows in turn,
-so what else the machine does hits all of them. Per row: the median over rounds of the median step
+``--ranks`` CPU processes over gloo, with one thread each, drivetrain's under ``drivetrain launch``
+and the peers' under ``torchrun``; ``--keep-memory`` gives the peers' processes the two variables
+of the C library that ``drivetrain launch`` sets. The rounds go through all rows in turn, so what
+else the machine does hits all of them. Per row: the median over rounds of the median step
 time, its ratio to ``--against`` in the same round, the processor time of a step (all threads of a
 rank; steadier than the clock when other work disturbs), the loss after the last step, the bytes
 that the loopback interface sent per rank and step as a multiple of the parameters' bytes, and the
@@ -32,6 +34,9 @@ import torch
 import torch.distributed as dist
 from ddp_step import Gpt, loss_of, sent_bytes
 from torch import Tensor, nn
+
+from drivetrain.config import LaunchConfig
+from drivetrain_launch.heap import heap_variables
 
 Step = Callable[[Tensor], Tensor]
 AT_END: list[Callable[[], object]] = []
@@ -144,11 +149,11 @@ def deepspeed(stage: int) -> Callable[[nn.Module], Step]:
     return make
 
 
+DRIVETRAIN = ("ddp", "zero1", "zero2", "zero3")
+OURS = ["drivetrain_launch", "launch", "--cpu"]
+THEIRS = ["torch.distributed.run", "--standalone"]
 ROWS: dict[str, Callable[[nn.Module], Step]] = {
-    "ddp": drivetrain("ddp"),
-    "zero1": drivetrain("zero1"),
-    "zero2": drivetrain("zero2"),
-    "zero3": drivetrain("zero3"),
+    **{name: drivetrain(name) for name in DRIVETRAIN},
     "torch_ddp": torch_ddp,
     "torch_ddp_fused": torch_ddp_fused,
     "accelerate": accelerate,
@@ -208,10 +213,12 @@ def work(name: str, steps: int, shape: SimpleNamespace) -> None:
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={options.ranks}", __file__, name]
+    launcher = OURS if name in DRIVETRAIN else THEIRS
+    command = [sys.executable, "-m", *launcher, f"--nproc-per-node={options.ranks}", __file__, name]
     command += ["--worker", f"--steps={options.steps}", f"--model={options.model}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if options.keep_memory:
+        environment |= heap_variables(LaunchConfig(), accelerators=0)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
@@ -227,6 +234,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--against", choices=ROWS, default="torch_ddp")
+    parser.add_argument("--keep-memory", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
