@@ -49,6 +49,11 @@ class Zero1Config:
         """Whether every micro-batch's gradients are reduced."""
         return False
 
+    @property
+    def spared(self) -> int:
+        """How many units stay whole from the end of forward to the beginning of backward."""
+        return 0
+
     def regathered_over(self, mesh: Mesh) -> Axis | None:
         """Return the ranks that units are gathered over for backward; None: they were not freed."""
         return None
@@ -116,6 +121,14 @@ class Zero3Config(Zero2Config):
             shard_from=self.keep_below,
             own_unit_from=self.own_unit_from,
         )
+
+    @property
+    def spared(self) -> int:
+        """How many units stay whole from the end of forward to the beginning of backward.
+
+        As many as backward holds when it begins: the last one and those that are gathered ahead.
+        """
+        return 1 + self.prefetch
 
     def regathered_over(self, mesh: Mesh) -> Axis | None:
         """Return the ranks that units are gathered over for backward; None: they were not freed."""

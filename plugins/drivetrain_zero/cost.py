@@ -54,6 +54,7 @@ class Estimate:
         forwards: int,
         reductions: int,
         regathered_over: Axis | None,
+        spared: int,
         buffers: bool,
     ) -> dict[tuple[str, str], int]:
         """Return the bytes of one optimizer step by (axis, operation).
@@ -64,6 +65,7 @@ class Estimate:
             reductions: backwards per step that reduce gradients.
             regathered_over: the ranks that sharded units are gathered over for backward; None: they
                 are not freed after forward.
+            spared: how many of them are not freed because forward ends and backward begins there.
             buffers: whether rank 0's buffers are sent before each forward.
         """
         flags = sum(len(unit.places) for unit in self._trainable)
@@ -77,9 +79,9 @@ class Estimate:
             ("dp", "all_reduce"): reductions * self._operation("all_reduce", flags),
             ("dp", "broadcast"): reductions * self._operation("broadcast", broadcast),
         }
-        if regathered_over is not None:  # the unit that forward ends with is not freed
+        if regathered_over is not None:
             key = (regathered_over.name, "all_gather")
-            again = forwards * sum(_regather(unit, regathered_over) for unit in sharded[1:])
+            again = forwards * sum(_regather(unit, regathered_over) for unit in sharded[spared:])
             sent[key] = sent.get(key, 0) + again
         return {key: nbytes for key, nbytes in sent.items() if nbytes}
 

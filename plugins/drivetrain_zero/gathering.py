@@ -65,7 +65,8 @@ class Gatherer:
         self._neighbors = neighbors
         self._next: dict[tuple[str, FlatUnit], FlatUnit] = {}
         self._latest: dict[str, FlatUnit] = {}
-        self._final: FlatUnit | None = None
+        self._order: dict[FlatUnit, None] = {}
+        self._spared: frozenset[FlatUnit] = frozenset()
         self._forwards: list[tuple[object, AbstractContextManager[Any]]] = []
         self._cleaning = False
         for unit in units:
@@ -141,6 +142,9 @@ class Gatherer:
         if before is not None:
             self._next[phase, before] = unit
         self._latest[phase] = unit
+        if phase == "forward":
+            self._order.pop(unit, None)
+            self._order[unit] = None
 
     def _start_ahead(self, phase: str, unit: FlatUnit) -> None:
         for _ in range(self._ahead):
@@ -174,13 +178,16 @@ class Gatherer:
     def _enter_model(self, module: nn.Module, inputs: Any) -> None:
         if not self.in_forward:
             self._latest.clear()
+            self._order.clear()
         self.enter_forward(self)
 
     def _leave_model(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         self.leave_forward(self)
         if self.in_forward:
             return
-        self._final = self._latest.get("forward", self._final)
+        if self._order:
+            # Backward begins with the last unit, and gathers so many ahead: they need not be freed.
+            self._spared = frozenset(list(self._order)[-1 - self._ahead :])
         if not torch.is_grad_enabled() or outputs is None:
             self.release_all()  # evaluation, or an exception
 
@@ -212,7 +219,7 @@ class Gatherer:
             return  # recomputed: its backward follows
         if not torch.is_grad_enabled():
             self.release(unit)
-        elif self._reshard and unit is not self._final:
+        elif self._reshard and unit not in self._spared:
             if self._neighbors is not None and unit.whole and not unit.holds:
                 unit.free_but_near(self._neighbors)
             else:

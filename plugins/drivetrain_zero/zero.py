@@ -253,6 +253,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
             forwards=run.accumulation,
             reductions=run.accumulation if config.reduces_each else 1,
             regathered_over=config.regathered_over(run.mesh),
+            spared=config.spared,
             buffers=config.buffers == "broadcast",
         )
         return Cost(held=estimate.held(model, lent_buffers=lent), sent=sent)
