@@ -15,6 +15,9 @@ from drivetrain_zero.unit import FlatUnit
 if TYPE_CHECKING:
     from drivetrain_zero.gathering import Gatherer
 
+_DETACHED = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+"""What gives the parameter without its history; one rank may look at its facts by itself."""
+
 
 def refusal(unit: FlatUnit) -> UsageError:
     """Return the error for a use of values that are not there."""
@@ -53,7 +56,7 @@ class AbsentGuard:
         if self._gatherer.in_forward:
             self._gatherer.fetch(self._unit)
             return function(*args, **kwargs)
-        if function is Tensor.detach:
+        if function in _DETACHED:
             return self._without_values(*args)
         with ExitStack() as stack:
             stack.enter_context(self._gatherer.saving())

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.deferred import WeightSource, fill, meta_tensors
 from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.overlap import check_apart
 from drivetrain.parts.replicate import replicate
 from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import TensorSpec
@@ -60,7 +61,12 @@ class Placement:
         fill(model, [n for n in meta_tensors(model) if n not in placed], source, self._device)
 
     def lay_out(self, model: nn.Module) -> list[FlatUnit]:
-        """Make the units of a model, all ranks with rank 0's values, and return them."""
+        """Make the units of a model, all ranks with rank 0's values, and return them.
+
+        Raises:
+            UsageError: parameters share memory, and their copies in units would not.
+        """
+        check_apart({**named_parameters(model), **dict(model.named_buffers())})
         ordinary = [parameter for parameter in model.parameters() if not parameter.is_meta]
         replicate([*ordinary, *model.buffers()], self._communicator, "replicate model")
         self._outside = named_parameters(model)

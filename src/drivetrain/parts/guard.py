@@ -57,6 +57,11 @@ class GuardedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(values elsewhere, shape {tuple(self.shape)}, {self.dtype})"
 
+    def __format__(self, spec: str) -> str:
+        if self.dim():
+            return object.__format__(self, spec)  # as repr: one rank may print by itself
+        return str(self._guard.run(nn.Parameter.__format__, (self, spec), {}))
+
 
 def is_guarded(value: object) -> bool:
     """Return whether a parameter's values are away."""

@@ -9,6 +9,7 @@ import torch.autograd.grad_mode
 from torch import Tensor, nn
 
 from drivetrain.parts.collectives import Communicator
+from drivetrain.parts.overlap import distinct
 
 _MOST_BYTES = 32 << 20
 """Most bytes in one message: replicating a model must not need a second one in memory."""
@@ -48,7 +49,7 @@ def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
 def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        kinds[tensor.dtype, tensor.device].append(_distinct(tensor.detach()))
+        kinds[tensor.dtype, tensor.device].append(distinct(tensor.detach()))
     for group in kinds.values():
         batch: list[Tensor] = []
         nbytes = 0
@@ -59,14 +60,6 @@ def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             batch.append(tensor)
             nbytes += tensor.nbytes
         yield batch
-
-
-def _distinct(tensor: Tensor) -> Tensor:
-    """Return the elements of an expanded tensor that lie at different places."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 class ForwardHook:
