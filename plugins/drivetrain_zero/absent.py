@@ -30,6 +30,17 @@ def refusal(unit: FlatUnit) -> UsageError:
     )
 
 
+def shares_memory(result: Any, unit: FlatUnit) -> bool:
+    """Return whether a result, or a tensor inside it, is a view of a unit's values."""
+    storage = unit.flat.untyped_storage()._cdata
+    return any(
+        isinstance(leaf, Tensor)
+        and leaf.layout is torch.strided
+        and leaf.untyped_storage()._cdata == storage
+        for leaf in tree_leaves(result)
+    )
+
+
 class AbsentGuard:
     """Guards the parameters of a sharded unit.
 
@@ -64,18 +75,9 @@ class AbsentGuard:
             before = [parameter._version for parameter in self._unit.parameters]
             result = function(*args, **kwargs)
             changed = before != [parameter._version for parameter in self._unit.parameters]
-            if changed or self._aliases(result):
+            if changed or shares_memory(result, self._unit):
                 raise refusal(self._unit)
             return result
-
-    def _aliases(self, result: Any) -> bool:
-        storage = self._unit.flat.untyped_storage()._cdata
-        return any(
-            isinstance(leaf, Tensor)
-            and leaf.layout is torch.strided
-            and leaf.untyped_storage()._cdata == storage
-            for leaf in tree_leaves(result)
-        )
 
     def _without_values(self, parameter: nn.Parameter) -> Tensor:
         """Return what a state dict shows of a parameter: its facts, and an error for its values."""

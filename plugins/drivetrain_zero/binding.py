@@ -169,7 +169,10 @@ def _cut(value: Any, slot: Slot, fragment: nn.Parameter) -> Any:
 
 def _leaves_choice(group: Mapping[str, Any]) -> bool:
     # The fused kernel of SGD wants momentum of all parameters or of none: not so after thawing.
-    options = ("foreach", "fused", "capturable", "differentiable", "momentum")
-    return all(not group.get(option) for option in options) and all(
-        parameter.dtype in _EXACT for parameter in group["params"]
+    others = ("capturable", "differentiable", "momentum")
+    return (
+        group.get("foreach") is None
+        and group.get("fused") is None
+        and not any(group.get(option) for option in others)
+        and all(parameter.dtype in _EXACT for parameter in group["params"])
     )

@@ -23,10 +23,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.naming import clean_name
 from drivetrain.parts.rounds import after_backward, in_backward
-from drivetrain_zero.absent import AbsentGuard, DetachedGuard, refusal
+from drivetrain_zero.absent import AbsentGuard, DetachedGuard, refusal, shares_memory
 from drivetrain_zero.hooks import UnitHook, is_compiled
 from drivetrain_zero.layout import ROOT
 from drivetrain_zero.unit import FlatUnit, storages
@@ -179,6 +180,7 @@ class Gatherer:
         if not self.in_forward:
             self._latest.clear()
             self._order.clear()
+            self._cleaning = False  # a backward that raised has not cleaned
         self.enter_forward(self)
 
     def _leave_model(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -190,6 +192,12 @@ class Gatherer:
             self._spared = frozenset(list(self._order)[-1 - self._ahead :])
         if not torch.is_grad_enabled() or outputs is None:
             self.release_all()  # evaluation, or an exception
+        for unit in self._units:
+            if shares_memory(outputs, unit):
+                raise UsageError(
+                    f"expected a forward that computes its result, found that it returns a view "
+                    f"of parameters of {unit.label}, which are freed; return a clone() of it"
+                )
 
     def enter_forward(self, owner: object) -> None:
         """Begin the forward of the model or of a unit's module; the outermost one counts."""
@@ -235,7 +243,8 @@ class Gatherer:
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or _AS_IT_IS
 
         def save(tensor: Tensor) -> Any:
-            unit = self._storages.get(tensor.untyped_storage()._cdata)
+            dense = tensor.layout is torch.strided  # others have no storage to ask for
+            unit = self._storages.get(tensor.untyped_storage()._cdata) if dense else None
             return unit, pack(tensor if unit is None else tensor.detach())
 
         def restore(packed: Any) -> Tensor:
@@ -291,7 +300,8 @@ class ModuleUnits:
         """Free after forward; after an exception the model's own hook does."""
         if outputs is not None:
             for unit in self._units:
-                self._gatherer.leave_unit(unit)
+                if not shares_memory(outputs, unit):  # such as rows of a table of positions
+                    self._gatherer.leave_unit(unit)
         self._gatherer.leave_forward(self)
 
     def _passed(self) -> None:

@@ -93,6 +93,13 @@ class UnitGradients:
             slot.filled = True
         slot.parameter.grad = None
 
+    def scale(self, factor: float) -> None:
+        """Multiply what was received and not sent."""
+        if self._opened and self._reduction is None:
+            for slot in self.unit.slots:
+                if slot.filled:
+                    self._views[slot].mul_(factor)
+
     def forget(self, only: Collection[Slot] | None = None) -> None:
         """Drop what was received and not sent, of some parameters or of all."""
         if not self._opened:
@@ -193,10 +200,14 @@ class UnitGradients:
 
     def _close(self) -> None:
         self._opened = False
-        if self._buffer is not None and self._lend is not None:
+        if self._buffer is None:
+            return
+        if self._lend is not None:
             self._take_back(self._buffer)
-            self._buffer = None
-            self._views = {}
+        elif self._buffer.dtype is self._wire:
+            return  # kept for good; what sums were made in is larger
+        self._buffer = None
+        self._views = {}
 
     # --- handing out ---
 

@@ -97,6 +97,11 @@ class Reducer:
                 elif not trainable and slot in self._handles:
                     self._handles.pop(slot).remove()
 
+    def scale(self, factor: float) -> None:
+        """Multiply gradients of micro-batches that were not sent."""
+        for gradients in self._gradients:
+            gradients.scale(factor)
+
     def forget(self, only: Iterable[Slot] | None = None) -> None:
         """Drop gradients of micro-batches that were not sent, of some parameters or of all."""
         if only is None:

@@ -75,6 +75,10 @@ class ShardedState:
             {(i, name) for i, (_, names) in enumerate(self._held) for name in names},
         )
         keys = state_keys(reader)
+        for index, (_, names) in enumerate(self._held):
+            for name in names:
+                for key in keys.get((name, index), []):
+                    _check_state(reader, self._slots[name], index, key)
         with torch.no_grad():
             for name, tensor in self._whole().items():
                 tensor.copy_(reader.read(name))
@@ -145,16 +149,20 @@ class ShardedState:
             values = values.view(fragment.shape)
         else:
             values = reader.read(slot.name, state)
-            if shape and not whole:
-                raise CheckpointError(
-                    f"expected state {key!r} of {slot.name!r} to have the parameter's shape "
-                    f"{slot.shape}, or none, found {shape}; it belongs to a whole parameter: set "
-                    "partition: parameter"
-                )
         if not isinstance(kept, Tensor) or kept.shape != values.shape:
             kept = allocate_state(values, key, fragment, group_of(optimizer, fragment))
         target: Tensor = kept
         return target.copy_(values)
+
+
+def _check_state(reader: Reader, slot: Slot, index: int, key: str) -> None:
+    """Refuse state of whole parameters where ranks own ranges: all ranks, before a value changes."""
+    shape = reader.shape(slot.name, f"{index}.{key}")
+    if shape and shape != slot.shape and not slot.unit.layout.whole_parameters:
+        raise CheckpointError(
+            f"expected state {key!r} of {slot.name!r} to have the parameter's shape {slot.shape}, "
+            f"or none, found {shape}; it belongs to a whole parameter: set partition: parameter"
+        )
 
 
 def _shards(name: str, state: str, slot: Slot, owned: Tensor) -> Iterator[Shard]:

@@ -12,7 +12,7 @@ from drivetrain_zero.unit import FlatUnit
 _PIECE = 1 << 20
 _PRIME = 1_000_003
 _RANGE = 1 << 62
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_WORDS = {1: torch.int8, 2: torch.int16}
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def fingerprint(flat: Tensor) -> int:
         flat: 1-D, of any dtype; read in pieces, so memory stays constant.
     """
     total = 0
-    words = flat.view(_WORDS.get(flat.element_size(), torch.int64))  # two for a complex number
+    words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
     for piece in torch.split(words, _PIECE):
         ramp = torch.arange(1, piece.numel() + 1, device=piece.device)
         total = (total * _PRIME + int((piece.to(torch.int64) * ramp).sum())) % _RANGE

@@ -313,7 +313,9 @@ class FlatUnit:
             self.flat, source, label=f"changed parameters of {self.label}"
         ).wait()
         if self.layout.sharded or self.has_master:
-            self.shard.copy_(self._own_flat())
+            # What nobody changed keeps the digits that the dtype of forward has no room for.
+            own = self._own_flat()
+            self.shard.copy_(torch.where(self.shard.to(own.dtype) == own, self.shard, own))
 
 
 def storages(units: Sequence[FlatUnit]) -> dict[int, FlatUnit]:

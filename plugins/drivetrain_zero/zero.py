@@ -122,6 +122,11 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         self._reducer.rounds.finish()
         yield from self._placement.gradients(only)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the fragments' gradients, and those that wait in the buffers."""
+        super().scale_gradients(factor)
+        self._reducer.scale(factor)
+
     def clip_grad_norm(
         self,
         max_norm: float,

@@ -269,6 +269,16 @@ class Strategy(ABC, Generic[ConfigT]):
             only: the parameters whose gradients are wanted; None means all.
         """
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients at hand, those too that wait to be sent.
+
+        Args:
+            factor: the same on every rank.
+        """
+        pieces = list(self.gradients())
+        if pieces:
+            torch._foreach_mul_(pieces, factor)
+
     @abstractmethod
     def clip_grad_norm(
         self,

@@ -44,7 +44,7 @@ MODELS = {
     "small": SimpleNamespace(layers=6, dim=512, heads=8, seq=128, vocab=4096, batch=4),
     "large": SimpleNamespace(layers=12, dim=768, heads=12, seq=128, vocab=16384, batch=2),
 }
-"""27 million and 110 million parameters."""
+"""23 million and 110 million parameters."""
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-import torch
 from torch.optim import Optimizer
 
 from drivetrain.facade.core import Core, ModelEntry
@@ -41,7 +40,7 @@ class Scaling(Core):
         scale = self.scaler.get_scale()
         for entry in self._entries:
             if entry.scale not in (None, scale):
-                scale_gradients(entry, scale / entry.scale)
+                entry.strategy.scale_gradients(scale / entry.scale)
             entry.scale, entry.unscaled = scale, False
 
     def _unscale(self, entry: ModelEntry) -> None:
@@ -74,10 +73,3 @@ class Scaling(Core):
         if self.gradient_state.micro_batch == 0:
             self.scaler.update()
         return not bad
-
-
-def scale_gradients(entry: ModelEntry, factor: float) -> None:
-    """Multiply the gradients at hand of one model."""
-    pieces = list(entry.strategy.gradients())
-    if pieces:
-        torch._foreach_mul_(pieces, factor)

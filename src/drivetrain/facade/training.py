@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drivetrain.errors import UsageError
 from drivetrain.facade.core import ModelEntry
 from drivetrain.facade.options import AutocastKwargs, ProfileKwargs
-from drivetrain.facade.scaling import Scaling, scale_gradients
+from drivetrain.facade.scaling import Scaling
 from drivetrain.facade.window import WindowMean
 from drivetrain.parts.norms import clip_
 from drivetrain.strategy import Strategy
@@ -97,7 +97,7 @@ class Training(Scaling):
             factor = self._window.finish(self.mesh["dp"], self.device)
             if factor is not None:
                 for entry in self._entries:
-                    scale_gradients(entry, factor)
+                    entry.strategy.scale_gradients(factor)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0

@@ -58,7 +58,8 @@ class Toy(Strategy[ToyConfig]):
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            flat = parameter.grad.contiguous()
+            wire = self.run.precision.reduce_dtype(parameter.dtype)
+            flat = parameter.grad.to(wire).contiguous()
             self.communicator.all_reduce(flat, scale=1 / self.communicator.size).wait()
             parameter.grad.copy_(flat)
 
@@ -110,7 +111,8 @@ class Toy(Strategy[ToyConfig]):
         trained = [spec for spec in model.parameters if spec.trainable]
         size = run.mesh["dp"].size
         sent = sum(
-            sent_elements("all_reduce", spec.numel, size=size) * spec.dtype.itemsize
+            sent_elements("all_reduce", spec.numel, size=size)
+            * run.precision.reduce_dtype(spec.dtype).itemsize
             for spec in trained
         )
         whole = sum(spec.nbytes for spec in trained)
