@@ -156,7 +156,7 @@ class ShardedState:
 
 
 def _check_state(reader: Reader, slot: Slot, index: int, key: str) -> None:
-    """Refuse state of whole parameters where ranks own ranges: all ranks, before a value changes."""
+    """Refuse state of whole parameters where ranks own ranges, before any value changes."""
     shape = reader.shape(slot.name, f"{index}.{key}")
     if shape and shape != slot.shape and not slot.unit.layout.whole_parameters:
         raise CheckpointError(

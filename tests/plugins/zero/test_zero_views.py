@@ -1,4 +1,4 @@
-"""Values of units that escape: views that modules return, sparse tensors, and changes of masters."""
+"""Values that leave their units: views that modules return, saved tensors, changed masters."""
 
 import pytest
 import torch
