@@ -90,6 +90,7 @@ _HOMES = {
     "drivetrain.runtime.data.order": ("SeedableRandomSampler",),
     "drivetrain.runtime.gradient_state": ("GradientState",),
     "drivetrain.runtime.rng": ("set_seed", "synchronize_rng_states"),
+    "drivetrain.store": ("TensorStore",),
     "drivetrain.strategy": (
         "Cost",
         "ModelSpec",
@@ -99,7 +100,6 @@ _HOMES = {
         "Run",
         "Shard",
         "Strategy",
-        "TensorStore",
     ),
     "drivetrain.tracking": ("Tracker",),
 }

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -382,27 +382,3 @@ class Strategy(ABC, Generic[ConfigT]):
         Also called when ``prepare`` has raised.
         """
         return
-
-
-@runtime_checkable
-class TensorStore(Protocol):
-    """Where a shard lives between uses: on the device, in host memory, on disk."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors that ``fetch`` returns."""
-
-    def put(self, key: str, tensor: Tensor) -> None:
-        """Keep a tensor's values under a key, replacing what was there."""
-
-    def fetch(self, key: str) -> Tensor:
-        """Return the tensor of a key; raises KeyError when it was never put."""
-
-    def prefetch(self, keys: Iterable[str]) -> None:
-        """Start bringing tensors that will be fetched soon."""
-
-    def flush(self) -> None:
-        """Return when everything put so far is safely kept."""
-
-    def close(self) -> None:
-        """Release memory and files; the store cannot be used afterwards."""
