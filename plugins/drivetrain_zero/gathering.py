@@ -124,6 +124,7 @@ class Gatherer:
 
     def close(self) -> None:
         """Take the hooks off. Units stay divided; the only rank of an axis has them whole."""
+        self.leave_forward()  # an interrupt may have cut one short
         for handle in self._handles:
             handle.remove()
         for unit in self._units:

@@ -90,11 +90,22 @@ class LeakGuard:
         return threads + [f"the process {child.name!r} still runs; join it" for child in children]
 
 
+def _read_hooks() -> Any:
+    """Return the innermost hooks on tensors that autograd saves; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _pop_hooks(until: Any) -> None:
+    while _read_hooks() not in (None, until):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (torch.get_default_device, torch.set_default_device),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "hooks on saved tensors": (_read_hooks, _pop_hooks),
     "deterministic mode": (
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
