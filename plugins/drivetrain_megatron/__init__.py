@@ -1,0 +1,1 @@
+"""Tensor, sequence and pipeline parallelism for unmodified models, around data parallelism."""

@@ -1,0 +1,92 @@
+"""What a pipeline rank does, as data: forward, backward, and the two halves of backward.
+
+A model is cut into stages. Rank ``r`` of ``p`` holds the stages ``r``, ``r + p``, ``r + 2p``, …:
+one stage each, or several when stages are interleaved (Narayanan et al. 2021, arXiv 2104.04473,
+section 2.2). A schedule is one list of actions per rank. Sends and receives are not listed: the
+neighbor of a stage that produces something always needs it, so they follow from the actions.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What is computed; the value is the letter that drawings and traces show."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The gradients of inputs and of weights."""
+    INPUT = "I"
+    """Only the gradient of the stage's input, which the stage before waits for."""
+    WEIGHT = "W"
+    """Only the gradients of weights, which nobody waits for."""
+
+    @property
+    def returns(self) -> bool:
+        """Whether it makes the gradient that the stage before needs."""
+        return self in (Kind.BACKWARD, Kind.INPUT)
+
+    @property
+    def frees(self) -> bool:
+        """Whether nothing of the micro-batch is kept afterwards."""
+        return self in (Kind.BACKWARD, Kind.WEIGHT)
+
+
+@dataclass(frozen=True, slots=True, order=False)
+class Action:
+    """One computation of one stage for one micro-batch.
+
+    Attributes:
+        kind: what is computed.
+        stage: index of the stage among all stages.
+        micro_batch: index of the micro-batch.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.micro_batch}@{self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What every rank of a pipeline does in one step.
+
+    Attributes:
+        name: of the kind of schedule.
+        stages: how many stages the model is cut into, a multiple of the number of ranks.
+        micro_batches: how many micro-batches the step has.
+        ranks: the actions of each rank, in order.
+    """
+
+    name: str
+    stages: int
+    micro_batches: int
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are computed apart."""
+        return any(action.kind is Kind.WEIGHT for actions in self.ranks for action in actions)
+
+
+def needs(action: Action, stages: int) -> list[Action]:
+    """Return what must be over before an action begins, of this stage and of its neighbors.
+
+    Args:
+        action: the action.
+        stages: how many stages there are.
+
+    Returns:
+        Actions; where backward may be whole or in halves (``BACKWARD`` or ``INPUT``), the kind is
+        that of the action.
+    """
+    kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+    if kind is Kind.FORWARD:
+        return [Action(kind, stage - 1, micro_batch)] if stage else []
+    if kind is Kind.WEIGHT:
+        return [Action(Kind.INPUT, stage, micro_batch)]
+    own = Action(Kind.FORWARD, stage, micro_batch)
+    return [own, Action(kind, stage + 1, micro_batch)] if stage + 1 < stages else [own]

@@ -1,0 +1,191 @@
+"""The schedules: in which order each rank computes what.
+
+Names in this file: ``p`` ranks, ``m`` micro-batches, ``v`` stages (chunks of the model) per rank.
+
+- GPipe (Huang et al. 2019, arXiv 1811.06965): all forwards, then all backwards. Keeps m
+  micro-batches.
+- 1F1B (Narayanan et al. 2021, arXiv 2006.09503, section 2.2): as soon as the first gradient may
+  come, one forward and one backward in turn. As fast as GPipe, but rank r keeps p - r
+  micro-batches.
+- Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): v chunks per rank, which
+  divides the idle time by v and sends v times as often.
+- ZB-H1 (Qi et al. 2023, arXiv 2401.10241, section 2.3): backward in two halves. The gradients of
+  weights fill the time in which a rank would wait, and p micro-batches are kept.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from drivetrain.errors import ConfigError
+from drivetrain_megatron.pipeline.actions import Action, Kind, Schedule
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    """Return all forwards, then all backwards."""
+    return Schedule(
+        "gpipe",
+        p,
+        m,
+        tuple(
+            (
+                *(Action(Kind.FORWARD, rank, i) for i in range(m)),
+                *(Action(Kind.BACKWARD, rank, i) for i in range(m)),
+            )
+            for rank in range(p)
+        ),
+    )
+
+
+def one_forward_one_backward(p: int, m: int) -> Schedule:
+    """Return 1F1B: rank r runs p - r - 1 forwards ahead of the first backward."""
+    return Schedule(
+        "1f1b",
+        p,
+        m,
+        tuple(
+            tuple(
+                _alternate(
+                    [Action(Kind.FORWARD, rank, i) for i in range(m)],
+                    [Action(Kind.BACKWARD, rank, i) for i in range(m)],
+                    ahead=p - rank - 1,
+                )
+            )
+            for rank in range(p)
+        ),
+    )
+
+
+def interleaved(p: int, m: int, v: int) -> Schedule:
+    """Return interleaved 1F1B: a group of p micro-batches passes through all chunks, then the next.
+
+    Where p does not divide m, groups are as even as they can be and not smaller than p: with
+    smaller ones ranks would wait for each other for ever. Fewer than p micro-batches are one group.
+    """
+    count = max(1, m // p)
+    groups = [m // count + (index < m % count) for index in range(count)]
+    return Schedule(
+        "interleaved",
+        p * v,
+        m,
+        tuple(
+            tuple(
+                _alternate(
+                    [Action(Kind.FORWARD, c * p + rank, i) for c, i in _rounds(groups, range(v))],
+                    [
+                        Action(Kind.BACKWARD, c * p + rank, i)
+                        for c, i in _rounds(groups, range(v - 1, -1, -1))
+                    ],
+                    ahead=(v - 1) * groups[0] + 2 * (p - rank - 1),
+                )
+            )
+            for rank in range(p)
+        ),
+    )
+
+
+def zero_bubble(p: int, m: int) -> Schedule:
+    """Return ZB-H1: every rank keeps p micro-batches and computes weight gradients while it waits.
+
+    Worked out by running it, with forward and both halves of backward taking one unit of time. Rank
+    r keeps at most p - r micro-batches whose gradient has not come, as in 1F1B, and p of which any
+    half is missing. Within that it prefers a forward, then the gradient that the stage before
+    waits for, then weights: 3m + p - 1 units in all, where 1F1B takes 3m + 3(p - 1).
+    """
+    return Schedule("zb-h1", p, m, _ZeroBubble(p, m).run())
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": lambda p, m, v: gpipe(p, m),
+    "1f1b": lambda p, m, v: one_forward_one_backward(p, m),
+    "interleaved": interleaved,
+    "zb-h1": lambda p, m, v: zero_bubble(p, m),
+}
+
+
+def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """Return a schedule by name.
+
+    Args:
+        name: a key of ``SCHEDULES``.
+        p: ranks.
+        m: micro-batches.
+        v: stages per rank; more than one with ``interleaved`` only.
+
+    Raises:
+        ConfigError: there is no such schedule, or the numbers do not fit it.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(f"expected a schedule of {sorted(SCHEDULES)}, found {name!r}")
+    if min(p, m, v) < 1:
+        raise ConfigError(
+            f"expected at least one rank, micro-batch and chunk, found {p} ranks, {m} "
+            f"micro-batches and {v} chunks"
+        )
+    if v > 1 and name != "interleaved":
+        raise ConfigError(
+            f"expected one chunk per rank for the schedule {name!r}, found {v}; set "
+            "schedule=interleaved, or chunks=1"
+        )
+    return SCHEDULES[name](p, m, v)
+
+
+def _rounds(groups: Sequence[int], chunks: range) -> Iterator[tuple[int, int]]:
+    """Yield (chunk, micro-batch): one group after the other, each through all chunks."""
+    first = 0
+    for size in groups:
+        for chunk in chunks:
+            for micro_batch in range(first, first + size):
+                yield chunk, micro_batch
+        first += size
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int) -> Iterator[Action]:
+    """Yield some forwards, then a forward and a backward in turn, then the other backwards."""
+    rest = iter(forwards)
+    yield from islice(rest, ahead)
+    for backward in backwards:
+        yield from islice(rest, 1)
+        yield backward
+
+
+class _ZeroBubble:
+    """The state of all ranks while ZB-H1 is worked out, one unit of time after the other."""
+
+    def __init__(self, p: int, m: int) -> None:
+        self._p, self._m = p, m
+        self._done: set[Action] = set()
+        self._counts = [dict.fromkeys(Kind, 0) for _ in range(p)]
+
+    def run(self) -> tuple[tuple[Action, ...], ...]:
+        """Return what each rank did."""
+        ranks: list[list[Action]] = [[] for _ in range(self._p)]
+        while sum(map(len, ranks)) < 3 * self._m * self._p:
+            chosen = [self._choose(rank) for rank in range(self._p)]
+            for rank, action in enumerate(chosen):
+                if action is not None:
+                    ranks[rank].append(action)
+                    self._counts[rank][action.kind] += 1
+                    self._done.add(action)
+        return tuple(map(tuple, ranks))
+
+    def _choose(self, rank: int) -> Action | None:
+        counts = self._counts[rank]
+        forward, inputs, weights = (
+            Action(kind, rank, counts[kind]) for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+        )
+        begun = counts[Kind.FORWARD]
+        room = (
+            begun < self._m
+            and begun - counts[Kind.INPUT] < self._p - rank
+            and begun - counts[Kind.WEIGHT] < self._p
+        )
+        if room and self._arrived(forward, rank - 1):
+            return forward
+        if inputs.micro_batch < begun and self._arrived(inputs, rank + 1):
+            return inputs
+        return weights if weights.micro_batch < counts[Kind.INPUT] else None
+
+    def _arrived(self, action: Action, neighbor: int) -> bool:
+        if not 0 <= neighbor < self._p:
+            return True
+        return Action(action.kind, neighbor, action.micro_batch) in self._done
