@@ -83,7 +83,7 @@ def test_the_wizard_offers_it_and_asks_its_question(python):
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
     titles, key, text = json.loads(done.stdout)
-    assert set(titles) == {"ddp", "flat"}
+    assert {"ddp", "flat"} < set(titles)
     assert "one all-reduce" in titles["flat"]
     assert (key, text) == ("strategy.mean", "Average gradients over ranks?")
 

@@ -90,7 +90,7 @@ def saved_bytes(model, *args):
         return {
             t.untyped_storage()._cdata: t.untyped_storage().nbytes()
             for t in gc.get_objects()
-            if issubclass(type(t), torch.Tensor)
+            if issubclass(type(t), torch.Tensor) and t.layout is torch.strided
         }
 
     before = storages()
