@@ -6,7 +6,15 @@ each value came from. Nothing here imports torch.
 """
 
 from drivetrain.config.document import Layer, Origin, code_layer, dump_yaml, read_file, read_sets
-from drivetrain.config.option import Option, option, options_of, section
+from drivetrain.config.option import (
+    NestedStrategy,
+    Option,
+    mapping,
+    nested_strategy,
+    option,
+    options_of,
+    section,
+)
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.config.schema import (
     DataConfig,
@@ -21,6 +29,7 @@ __all__ = [
     "DtypesConfig",
     "LaunchConfig",
     "Layer",
+    "NestedStrategy",
     "Option",
     "Origin",
     "RecomputeConfig",
@@ -28,6 +37,8 @@ __all__ = [
     "RunConfig",
     "code_layer",
     "dump_yaml",
+    "mapping",
+    "nested_strategy",
     "option",
     "options_of",
     "read_file",

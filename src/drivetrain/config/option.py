@@ -20,8 +20,8 @@ class Option:
 
     Attributes:
         name: the field's name, which is the YAML key.
-        type: the annotation: int, float, str, bool, ``Literal[...]``, a union of these, or a
-            dataclass (a section).
+        type: the annotation: int, float, str, bool, ``Literal[...]``, a union of these, a mapping
+            of them, a dataclass (a section), or ``NestedStrategy``.
         default: the value without any configuration.
         help: one sentence that says what the knob does, with its unit.
         question: what the wizard asks; empty when the wizard leaves the knob at its default.
@@ -51,7 +51,25 @@ class Option:
     @property
     def is_section(self) -> bool:
         """Whether the knob is a nested group of knobs."""
-        return dataclasses.is_dataclass(self.type)
+        return dataclasses.is_dataclass(self.type) and not self.is_strategy
+
+    @property
+    def is_strategy(self) -> bool:
+        """Whether the knob chooses another strategy, whose own knobs stand beside its name."""
+        return self.type is NestedStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class NestedStrategy:
+    """A strategy that another one is built on.
+
+    Attributes:
+        name: of the installed strategy; "" for the default one.
+        options: its Config object; None for its defaults.
+    """
+
+    name: str = ""
+    options: Any = None
 
 
 def option(
@@ -83,6 +101,16 @@ def section(cls: type, *, help: str) -> Any:  # noqa: A002 - as in option()
     return dataclasses.field(default_factory=cls, metadata={_KEY: {"help": help}})
 
 
+def mapping(*, help: str) -> Any:  # noqa: A002 - as in option()
+    """Declare a knob whose keys are the user's own: empty without any configuration."""
+    return dataclasses.field(default_factory=dict, metadata={_KEY: {"help": help}})
+
+
+def nested_strategy(*, help: str) -> Any:  # noqa: A002 - as in option()
+    """Declare a knob of type ``NestedStrategy``: a name, or a name with that strategy's options."""
+    return dataclasses.field(default=NestedStrategy(), metadata={_KEY: {"help": help}})
+
+
 def options_of(cls: type) -> Iterator[Option]:
     """Yield the knobs that a configuration dataclass declares, in order.
 
@@ -96,9 +124,8 @@ def options_of(cls: type) -> Iterator[Option]:
                 f"{cls.__name__}.{field.name} is not declared with option(); "
                 "expected every field of a configuration to say its help text"
             )
-        default = (
-            field.default if field.default_factory is dataclasses.MISSING else hints[field.name]()
-        )
+        made = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if made else field.default  # type: ignore[misc]
         yield Option(
             name=field.name, type=hints[field.name], default=default, **field.metadata[_KEY]
         )

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import pydantic
 
 from drivetrain.config.document import ORIGINS_KEY, Layer, Origin, dump_yaml
-from drivetrain.config.option import Option, is_union, options_of
+from drivetrain.config.option import NestedStrategy, Option, is_union, options_of
 from drivetrain.config.schema import RunConfig
 from drivetrain.errors import ConfigError
 
@@ -48,8 +48,8 @@ class Resolved:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the nested values as plain types, ready for YAML."""
-        strategy = {"name": self.strategy, **dataclasses.asdict(self.strategy_config)}
-        return {STRATEGY: strategy, **dataclasses.asdict(self.run)}
+        strategy = {"name": self.strategy, **plain(self.strategy_config)}
+        return {STRATEGY: strategy, **plain(self.run)}
 
     def to_yaml(self, *, with_origins: bool = False) -> str:
         """Return the configuration as YAML; with origins it can stand for the whole command."""
@@ -78,20 +78,14 @@ def resolve(*layers: Layer, find_config: FindConfig) -> Resolved:
     for layer in layers:
         _merge(values, origins, layer)
     section = values.pop(STRATEGY, None)
-    section = {} if section is None else section
-    if not isinstance(section, dict) or not isinstance(section.get("name", ""), str):
-        raise ConfigError(
-            f"{_where(origins, STRATEGY)}: expected a name or a mapping such as "
-            f"{{name: NAME, option: value}}, found {section!r}"
-        )
-    name, config_class = find_config(section.get("name", ""))
-    options = {key: value for key, value in section.items() if key != "name"}
-    problems: list[str] = []
-    strategy_config = _validate(config_class, options, f"{STRATEGY}.", origins, problems)
-    run = _validate(RunConfig, values, "", origins, problems, also_valid=(STRATEGY,))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return Resolved(run=run, strategy=name, strategy_config=strategy_config, origins=origins)
+    validation = _Validation(origins, find_config)
+    strategy = validation.strategy({} if section is None else section, f"{STRATEGY}.")
+    run = validation.build(RunConfig, values, "", also_valid=(STRATEGY,))
+    if validation.problems:
+        raise ConfigError("\n".join(validation.problems))
+    return Resolved(
+        run=run, strategy=strategy.name, strategy_config=strategy.options, origins=origins
+    )
 
 
 def _merge(values: dict[str, Any], origins: dict[str, Origin], layer: Layer) -> None:
@@ -127,13 +121,19 @@ def _overlay(
     for key, value in incoming.items():
         dotted = prefix + key
         if isinstance(value, Mapping):
-            inner = values.get(key)
-            values[key] = dict(inner) if isinstance(inner, Mapping) else {}
+            values[key] = _as_section(values.get(key))
             _overlay(values[key], value, dotted + ".", origins, layer)
         else:
             if key in values:
                 _refuse_conflict(dotted, values[key], value, origins, layer)
             values[key] = value
+
+
+def _as_section(value: Any) -> dict[str, Any]:
+    """Return what a mapping is laid over; a name alone stands for a strategy without options."""
+    if isinstance(value, str):
+        return {"name": value}
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _refuse_conflict(
@@ -150,75 +150,123 @@ def _refuse_conflict(
         )
 
 
-def _validate(
-    cls: type,
-    values: Mapping[str, Any],
-    prefix: str,
-    origins: Mapping[str, Origin],
-    problems: list[str],
-    also_valid: tuple[str, ...] = (),
-) -> Any:
-    """Build a configuration dataclass, adding one line to problems for each thing wrong."""
-    before = len(problems)
-    known = _known_keys(cls, values, prefix, origins, problems, also_valid)
-    try:
-        result: Any = pydantic.TypeAdapter(cls).validate_python(known)
-    except pydantic.ValidationError as error:
+class _Validation:
+    """Builds configuration objects, with one line in ``problems`` for each thing that is wrong.
+
+    Args:
+        origins: where each dotted key came from.
+        find_config: maps a strategy's name to its Config class.
+    """
+
+    def __init__(self, origins: Mapping[str, Origin], find_config: FindConfig) -> None:
+        self.problems: list[str] = []
+        self._origins = origins
+        self._find_config = find_config
+
+    def build(
+        self,
+        cls: type,
+        values: Mapping[str, Any],
+        prefix: str,
+        also_valid: tuple[str, ...] = (),
+    ) -> Any:
+        """Return an object of a configuration dataclass; None when something is wrong.
+
+        Args:
+            cls: the dataclass.
+            values: its values, nested.
+            prefix: what stands before its keys, with the dot.
+            also_valid: further keys to name in hints.
+        """
+        before = len(self.problems)
+        known = self._known(cls, values, prefix, also_valid)
+        try:
+            result: Any = pydantic.TypeAdapter(cls).validate_python(known)
+        except pydantic.ValidationError as error:
+            self._report(cls, prefix, error)
+            self._check_limits(cls, known, prefix)
+            return None
+        self._check_limits(cls, plain(result), prefix)
+        return result if len(self.problems) == before else None
+
+    def strategy(self, section: Any, prefix: str) -> NestedStrategy:
+        """Return the strategy that a section names, with its options."""
+        section = {"name": section} if isinstance(section, str) else section
+        if not isinstance(section, Mapping) or not isinstance(section.get("name", ""), str):
+            self._problem(
+                prefix.removesuffix("."),
+                "expected a name or a mapping such as {name: NAME, option: value}",
+                section,
+            )
+            return NestedStrategy()
+        name, config_class = self._find_config(section.get("name", ""))
+        options = {key: value for key, value in section.items() if key != "name"}
+        return NestedStrategy(name, self.build(config_class, options, prefix))
+
+    def _known(
+        self, cls: type, values: Mapping[str, Any], prefix: str, also_valid: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Return the values of known keys, adding a problem for each unknown one."""
+        knobs = {knob.name: knob for knob in options_of(cls)}
+        known: dict[str, Any] = {}
+        for knob in knobs.values():
+            if knob.is_strategy:
+                nested = values.get(knob.name, {})
+                known[knob.name] = self.strategy(nested, f"{prefix}{knob.name}.")
+        for key, value in values.items():
+            dotted = prefix + str(key)
+            if key not in knobs:
+                valid = [*also_valid, *knobs]
+                near = difflib.get_close_matches(str(key), valid, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+                where = _where(self._origins, dotted)
+                self.problems.append(f"{where}: unknown key {dotted}; {hint}")
+            elif knobs[key].is_strategy:
+                continue
+            elif not knobs[key].is_section:
+                known[key] = value
+            elif isinstance(value, Mapping):
+                known[key] = self._known(knobs[key].type, value, dotted + ".")
+            else:
+                self._problem(dotted, "expected a mapping", value)
+        return known
+
+    def _report(self, cls: type, prefix: str, error: pydantic.ValidationError) -> None:
         messages: dict[str, tuple[list[str], Any]] = {}
         for detail in error.errors():
             path = [str(part) for part in detail["loc"] if isinstance(part, str)]
             key = prefix + _known_path(cls, path)
             messages.setdefault(key, ([], detail["input"]))[0].append(detail["msg"])
         for key, (wanted, found) in messages.items():
-            problems.append(_problem(origins, key, _expected(wanted), found))
-        _check_limits(cls, known, prefix, origins, problems)
-        return None
-    _check_limits(cls, dataclasses.asdict(result), prefix, origins, problems)
-    return result if len(problems) == before else None
+            self._problem(key, _expected(wanted), found)
+
+    def _check_limits(self, cls: type, values: Mapping[str, Any], prefix: str) -> None:
+        for knob in options_of(cls):
+            value, key = values.get(knob.name), prefix + knob.name
+            if knob.is_section:
+                self._check_limits(knob.type, value or {}, key + ".")
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                message = _limit_broken(knob, value)
+                if message:
+                    self._problem(key, message, value)
+
+    def _problem(self, key: str, message: str, found: Any) -> None:
+        where = _where(self._origins, key)
+        self.problems.append(f"{where}: {key}: {message}, found {found!r}")
 
 
-def _known_keys(
-    cls: type,
-    values: Mapping[str, Any],
-    prefix: str,
-    origins: Mapping[str, Origin],
-    problems: list[str],
-    also_valid: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """Return the values of known keys, adding a problem for each unknown one."""
-    knobs = {knob.name: knob for knob in options_of(cls)}
-    known: dict[str, Any] = {}
-    for key, value in values.items():
-        dotted = prefix + str(key)
-        if key not in knobs:
-            valid = [*also_valid, *knobs]
-            near = difflib.get_close_matches(str(key), valid, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
-            problems.append(f"{_where(origins, dotted)}: unknown key {dotted}; {hint}")
-        elif not knobs[key].is_section:
-            known[key] = value
-        elif isinstance(value, Mapping):
-            known[key] = _known_keys(knobs[key].type, value, dotted + ".", origins, problems)
-        else:
-            problems.append(_problem(origins, dotted, "expected a mapping", value))
-    return known
+def plain(config: Any) -> dict[str, Any]:
+    """Return a configuration object as nested plain values, as YAML writes them."""
+    return {knob.name: _plain(getattr(config, knob.name)) for knob in options_of(type(config))}
 
 
-def _check_limits(
-    cls: type,
-    values: Mapping[str, Any],
-    prefix: str,
-    origins: Mapping[str, Origin],
-    problems: list[str],
-) -> None:
-    for knob in options_of(cls):
-        value, key = values.get(knob.name), prefix + knob.name
-        if knob.is_section:
-            _check_limits(knob.type, value or {}, key + ".", origins, problems)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            message = _limit_broken(knob, value)
-            if message:
-                problems.append(_problem(origins, key, message, value))
+def _plain(value: Any) -> Any:
+    if isinstance(value, NestedStrategy):
+        options = {} if value.options is None else plain(value.options)
+        return {"name": value.name, **options}
+    if dataclasses.is_dataclass(value):
+        return plain(value)
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _limit_broken(knob: Option, value: float) -> str:
@@ -247,10 +295,6 @@ def _expected(messages: list[str]) -> str:
     """Say in our words what pydantic expected: one message for each member of a union."""
     wanted = [re.sub(r", (unable|got) .*", "", message) for message in messages]
     return " or ".join(wanted).replace("Input should be", "expected").replace(" or expected", " or")
-
-
-def _problem(origins: Mapping[str, Origin], key: str, message: str, found: Any) -> str:
-    return f"{_where(origins, key)}: {key}: {message}, found {found!r}"
 
 
 def _where(origins: Mapping[str, Origin], key: str) -> str:
