@@ -124,8 +124,8 @@ def options_of(cls: type) -> Iterator[Option]:
                 f"{cls.__name__}.{field.name} is not declared with option(); "
                 "expected every field of a configuration to say its help text"
             )
-        made = field.default_factory is not dataclasses.MISSING
-        default = field.default_factory() if made else field.default  # type: ignore[misc]
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
         yield Option(
             name=field.name, type=hints[field.name], default=default, **field.metadata[_KEY]
         )

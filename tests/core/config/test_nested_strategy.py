@@ -1,4 +1,4 @@
-"""A strategy inside of a strategy, by name with its own options, and knobs with the user's own keys."""
+"""A strategy inside of a strategy, by name with its options; knobs with the user's own keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
