@@ -1,7 +1,8 @@
 """The command group ``drivetrain``: finds the subcommand, and turns every error into an exit code.
 
 Subcommands are imported when they are called, so that ``drivetrain --help`` neither imports torch
-nor reads a plugin.
+nor a plugin. Some are ours; plugins add others by entry point, and a broken one of theirs is an
+error only for who calls it.
 """
 
 import difflib
@@ -10,9 +11,11 @@ import sys
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import CompletionItem
 
 from drivetrain._version import __version__
-from drivetrain.errors import DrivetrainError
+from drivetrain.errors import ConfigError, DrivetrainError
+from drivetrain.registry import Registry, commands
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
@@ -28,31 +31,51 @@ COMMANDS = {
 
 
 class Commands(click.Group):
-    """A group whose commands are modules named ``NAME_command`` that hold a ``command``."""
+    """A group whose commands are our modules named ``NAME_command``, and those of plugins.
+
+    A plugin's command cannot take the place of one of ours.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order in which a user needs them."""
-        return list(COMMANDS)
+        """Return the names, ours first, in the order in which a user needs them."""
+        return [*COMMANDS, *_added(commands())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one command.
 
         Raises:
             click.UsageError: there is no such command.
+            ConfigError: the plugin that provides it is broken.
         """
-        if cmd_name not in COMMANDS:
-            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}"
-            raise click.UsageError(f"unknown command {cmd_name!r}; {hint}", ctx)
-        command: click.Command = importlib.import_module(
-            f"drivetrain_launch.{cmd_name}_command"
-        ).command
-        return command
+        if cmd_name in COMMANDS:
+            module = importlib.import_module(f"drivetrain_launch.{cmd_name}_command")
+            ours: click.Command = module.command
+            return ours
+        registry = commands()
+        if cmd_name in registry.names:
+            return _load(registry, cmd_name)
+        names = self.list_commands(ctx)
+        near = difflib.get_close_matches(cmd_name, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(names)}"
+        raise click.UsageError(f"unknown command {cmd_name!r}; {hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+        added = _added(commands())
+        if added:
+            with formatter.section("Commands of plugins"):
+                formatter.write_dl(list(added.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offer the commands without importing them, then the options."""
+        offered = [
+            CompletionItem(name, help=text)
+            for name, text in {**COMMANDS, **_added(commands())}.items()
+            if name.startswith(incomplete)
+        ]
+        return offered + click.Command.shell_complete(self, ctx, incomplete)
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -84,3 +107,22 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Entry point of the console script."""
     sys.exit(run(sys.argv[1:]))
+
+
+def _added(registry: Registry) -> dict[str, str]:
+    """Return the commands of plugins and where they come from; none of them is imported."""
+    return {
+        name: f"From {registry.origin(name)}; see 'drivetrain {name} --help'."
+        for name in registry.names
+        if name not in COMMANDS
+    }
+
+
+def _load(registry: Registry, name: str) -> click.Command:
+    command = registry.load(name)
+    if not isinstance(command, click.Command):
+        raise ConfigError(
+            f"the command {name!r} of {registry.origin(name)}: expected a click.Command, found "
+            f"{type(command).__name__}; decorate it with @click.command()"
+        )
+    return command

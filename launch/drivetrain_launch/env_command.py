@@ -13,7 +13,7 @@ import click
 import psutil
 
 from drivetrain._version import __version__
-from drivetrain.registry import Registry, stores, strategies, trackers
+from drivetrain.registry import Registry, commands, stores, strategies, trackers
 from drivetrain_launch.place import cores
 
 PREFIXES = ("NCCL_", "GLOO_", "OMP_", "TORCH_", "DRIVETRAIN_")
@@ -49,7 +49,7 @@ def collect() -> dict[str, dict[str, Any]]:
         },
         "plugins": {
             registry.group: describe_plugins(registry)
-            for registry in (strategies(), stores(), trackers())
+            for registry in (strategies(), stores(), trackers(), commands())
         },
         "machine": machine(),
         "accelerators": accelerator_names(),

@@ -1,6 +1,6 @@
-"""Finds strategies, stores and trackers by entry point, ours and strangers' alike.
+"""Finds strategies, stores, trackers and commands by entry point, ours and strangers' alike.
 
-A plugin is a distribution that declares an entry point in one of three groups; nothing in the core
+A plugin is a distribution that declares an entry point in one of four groups; nothing in the core
 lists or imports one by name. Loading is lazy: asking for names imports no plugin.
 """
 
@@ -14,6 +14,9 @@ from drivetrain.errors import ConfigError, UnknownPluginError
 STRATEGIES = "drivetrain.strategies"
 STORES = "drivetrain.stores"
 TRACKERS = "drivetrain.trackers"
+COMMANDS = "drivetrain.commands"
+
+_KINDS = {STRATEGIES: "strategy", STORES: "store", TRACKERS: "tracker", COMMANDS: "command"}
 
 
 class Registry:
@@ -28,8 +31,8 @@ class Registry:
 
     @property
     def kind(self) -> str:
-        """What one plugin is called in messages: strategy, store or tracker."""
-        return {STRATEGIES: "strategy", STORES: "store", TRACKERS: "tracker"}[self.group]
+        """What one plugin is called in messages: strategy, store, tracker or command."""
+        return _KINDS[self.group]
 
     @property
     def names(self) -> list[str]:
@@ -41,22 +44,34 @@ class Registry:
 
         Raises:
             UnknownPluginError: nothing of this name is installed; the message lists what is.
-            ConfigError: the plugin is installed but cannot be imported.
+            ConfigError: the plugin is installed but cannot be imported, or two distributions
+                provide one of this name.
         """
-        entry = self._entries.get(name)
-        if entry is None:
+        entries = self._entries.get(name)
+        if entries is None:
             near = difflib.get_close_matches(name, self.names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise UnknownPluginError(
                 f"unknown {self.kind} {name!r}; {hint}installed: {', '.join(self.names) or 'none'}"
             )
+        if len(entries) > 1:
+            raise ConfigError(
+                f"two distributions provide the {self.kind} {name!r}: "
+                f"{' and '.join(sorted(entries))}; uninstall one"
+            )
+        ((value, entry),) = entries.items()
         try:
             return entry.load()
         except Exception as error:
             raise ConfigError(
-                f"the {self.kind} {name!r} ({entry.value}) cannot be imported: "
+                f"the {self.kind} {name!r} ({value}) cannot be imported: "
                 f"{type(error).__name__}: {error}; reinstall the distribution that provides it"
             ) from error
+
+    def origin(self, name: str) -> str:
+        """Return the top packages that provide an installed name, without importing them."""
+        modules = (value.partition(":")[0] for value in self._entries[name])
+        return " and ".join(sorted({module.partition(".")[0] for module in modules}))
 
     def default(self) -> str:
         """Return the name of the plugin that declares itself the default.
@@ -78,15 +93,11 @@ class Registry:
         return name, self.load(name).Config
 
     @cached_property
-    def _entries(self) -> dict[str, EntryPoint]:
-        found: dict[str, EntryPoint] = {}
+    def _entries(self) -> dict[str, dict[str, EntryPoint]]:
+        """By name and by what it refers to: a clash concerns only who asks for that name."""
+        found: dict[str, dict[str, EntryPoint]] = {}
         for entry in entry_points(group=self.group):
-            other = found.setdefault(entry.name, entry)
-            if other.value != entry.value:
-                raise ConfigError(
-                    f"two distributions provide the {self.kind} {entry.name!r}: "
-                    f"{other.value} and {entry.value}; uninstall one"
-                )
+            found.setdefault(entry.name, {})[entry.value] = entry
         return found
 
 
@@ -103,3 +114,8 @@ def stores() -> Registry:
 def trackers() -> Registry:
     """Return the registry of experiment trackers."""
     return Registry(TRACKERS)
+
+
+def commands() -> Registry:
+    """Return the registry of commands that plugins add to the command line."""
+    return Registry(COMMANDS)
