@@ -1,0 +1,24 @@
+"""Tensor parallelism: each rank computes with its share of the heads, features and vocabulary.
+
+Shoeybi et al. 2019 (arXiv 1909.08053) cut a block's first matrix by columns and its second one by
+rows, so that nothing need be sent between them; Korthikanti et al. 2022 (arXiv 2205.05198) cut what
+lies between the blocks along the sequence (sequence parallelism). What is here:
+
+================== ================================================================================
+``partition``      which ranges of a dim each rank holds
+``operators``      the conjugate pairs: what forward sends, and what backward sends for it
+``overlap``        a matrix product whose backward sends while it computes
+``edges``          how an activation comes in to, and goes out of, a part that is cut over ranks
+``behavior``       gives one module of the user another forward, and takes it away again
+``linear``         layers cut by columns or by rows, of torch and of Hugging Face
+``embedding``      embeddings cut by words or by features
+``attention``      ``nn.MultiheadAttention`` on local heads
+``cross_entropy``  the loss of logits that are cut over the vocabulary
+``logits``         the tensor that a head cut over the vocabulary returns
+``emulated``       ranks as threads of one process, to try a plan before it is used
+================== ================================================================================
+
+Bytes that one rank sends per micro-batch, A being the bytes of one activation and t the ranks: a
+block of attention or of an MLP costs 4 A (t - 1) / t, with and without sequence parallelism; an
+embedding cut by words 2 A (t - 1) / t in forward; the loss three all-reduces of one number a token.
+"""

@@ -1,0 +1,275 @@
+"""Which ranges of one dim of a tensor each rank holds, and how to cut and join along them."""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.parts.collectives.volume import chunk_bounds
+from drivetrain.strategy import Part
+
+Range: TypeAlias = tuple[int, int]
+"""A half-open range of indices, (start, stop)."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The ranges of one dim that each rank holds, in the order in which it holds them.
+
+    A rank has several ranges of a packed weight (fused q, k, v: a part of each). Several ranks may
+    hold the same range (replicated kv heads); no two ranges overlap otherwise. A rank may hold
+    nothing.
+
+    Attributes:
+        dim: which dim is cut; negative ones count from the end.
+        size: global extent of the dim.
+        ranges: per rank, its non-empty half-open ranges.
+
+    Raises:
+        UsageError: a range is empty or lies outside, two different ranges overlap, or nobody holds
+            some index.
+    """
+
+    dim: int
+    size: int
+    ranges: tuple[tuple[Range, ...], ...]
+
+    def __post_init__(self) -> None:
+        edge = 0
+        for start, stop in sorted(set(itertools.chain.from_iterable(self.ranges))):
+            if start != edge or stop <= start:
+                break
+            edge = stop
+        else:
+            if edge == self.size:
+                return
+        raise UsageError(
+            f"expected ranges that hold each of {self.size} indices, in one range that one or "
+            f"several ranks have, found {self.ranges}; write no empty range, a rank that holds "
+            "nothing has ()"
+        )
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranges)
+
+    @functools.cached_property
+    def local_sizes(self) -> tuple[int, ...]:
+        """How many indices each rank holds."""
+        return tuple(sum(stop - start for start, stop in mine) for mine in self.ranges)
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether the ranks' shares, one after the other, are the whole dim."""
+        flat = list(itertools.chain.from_iterable(self.ranges))
+        return flat == sorted(flat) and sum(self.local_sizes) == self.size
+
+    @functools.cached_property
+    def bounds(self) -> tuple[Range, ...]:
+        """Where each rank's share lies among the shares of all ranks, one after the other."""
+        return tuple(itertools.pairwise(itertools.accumulate(self.local_sizes, initial=0)))
+
+    def local_size(self, rank: int) -> int:
+        """Return how many indices a rank holds."""
+        return self.local_sizes[rank]
+
+    def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a rank's share of a tensor of this global shape."""
+        local = list(shape)
+        local[self.dim] = self.local_size(rank)
+        return tuple(local)
+
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the same as this rank, itself too, in ascending order."""
+        return tuple(r for r, ranges in enumerate(self.ranges) if ranges == self.ranges[rank])
+
+    def first_holder(self, rank: int) -> int:
+        """Return the first rank that holds the same as this rank."""
+        return self.ranges.index(self.ranges[rank])
+
+    def sharers(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return for each of a rank's ranges the ranks that hold it, in ascending order."""
+        return tuple(
+            tuple(r for r, ranges in enumerate(self.ranges) if mine in ranges)
+            for mine in self.ranges[rank]
+        )
+
+    def disown(self, share: Tensor, rank: int) -> Tensor:
+        """Set to zero, in place, what an earlier rank holds too; return the share."""
+        if not self.is_plain:
+            for part, holders in zip(self._parts(share, rank), self.sharers(rank), strict=True):
+                if holders[0] != rank:
+                    part.zero_()
+        return share
+
+    def views(self, whole: Tensor, rank: int) -> list[Tensor]:
+        """Return views of a whole tensor, one for each of a rank's ranges.
+
+        Raises:
+            UsageError: the tensor has another extent.
+        """
+        if whole.size(self.dim) != self.size:
+            raise UsageError(
+                f"expected a tensor of extent {self.size} in dim {self.dim}, found shape "
+                f"{tuple(whole.shape)}"
+            )
+        return [whole.narrow(self.dim, a, b - a) for a, b in self.ranges[rank]]
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a contiguous copy of a rank's share of a whole tensor."""
+        share = whole.new_empty(self.local_shape(rank, whole.shape))
+        for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
+            part.copy_(view)
+        return share
+
+    def put(self, whole: Tensor, share: Tensor, rank: int) -> None:
+        """Write a rank's share to its place in a whole tensor."""
+        for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
+            view.copy_(part)
+
+    def add(self, whole: Tensor, share: Tensor, rank: int) -> None:
+        """Add a rank's share to its place in a whole tensor."""
+        for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
+            view.add_(part)
+
+    def boxes(self, rank: int, shape: Sequence[int]) -> list[Part]:
+        """Return where a rank's share lies in a whole tensor of this shape, one box per range.
+
+        Raises:
+            UsageError: the shape has another extent.
+        """
+        dim = self.dim % len(shape)
+        if shape[dim] != self.size:
+            raise UsageError(
+                f"expected a shape of extent {self.size} in dim {dim}, found {tuple(shape)}"
+            )
+        found = []
+        for start, stop in self.ranges[rank]:
+            offsets, sizes = [0] * len(shape), list(shape)
+            offsets[dim], sizes[dim] = start, stop - start
+            found.append(Part(tuple(offsets), tuple(sizes)))
+        return found
+
+    def _parts(self, share: Tensor, rank: int) -> Iterator[Tensor]:
+        """Return the views of a share that stand for its ranges."""
+        lengths = [stop - start for start, stop in self.ranges[rank]]
+        if share.size(self.dim) != sum(lengths):
+            raise UsageError(
+                f"expected a share of extent {sum(lengths)} in dim {self.dim} on rank {rank}, "
+                f"found shape {tuple(share.shape)}"
+            )
+        # A rank without ranges has no parts; split would give it one.
+        return iter(share.split(lengths, self.dim) if lengths else ())
+
+
+@functools.lru_cache(maxsize=1024)
+def even(dim: int, size: int, ranks: int) -> Partition:
+    """Return the even cut of a dim: lengths differ by at most 1, some may be empty."""
+    return units(dim, size, 1, ranks)
+
+
+def units(dim: int, size: int, unit: int, ranks: int) -> Partition:
+    """Return the cut of a dim at multiples of a unit, such as a head's features.
+
+    Raises:
+        ConfigError: the unit does not divide the dim.
+    """
+    if unit < 1 or size % unit:
+        raise ConfigError(
+            f"expected a dim whose extent is a multiple of its unit, found {size} and {unit}; "
+            "leave this layer whole (replicate) or name its real unit"
+        )
+    cut = [(unit * a, unit * b) for a, b in chunk_bounds(size // unit, ranks)]
+    return Partition(dim, size, tuple(((a, b),) if a < b else () for a, b in cut))
+
+
+def joined(parts: Sequence[Partition]) -> Partition:
+    """Return the cut of a packed dim: segments one after the other, each with its own partition.
+
+    Raises:
+        UsageError: the parts are of different dims or numbers of ranks.
+    """
+    if len({(part.dim, part.ranks) for part in parts}) != 1:
+        raise UsageError(
+            "expected segments of one dim over the same ranks, found "
+            f"{[(part.dim, part.ranks) for part in parts]} as (dim, ranks)"
+        )
+    edges = [0, *itertools.accumulate(part.size for part in parts)]
+    ranges = [
+        tuple(
+            (edge + start, edge + stop)
+            for edge, part in zip(edges, parts, strict=False)
+            for start, stop in part.ranges[rank]
+        )
+        for rank in range(parts[0].ranks)
+    ]
+    return Partition(parts[0].dim, edges[-1], tuple(ranges))
+
+
+def packed(dim: int, segments: Sequence[int], ranks: int, *, unit: int = 1) -> Partition:
+    """Return the cut of a packed dim where every rank holds an even part of each segment.
+
+    Args:
+        dim: which dim is cut.
+        segments: extents of the segments, such as those of q, k and v.
+        ranks: how many ranks.
+        unit: each segment is cut at multiples of it.
+
+    Raises:
+        ConfigError: the unit does not divide a segment.
+    """
+    return joined([units(dim, segment, unit, ranks) for segment in segments])
+
+
+def grouped_query(
+    dim: int, heads: int, kv_heads: int, head_dim: int, ranks: int
+) -> tuple[Partition, Partition]:
+    """Return the cuts of the q rows and the kv rows of grouped-query attention.
+
+    Every rank gets the kv heads that its q heads use, and no others. With as many kv heads as ranks
+    or more they are cut, and the q heads follow; with fewer, each kv head is replicated over
+    ``ranks / kv_heads`` ranks, which share its q heads out (Ainslie et al. 2023, arXiv 2305.13245).
+    A rank without q heads holds no kv head.
+
+    Args:
+        dim: which dim of the weights counts features of heads.
+        heads: q heads.
+        kv_heads: kv heads; each serves ``heads / kv_heads`` consecutive q heads.
+        head_dim: features of one head.
+        ranks: how many ranks.
+
+    Raises:
+        ConfigError: the kv heads do not divide the q heads, or there are fewer kv heads than ranks
+            and they do not divide the ranks.
+    """
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"expected kv heads that divide {heads} heads, found {kv_heads}")
+    if kv_heads < ranks and ranks % kv_heads:
+        allowed = sorted({*range(1, kv_heads + 1), *range(kv_heads, heads + 1, kv_heads)})
+        raise ConfigError(
+            f"expected at most {kv_heads} ranks, one or more kv heads for each, or a multiple of "
+            f"{kv_heads}, so that every kv head is on as many ranks; found {ranks}; for {heads} "
+            f"heads with {kv_heads} kv heads take one of {allowed} ranks"
+        )
+    group = heads // kv_heads
+    if kv_heads >= ranks:
+        kv = chunk_bounds(kv_heads, ranks)
+        q = [(group * a, group * b) for a, b in kv]
+    else:
+        copies = ranks // kv_heads
+        shares = chunk_bounds(group, copies)
+        q = [(group * i + a, group * i + b) for i in range(kv_heads) for a, b in shares]
+        kv = [(rank // copies, rank // copies + (a < b)) for rank, (a, b) in enumerate(q)]
+    return tuple(  # type: ignore[return-value]
+        Partition(
+            dim,
+            count * head_dim,
+            tuple(((head_dim * a, head_dim * b),) if a < b else () for a, b in cut),
+        )
+        for count, cut in ((heads, q), (kv_heads, kv))
+    )

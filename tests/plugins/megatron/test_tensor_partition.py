@@ -1,0 +1,162 @@
+"""Partitions of one dim: sizes, cutting and joining, packed weights, and replicated kv heads."""
+
+import pytest
+import torch
+
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.parts.collectives import connect
+from drivetrain.parts.collectives.volume import chunk_bounds
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.world import World
+from drivetrain_megatron.tensor.partition import (
+    Partition,
+    even,
+    grouped_query,
+    joined,
+    packed,
+    units,
+)
+
+
+def whole_again(partition, whole):
+    back = torch.full_like(whole, float("nan"))
+    for rank in range(partition.ranks):
+        partition.put(back, partition.take(whole, rank), rank)
+    return back
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [0, 1, 3, 7, 97])
+def test_even_cuts_as_collectives_do(size, ranks):
+    partition = even(0, size, ranks)
+    assert list(partition.bounds) == chunk_bounds(size, ranks)
+    assert sum(partition.local_sizes) == size
+    assert partition.is_plain
+    whole = torch.randn(size, 2)
+    assert torch.equal(whole_again(partition, whole), whole)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_packed_shares_join_to_the_whole(dim, ranks):
+    whole = torch.randn(18, 18)
+    partition = packed(dim, (6, 6, 6), ranks, unit=2)
+    assert torch.equal(whole_again(partition, whole), whole)
+    assert partition.is_plain is (ranks == 1)
+    for rank in range(ranks):
+        share = partition.take(whole, rank)
+        assert share.is_contiguous()
+        assert share.size(dim) == partition.local_size(rank)
+        assert partition.local_shape(rank, whole.shape) == tuple(share.shape)
+        for index, part in enumerate(partition.boxes(rank, whole.shape)):
+            at = whole
+            for axis, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+                at = at.narrow(axis, offset, size)
+            first = index * part.sizes[dim]
+            assert torch.equal(share.narrow(dim, first, part.sizes[dim]), at)
+
+
+def test_take_is_a_copy_and_put_and_add_write_only_their_place():
+    partition = packed(0, (4, 2), 2)
+    whole = torch.arange(6.0)
+    share = partition.take(whole, 1)
+    assert share.tolist() == [2, 3, 5]
+    share.zero_()
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    partition.put(whole, share, 1)
+    assert whole.tolist() == [0, 1, 0, 0, 4, 0]
+    partition.add(whole, torch.ones(3), 0)
+    assert whole.tolist() == [1, 2, 0, 0, 5, 0]
+
+
+def test_units_are_never_cut():
+    partition = units(0, 24, 4, 4)
+    assert partition.local_sizes == (4, 8, 4, 8)
+    with pytest.raises(ConfigError, match="24 and 5"):
+        units(0, 24, 5, 2)
+    assert units(0, 8, 4, 4).ranges == ((), ((0, 4),), (), ((4, 8),))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(6, 6), (6, 3), (6, 2), (6, 1), (8, 4), (8, 2), (4, 1), (2, 1)]
+)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_q_heads_lie_with_their_kv_heads(heads, kv_heads, ranks):
+    if kv_heads < ranks and ranks % kv_heads:
+        with pytest.raises(ConfigError, match=rf"{ranks}; for .* take one of \[1, "):
+            grouped_query(0, heads, kv_heads, 5, ranks)
+        return
+    q, kv = grouped_query(0, heads, kv_heads, 5, ranks)
+    assert (q.size, kv.size) == (5 * heads, 5 * kv_heads)
+    assert sum(q.local_sizes) == q.size
+    group = heads // kv_heads
+    for rank in range(ranks):
+        mine = [start // 5 for a, b in q.ranges[rank] for start in range(a, b, 5)]
+        needed = {head // group for head in mine}
+        held = {start // 5 for a, b in kv.ranges[rank] for start in range(a, b, 5)}
+        assert needed == held
+        # local repetition finds the right kv head: q head i uses kv head i // (q / kv)
+        if held:
+            assert len(mine) % len(held) == 0
+
+
+def test_replicated_kv_heads_have_holders():
+    _, kv = grouped_query(0, 6, 2, 5, 4)
+    assert kv.ranges == (((0, 5),), ((0, 5),), ((5, 10),), ((5, 10),))
+    assert [kv.holders(rank) for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [kv.first_holder(rank) for rank in range(4)] == [0, 0, 2, 2]
+    assert not kv.is_plain
+
+
+def test_fused_q_k_v_of_grouped_queries_is_joined():
+    q, kv = grouped_query(0, 4, 2, 3, 4)
+    fused = joined([q, kv, kv])
+    assert fused.size == 24
+    assert fused.ranges[2] == ((6, 9), (15, 18), (21, 24))
+    assert torch.equal(whole_again(fused, torch.arange(24.0)), torch.arange(24.0))
+    assert fused.holders(2) == (2,)
+    assert fused.sharers(2) == ((2,), (2, 3), (2, 3))
+    assert fused.disown(torch.ones(3), 2).tolist() == [1, 1, 1]
+    assert fused.disown(torch.ones(3), 3).tolist() == [1, 0, 0]
+    with pytest.raises(UsageError, match="segments of one dim"):
+        joined([q, even(1, 4, 4)])
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        (((0, 2),), ((3, 4),)),  # nobody holds 2
+        (((0, 3),), ((2, 4),)),  # both hold 2, but not the same
+        (((0, 4),), ((4, 4),)),  # an empty range
+        (((0, 5),), ()),  # too far
+        ((), ()),
+    ],
+)
+def test_ranges_that_are_no_cut_are_refused(ranges):
+    with pytest.raises(UsageError, match="each of 4 indices"):
+        Partition(0, 4, ranges)
+
+
+def test_tensors_of_another_extent_are_refused():
+    partition = even(0, 5, 2)
+    with pytest.raises(UsageError, match="extent 5 in dim 0"):
+        partition.take(torch.zeros(6), 0)
+    with pytest.raises(UsageError, match="extent 2 in dim 0 on rank 0"):
+        partition.put(torch.zeros(5), torch.zeros(3), 0)
+    with pytest.raises(UsageError, match="extent 5 in dim 0"):
+        partition.boxes(0, (6,))
+
+
+@pytest.mark.ranks(3)
+def test_shares_of_real_ranks_are_gathered_in_place():
+    world = World.discover(cpu=True)
+    ranks = connect(Mesh.build({"tp": 3}, world)["tp"], Traffic(), world.device, world.timeout)
+    whole = torch.arange(14.0).view(7, 2)
+    partition = even(0, 7, 3)
+    buffer = torch.zeros(7, 2)
+    partition.put(buffer, partition.take(whole, ranks.rank), ranks.rank)
+    chunks = [(2 * a, 2 * b) for a, b in partition.bounds]
+    ranks.all_gather(buffer.view(-1), chunks=chunks).wait()
+    assert torch.equal(buffer, whole)
+    ranks.close()
