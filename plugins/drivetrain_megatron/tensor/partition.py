@@ -226,7 +226,7 @@ def packed(dim: int, segments: Sequence[int], ranks: int, *, unit: int = 1) -> P
     return joined([units(dim, segment, unit, ranks) for segment in segments])
 
 
-def grouped_query(
+def grouped_heads(
     dim: int, heads: int, kv_heads: int, head_dim: int, ranks: int
 ) -> tuple[Partition, Partition]:
     """Return the cuts of the q rows and the kv rows of grouped-query attention.

@@ -12,7 +12,7 @@ from drivetrain.runtime.world import World
 from drivetrain_megatron.tensor.partition import (
     Partition,
     even,
-    grouped_query,
+    grouped_heads,
     joined,
     packed,
     units,
@@ -85,9 +85,9 @@ def test_units_are_never_cut():
 def test_q_heads_lie_with_their_kv_heads(heads, kv_heads, ranks):
     if kv_heads < ranks and ranks % kv_heads:
         with pytest.raises(ConfigError, match=rf"{ranks}; for .* take one of \[1, "):
-            grouped_query(0, heads, kv_heads, 5, ranks)
+            grouped_heads(0, heads, kv_heads, 5, ranks)
         return
-    q, kv = grouped_query(0, heads, kv_heads, 5, ranks)
+    q, kv = grouped_heads(0, heads, kv_heads, 5, ranks)
     assert (q.size, kv.size) == (5 * heads, 5 * kv_heads)
     assert sum(q.local_sizes) == q.size
     group = heads // kv_heads
@@ -102,7 +102,7 @@ def test_q_heads_lie_with_their_kv_heads(heads, kv_heads, ranks):
 
 
 def test_replicated_kv_heads_have_holders():
-    _, kv = grouped_query(0, 6, 2, 5, 4)
+    _, kv = grouped_heads(0, 6, 2, 5, 4)
     assert kv.ranges == (((0, 5),), ((0, 5),), ((5, 10),), ((5, 10),))
     assert [kv.holders(rank) for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [kv.first_holder(rank) for rank in range(4)] == [0, 0, 2, 2]
@@ -110,15 +110,15 @@ def test_replicated_kv_heads_have_holders():
 
 
 def test_fused_q_k_v_of_grouped_queries_is_joined():
-    q, kv = grouped_query(0, 4, 2, 3, 4)
+    q, kv = grouped_heads(0, 4, 2, 3, 4)
     fused = joined([q, kv, kv])
     assert fused.size == 24
     assert fused.ranges[2] == ((6, 9), (15, 18), (21, 24))
     assert torch.equal(whole_again(fused, torch.arange(24.0)), torch.arange(24.0))
     assert fused.holders(2) == (2,)
     assert fused.sharers(2) == ((2,), (2, 3), (2, 3))
-    assert fused.disown(torch.ones(3), 2).tolist() == [1, 1, 1]
-    assert fused.disown(torch.ones(3), 3).tolist() == [1, 0, 0]
+    assert fused.disown(torch.ones(9), 2).tolist() == [1] * 9
+    assert fused.disown(torch.ones(9), 3).tolist() == [1] * 3 + [0] * 6
     with pytest.raises(UsageError, match="segments of one dim"):
         joined([q, even(1, 4, 4)])
 
