@@ -1,0 +1,218 @@
+"""Charts, pictures and traces of pipelines show every action where it was, and nothing else."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from drivetrain.errors import ConfigError
+from drivetrain_megatron.pipeline.actions import Action, Kind
+from drivetrain_megatron.pipeline.draw import Gantt, save_picture
+from drivetrain_megatron.pipeline.schedules import make_schedule
+from drivetrain_megatron.pipeline.simulate import Span, Timeline, simulate
+from drivetrain_megatron.pipeline.trace import save_trace, to_trace
+
+PNG = b"\x89PNG\r\n\x1a\n"
+MEASURED = Timeline(
+    (
+        (
+            Span(Action(Kind.FORWARD, 0, 0), 5.0, 5.013),
+            Span(Action(Kind.FORWARD, 0, 12), 5.02, 5.1),
+        ),
+        (Span(Action(Kind.INPUT, 1, 0), 5.013, 5.0131),),
+        (),
+    )
+)
+"""As a run that was cut off leaves it: uneven, incomplete, one rank without any action."""
+
+
+def timeline(name="1f1b", p=4, m=8, v=1):
+    return simulate(make_schedule(name, p, m, v))
+
+
+def draw(shown, *, width=80, color=None, **options):
+    console = Console(
+        file=io.StringIO(), width=width, color_system=color, force_terminal=color is not None,
+        legacy_windows=False, **options,
+    )  # fmt: skip
+    console.print(Gantt(shown, unit="s"))
+    return console.file.getvalue()
+
+
+def test_without_color_cells_begin_with_their_letter_and_dots_are_idle():
+    lines = draw(timeline(p=2, m=2)).splitlines()
+    assert lines[0].split() == ["rank", "idle", "kept"]
+    # 9 units in 68 columns: 7 columns each.
+    f0, f1 = "F0-----", "F1-----"
+    b0, b1 = "B0------------", "B1------------"
+    idle = "." * 7
+    assert lines[1] == f"0 {f0}{f1}{idle}{idle}{b0}{idle}{b1}  33%    2"
+    assert lines[2] == f"1 {idle}{f0}{b0}{f1}{b1}{idle}{idle}  33%    1"
+    assert lines[3].split() == ["0", "9", "s"]
+    assert len(lines[3]) == 2 + 9 * 7
+    assert lines[4] == "F forward  B backward  . idle"
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_every_action_of_four_ranks_fits_eighty_columns(name):
+    shown = timeline(name)
+    rows = draw(shown).splitlines()[1:5]
+    for row, spans in zip(rows, shown.ranks, strict=True):
+        found = re.findall(r"[FBIW]\d", row)
+        assert found == [f"{s.action.kind.value}{s.action.micro_batch}" for s in spans]
+
+
+def test_numbers_that_do_not_fit_are_left_out_not_cut():
+    shown = timeline("gpipe", p=1, m=20)
+    row = draw(shown, width=72).splitlines()[1]
+    # One column per unit of time: 10 would be read as 1.
+    assert re.findall(r"F\d+", row) == []
+    assert row.count("F") == 20
+    cells = re.findall(r"B(\d*)", row)
+    assert cells[:10] == [str(i) for i in range(10)]
+    assert cells[10:] == [""] * 10
+
+
+def test_colors_tell_the_kinds_and_chunks_apart():
+    text = draw(timeline("interleaved", v=2), color="truecolor")
+    backgrounds = set(re.findall(r"48;2;\d+;\d+;\d+", text))
+    assert len(backgrounds) == 4
+    assert "lighter: every second chunk" in text
+    assert "0123" in re.sub(r"\x1b\[[\d;]*m", "", text)
+    plain = draw(timeline(), color="truecolor")
+    assert len(set(re.findall(r"48;2;\d+;\d+;\d+", plain))) == 2
+    assert "lighter" not in plain
+
+
+def test_a_terminal_that_wants_no_color_gets_letters():
+    text = draw(timeline(), color="truecolor", no_color=True)
+    assert "F0F1F2F3" in text
+    assert "48;" not in text
+
+
+@pytest.mark.parametrize("color", [None, "standard"])
+@pytest.mark.parametrize("width", [1, 2, 5, 20, 39, 40, 47, 80, 200])
+@pytest.mark.parametrize("shown", [timeline(), timeline("zb-h1", 12, 16), MEASURED])
+def test_no_line_is_wider_than_the_terminal(shown, width, color):
+    text = re.sub(r"\x1b\[[\d;]*m", "", draw(shown, width=width, color=color))
+    assert max(map(len, text.splitlines())) <= width
+    assert len(text.splitlines()) >= len(shown.ranks) + 3
+    assert text.isascii()
+
+
+def test_narrow_terminals_get_the_facts_below_and_hear_what_is_hidden():
+    text = " ".join(draw(timeline(), width=24).split())
+    assert "idle 27.3%; ranks keep 4, 3, 2, 1 micro-batches" in text
+    assert re.search(r"\d+ of 64 actions are narrower than a column", text)
+    assert "narrower" not in draw(timeline())
+
+
+def test_measured_runs_fill_the_width_from_their_first_action_on():
+    lines = draw(MEASURED, width=60).splitlines()
+    columns = 60 - 2 - len(" idle kept")
+    assert lines[1].startswith("0 F0----")
+    assert lines[1][2 : 2 + columns].endswith("-")
+    assert "F12--" in lines[1]
+    assert lines[3] == "2 " + "." * columns + " 100%    0"
+    assert lines[4].endswith("0.1 s")
+    # 0.1 of 100 milliseconds is no column.
+    assert lines[-1] == "1 of 3 actions are narrower than a column"
+
+
+def test_a_run_without_actions_is_drawn():
+    lines = draw(Timeline(((), ())), width=50).splitlines()
+    assert lines[1] == "0 " + "." * 38 + "   0%    0"
+
+
+@pytest.mark.parametrize("shown", [timeline("interleaved", v=2), MEASURED, Timeline(((), ()))])
+def test_pictures_are_written_in_the_format_of_their_ending(tmp_path, shown):
+    save_picture(shown, tmp_path / "a.PNG", title="title", unit="s")
+    assert (tmp_path / "a.PNG").read_bytes().startswith(PNG)
+    save_picture(shown, tmp_path / "a.svg", title="title of it", unit="s")
+    text = (tmp_path / "a.svg").read_text()
+    assert text.startswith("<?xml")
+    for expected in ("title of it", "time (s)", "rank 0"):
+        assert f">{expected}<" in text
+
+
+def test_svg_shows_every_action_in_its_color_and_is_reproducible(tmp_path):
+    save_picture(timeline("zb-h1"), tmp_path / "a.svg")
+    save_picture(timeline("zb-h1"), tmp_path / "b.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    for color in ("#0072b2", "#9c4f7f", "#00795a"):
+        # One per rank and micro-batch, and one in the legend.
+        assert len(re.findall(f"fill: {color}", text)) == 4 * 8 + 1
+    assert re.findall(r">idle 11.1%, keeps 4<", text) == [">idle 11.1%, keeps 4<"] * 4
+    assert len(re.findall(r">7</text>", text)) == 3 * 4
+
+
+@pytest.mark.parametrize("name", ["a.pdf", "a", "png"])
+def test_other_endings_are_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"ends with \.png or \.svg, found"):
+        save_picture(timeline(), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_in_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot write .*No such file or directory"):
+        save_picture(timeline(), tmp_path / "no" / "a.png")
+    with pytest.raises(ConfigError, match=r"cannot write .*No such file or directory"):
+        save_trace(timeline(), tmp_path / "no" / "a.json")
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r'pip install "drivetrain\[plot\]"'):
+        save_picture(timeline(), tmp_path / "a.png")
+
+
+def test_pictures_leave_no_state_and_need_no_display(tmp_path):
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from drivetrain_megatron.pipeline import draw, schedules, simulate\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "import matplotlib\n"
+        "before = matplotlib.rcParams.copy()\n"
+        "shown = simulate.simulate(schedules.make_schedule('1f1b', 2, 2))\n"
+        "for name in ('a.png', 'a.svg'): draw.save_picture(shown, Path(name))\n"
+        "assert 'matplotlib.pyplot' not in sys.modules and 'torch' not in sys.modules\n"
+        "assert matplotlib.rcParams.copy() == before\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=tmp_path, check=True)
+    assert len(list(Path(tmp_path).iterdir())) == 2
+
+
+def test_trace_has_one_row_per_rank_and_microseconds(tmp_path):
+    save_trace(MEASURED, tmp_path / "trace.json", name="step 3")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace == to_trace(MEASURED, name="step 3")
+    events = trace["traceEvents"]
+    assert [e["args"] for e in events if e["name"] == "process_name"] == [{"name": "step 3"}]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    spans = [e for e in events if e["ph"] == "X"]
+    found = [(e["tid"], e["name"], e["cat"], round(e["ts"], 3), round(e["dur"], 3)) for e in spans]
+    assert found == [
+        (0, "F0", "forward", 0.0, 13_000.0),
+        (0, "F12", "forward", 20_000.0, 80_000.0),
+        (1, "I0", "input", 13_000.0, 100.0),
+    ]
+    assert spans[2]["args"] == {"stage": 1, "micro_batch": 0}
+    assert {e["pid"] for e in events} == {0}
+
+
+def test_trace_of_a_schedule_holds_every_action():
+    shown = timeline("interleaved", v=2)
+    events = [e for e in to_trace(shown)["traceEvents"] if e["ph"] == "X"]
+    kinds = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
+    found = {Action(kinds[e["cat"]], e["args"]["stage"], e["args"]["micro_batch"]) for e in events}
+    assert found == {span.action for rank in shown.ranks for span in rank}
+    assert len(events) == 4 * 2 * 8 * 2
+    assert all(e["args"]["stage"] % 4 == e["tid"] for e in events)
