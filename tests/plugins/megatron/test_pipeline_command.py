@@ -1,0 +1,172 @@
+"""``drivetrain schedule``: what it prints and writes, and how it refuses wrong input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from drivetrain.errors import ConfigError
+from drivetrain_launch.cli import run
+from drivetrain_megatron.pipeline.schedules import SCHEDULES
+
+SIZES = ("--pp", "4", "--micro-batches", "8")
+
+
+@pytest.fixture
+def schedule(tmp_path, monkeypatch, capsys):
+    """Run the command in a folder of its own; returns code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments):
+        code = run(["schedule", *arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def facts(out):
+    return dict(line.split(maxsplit=1) for line in out.splitlines()[-4:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "makespan", "formula", "idle", "kept"),
+    [
+        ([], "33", "(m+p-1)(F+B) = 33", "27.3%", "4, 3, 2, 1 micro-batches"),
+        (["--schedule", "GPipe"], "33", "(m+p-1)(F+B) = 33", "27.3%", "8, 8, 8, 8 micro-batches"),
+        (
+            ["--schedule", "interleaved", "--chunks", "2"],
+            "28.5",
+            "(m+(p-1)/v)(F+B) = 28.5",
+            "15.8%",
+            "11, 9, 7, 5 micro-batches of one chunk, 1/2 of a rank's layers",
+        ),
+        (["--schedule", "zb-h1"], "27", "(3m+p-1)F = 27", "11.1%", "4, 4, 4, 4 micro-batches"),
+        (
+            ["--schedule", "zb-h1", "--weight", "0.5"],
+            "30",
+            "none for these numbers",
+            "20.0%",
+            "4, 4, 4, 4 micro-batches",
+        ),
+        (
+            ["--schedule", "gpipe", "--forward", "1.5", "--backward", "4", "--travel", "0.5"],
+            "63.5",
+            "(m+p-1)(F+B) = 60.5 without travel",
+            "30.7%",
+            "8, 8, 8, 8 micro-batches",
+        ),
+    ],
+)
+def test_numbers_of_a_schedule(schedule, arguments, makespan, formula, idle, kept):
+    code, out, err = schedule(*SIZES, *arguments)
+    assert (code, err) == (0, "")
+    assert facts(out) == {"makespan": makespan, "formula": formula, "idle": idle, "kept": kept}
+
+
+def test_it_draws_one_row_per_rank(schedule):
+    _, out, _ = schedule("--pp", "3", "--micro-batches", "5")
+    lines = out.splitlines()
+    assert lines[0] == "1f1b: 3 ranks, 5 micro-batches"
+    assert [line[:2] for line in lines[2:5]] == ["0 ", "1 ", "2 "]
+    assert lines[2].startswith("0 F0-F1-F2-")
+    assert "\x1b" not in out
+
+
+def test_all_compares_every_schedule(schedule):
+    code, out, _ = schedule(*SIZES, "--schedule", "all", "--chunks", "4")
+    assert code == 0
+    rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
+    assert list(rows) == list(SCHEDULES)
+    assert rows["gpipe"][1:5] == ["1", "33", "27.3%", "8"]
+    assert rows["1f1b"][1:5] == ["1", "33", "27.3%", "4"]
+    assert rows["interleaved"][1:] == [
+        "4",
+        "26.25",
+        "8.6%",
+        "4.75",
+        "(m+(p-1)/v)(F+B)",
+        "=",
+        "26.25",
+    ]
+    assert rows["zb-h1"][1:5] == ["1", "27", "11.1%", "4"]
+
+
+def test_interleaved_has_two_chunks_where_none_are_asked_for(schedule):
+    default, two, one = (
+        schedule(*SIZES, "--schedule", "interleaved", *chunks)
+        for chunks in ([], ["--chunks", "2"], ["--chunks", "1"])
+    )
+    assert default == two != one
+    assert facts(one[1])["makespan"] == "33"
+
+
+def test_it_writes_picture_and_trace(schedule, tmp_path):
+    code, out, _ = schedule(*SIZES, "--output", "a.svg", "--trace", "a.json")
+    assert code == 0
+    assert out.splitlines()[-2:] == ["wrote a.svg", "wrote a.json"]
+    assert "1f1b: 4 ranks, 8 micro-batches" in (tmp_path / "a.svg").read_text()
+    spans = [e for e in json.loads((tmp_path / "a.json").read_text())["traceEvents"] if "ts" in e]
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(33e6)
+    assert schedule(*SIZES, "--output", "a.png")[0] == 0
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "Missing option '--pp'"),
+        (["--pp", "4"], "Missing option '--micro-batches'"),
+        (["--pp", "two", "--micro-batches", "8"], "'two' is not a valid integer"),
+        (["--pp", "0", "--micro-batches", "8"], "found 0 ranks, 8 micro-batches"),
+        (["--pp", "4", "--micro-batches", "-8"], "-8 micro-batches"),
+        (["--pp", "-4", "--micro-batches", "-800000"], "found -4 ranks"),
+        (["--pp", "4000", "--micro-batches", "4000"], "at most 1,000,000 forwards, found 4000"),
+        ([*SIZES, "--schedule", "2f2b"], "'2f2b' is not one of 'gpipe', '1f1b', 'interleaved'"),
+        ([*SIZES, "--chunks", "2"], "one chunk per rank for the schedule '1f1b', found 2"),
+        ([*SIZES, "--schedule", "interleaved", "--chunks", "0"], "and 0 chunks"),
+        ([*SIZES, "--forward", "0"], "--forward: expected a number above 0, found 0"),
+        ([*SIZES, "--backward", "nan"], "--backward: expected a number above 0, found nan"),
+        ([*SIZES, "--backward", "inf"], "--backward: expected a number above 0, found inf"),
+        ([*SIZES, "--forward", "fast"], "'fast' is not a valid float"),
+        ([*SIZES, "--weight", "2"], "--weight: expected a part of --backward, above 0 and below 2"),
+        ([*SIZES, "--weight", "nan"], "--weight: expected a part of --backward"),
+        ([*SIZES, "--travel", "-1"], "--travel: expected 0 or more, found -1"),
+        ([*SIZES, "--output", "a.pdf"], "ends with .png or .svg, found 'a.pdf'"),
+        ([*SIZES, "--output", "no/a.png"], "cannot write 'no/a.png': No such file or directory"),
+        ([*SIZES, "--trace", "no/a.json"], "cannot write 'no/a.json': No such file or directory"),
+        ([*SIZES, "--trace", "."], "cannot write '.': Is a directory"),
+        ([*SIZES, "--schedule", "all", "--output", "a.png"], "--schedule all prints a table"),
+        ([*SIZES, "--schedule", "all", "--trace", "a.json"], "--schedule all prints a table"),
+        ([*SIZES, "extra"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_input_exits_with_2_and_says_why(schedule, tmp_path, arguments, text):
+    code, _, err = schedule(*arguments)
+    assert code == ConfigError.exit_code
+    assert text in " ".join(err.split())
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_chart_is_shown_and_the_extra_is_named(schedule, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = schedule(*SIZES, "--output", "a.png")
+    assert code == ConfigError.exit_code
+    assert 'pip install "drivetrain[plot]"' in err
+    assert facts(out)["makespan"] == "33"
+
+
+def test_it_needs_neither_torch_nor_matplotlib():
+    program = (
+        "import sys\n"
+        "from drivetrain_launch.cli import run\n"
+        "assert run(['schedule', '--pp', '4', '--micro-batches', '8']) == 0\n"
+        "sys.exit(str({'torch', 'matplotlib'} & set(sys.modules) or ''))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr.strip() == ""
+    assert "makespan  33" in done.stdout
