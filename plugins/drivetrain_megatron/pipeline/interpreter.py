@@ -1,0 +1,128 @@
+"""Runs a schedule: receives what an action needs, computes, sends on what it made.
+
+Receives are posted one action ahead, so that a message travels while the rank still computes.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from drivetrain_megatron.pipeline.actions import Action, Kind, Schedule
+from drivetrain_megatron.pipeline.simulate import Span
+from drivetrain_megatron.pipeline.transfer import Arrival, Direction, Link, Message, Meta
+
+Send = Callable[[Sequence[Tensor]], None]
+
+
+class Worker(Protocol):
+    """What the interpreter asks of a stage. Every method is about one micro-batch."""
+
+    def input_metas(self, micro_batch: int) -> Sequence[Meta]:
+        """Return the facts of the tensors that come from the stage before."""
+
+    def output_metas(self, micro_batch: int) -> Sequence[Meta]:
+        """Return the facts of the gradients that come from the next stage."""
+
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what goes to the next stage; nothing from the last one."""
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
+        """Run backward, and send the gradients of the inputs as soon as they are there."""
+
+    def backward_input(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
+        """Run the half of backward that makes the gradients of the inputs."""
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """Run the other half."""
+
+
+class Interpreter:
+    """Runs schedules on this rank.
+
+    Args:
+        stages: this rank's stages, by index.
+        count: how many stages there are on all ranks.
+        link: this rank's end of the pipeline.
+    """
+
+    def __init__(self, stages: Mapping[int, Worker], count: int, link: Link) -> None:
+        self._stages = stages
+        self._count = count
+        self._link = link
+        self._arrivals: dict[Message, Arrival] = {}
+
+    def run(self, schedule: Schedule, rank: int) -> list[Span]:
+        """Run this rank's actions.
+
+        Returns:
+            When each ran, in seconds of ``time.perf_counter``; waiting for messages is not in it.
+
+        Raises:
+            CollectiveError: a neighbor ended or did not send in time.
+        """
+        return self.run_actions(schedule.ranks[rank])
+
+    def run_actions(self, actions: Sequence[Action]) -> list[Span]:
+        """Run some actions in order; see ``run``."""
+        spans = []
+        try:
+            for index, action in enumerate(actions):
+                self._expect(action)
+                for following in actions[index + 1 : index + 2]:
+                    self._expect(following)
+                spans.append(self._do(action))
+            self._link.flush()
+        except BaseException:
+            self._arrivals.clear()
+            self._link.reset()
+            self._link.alarm()
+            raise
+        return spans
+
+    def _expect(self, action: Action) -> None:
+        """Post the receive of what an action needs from another rank."""
+        message = self._needed(action)
+        if message is None or message in self._arrivals:
+            return
+        stage = self._stages[action.stage]
+        forward = message.direction is Direction.FORWARD
+        if message.source in self._stages and not self._link.is_here(message):
+            return  # an action in between makes it
+        metas = stage.input_metas if forward else stage.output_metas
+        self._arrivals[message] = self._link.receive(message, metas(action.micro_batch))
+
+    def _needed(self, action: Action) -> Message | None:
+        if action.kind is Kind.FORWARD:
+            first = action.stage == 0
+            return None if first else Message(Direction.FORWARD, action.stage, action.micro_batch)
+        last = action.stage == self._count - 1
+        if last or not action.kind.returns:
+            return None
+        return Message(Direction.BACKWARD, action.stage, action.micro_batch)
+
+    def _do(self, action: Action) -> Span:
+        message = self._needed(action)
+        given = self._arrivals.pop(message).wait() if message is not None else ()
+        stage, micro_batch = self._stages[action.stage], action.micro_batch
+        start = time.perf_counter()
+        if action.kind is Kind.FORWARD:
+            outputs = stage.forward(micro_batch, given)
+            if action.stage + 1 < self._count:
+                self._link.send(Message(Direction.FORWARD, action.stage + 1, micro_batch), outputs)
+        elif action.kind is Kind.WEIGHT:
+            stage.backward_weight(micro_batch)
+        else:
+            half = action.kind is Kind.INPUT
+            run = stage.backward_input if half else stage.backward
+            run(micro_batch, given, self._sender(action))
+        return Span(action, start, time.perf_counter())
+
+    def _sender(self, action: Action) -> Send:
+        def send(gradients: Sequence[Tensor]) -> None:
+            if action.stage:
+                message = Message(Direction.BACKWARD, action.stage - 1, action.micro_batch)
+                self._link.send(message, gradients)
+
+        return send

@@ -1,0 +1,225 @@
+"""Messages between the ranks of a pipeline: the outputs of stages one way, gradients the other.
+
+A message is known by the stage that it goes to, its direction and its micro-batch. Messages for one
+stage in one direction arrive in the order in which they were sent, so each such stream has a tag of
+its own. Sends do not wait; what was sent lives until it is through.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.errors import CollectiveError
+from drivetrain.parts.collectives.neighbors import Tag
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Axis
+
+
+class Direction(IntEnum):
+    """Which way a message goes; the value tells the tags of one stage apart."""
+
+    FORWARD = 0
+    """Outputs, to the next stage."""
+    BACKWARD = 1
+    """Gradients of outputs, to the stage before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a message is.
+
+    Attributes:
+        direction: which way it goes.
+        stage: the stage that it goes to.
+        micro_batch: what it belongs to.
+    """
+
+    direction: Direction
+    stage: int
+    micro_batch: int
+
+    @property
+    def source(self) -> int:
+        """The stage that it comes from."""
+        return self.stage - 1 if self.direction is Direction.FORWARD else self.stage + 1
+
+    def __str__(self) -> str:
+        what = "input" if self.direction is Direction.FORWARD else "gradient of the output"
+        return f"{what} of stage {self.stage} for micro-batch {self.micro_batch}"
+
+
+class Meta(NamedTuple):
+    """What a receiver must know of a tensor: sender and receiver work it out by themselves."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Meta":
+        """Return the facts of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+class Arrival:
+    """Tensors on their way to this rank.
+
+    Args:
+        message: what they are.
+        tensors: where they arrive.
+        works: the receives under way, one per tensor.
+        link: knows who sends, and how long to wait.
+    """
+
+    def __init__(
+        self, message: Message, tensors: Sequence[Tensor], works: Sequence[Any], link: "Link"
+    ) -> None:
+        self._message = message
+        self._tensors = tuple(tensors)
+        self._works = works
+        self._link = link
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return the tensors when they are there.
+
+        Raises:
+            CollectiveError: the sender ended or did not send in time.
+        """
+        for work in self._works:
+            self._link.finish(work, self._message)
+        return self._tensors
+
+
+class Link:
+    """This rank's end of the pipeline.
+
+    Args:
+        axis: the mesh axis ``pp``, with a started group unless its size is 1.
+        traffic: the ledger.
+        device: where tensors live.
+        timeout: how long to wait for one message.
+        stages: how many stages there are; stage ``s`` is on rank ``s`` modulo the axis' size.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        traffic: Traffic,
+        device: torch.device,
+        timeout: timedelta,
+        stages: int,
+    ) -> None:
+        self._axis = axis
+        self._traffic = traffic
+        self._device = device
+        self._timeout = timeout
+        self._sending: deque[tuple[Any, Tensor, Message]] = deque()
+        self._here: dict[Message, tuple[Tensor, ...]] = {}  # between two stages of this rank
+        # Each number stands for a block of tags of this group that nobody else uses.
+        numbers = [next(axis.streams) for _ in range(-(-stages * len(Direction) // len(Tag)))]
+        self._first_tag = numbers[0] * len(Tag)
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Start to send tensors; they must not be written until the step is over."""
+        if self._rank_of(message.stage) == self._axis.rank:
+            self._here[message] = tuple(tensors)
+            return
+        self._forget_sent()
+        for tensor in tensors:
+            whole = tensor.detach().contiguous()
+            self._traffic.add(self._axis.name, "send", whole.nbytes)
+            if whole.numel():
+                work = self._group.send([whole], self._rank_of(message.stage), self._tag(message))
+                self._sending.append((work, whole, message))
+
+    def receive(self, message: Message, metas: Sequence[Meta]) -> Arrival:
+        """Start to receive tensors."""
+        if self._rank_of(message.source) == self._axis.rank:
+            return Arrival(message, self._here.pop(message), (), self)
+        tensors = [torch.empty(m.shape, dtype=m.dtype, device=self._device) for m in metas]
+        works = [
+            self._group.recv([tensor], self._rank_of(message.source), self._tag(message))
+            for tensor in tensors
+            if tensor.numel()
+        ]
+        return Arrival(message, tensors, works, self)
+
+    def is_here(self, message: Message) -> bool:
+        """Whether a message from one of this rank's own stages waits."""
+        return message in self._here
+
+    def flush(self) -> None:
+        """Return when all that was sent is through.
+
+        Raises:
+            CollectiveError: a receiver ended or did not receive in time.
+        """
+        while self._sending:
+            work, _, message = self._sending[0]
+            self.finish(work, message)
+            self._sending.popleft()
+
+    def finish(self, work: Any, message: Message) -> None:
+        """Wait for a send or a receive.
+
+        Raises:
+            CollectiveError: it failed.
+        """
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            sender, receiver = (self._rank_of(s) for s in (message.source, message.stage))
+            other = receiver if sender == self._axis.rank else sender
+            raise CollectiveError(
+                f"expected the {message} to go from rank {self._axis.ranks[sender]} to rank "
+                f"{self._axis.ranks[receiver]} on axis {self._axis.name!r} within "
+                f"{self._timeout.total_seconds():g} s, found: {_first_line(error)}; look at what "
+                f"rank {self._axis.ranks[other]} on host {self._axis.hosts[other]} printed last"
+            ) from error
+
+    def alarm(self) -> None:
+        """Close this rank's connections, so that the others do not wait for it until the timeout.
+
+        gloo closes all connections of a group when one wait times out: so let one time out.
+        """
+        if self._axis.size == 1:
+            return
+        for neighbor in {(self._axis.rank + 1), (self._axis.rank - 1)}:
+            token = torch.empty(1, dtype=torch.uint8, device=self._device)
+            with suppress(RuntimeError):
+                work = self._group.recv([token], neighbor % self._axis.size, self._first_tag)
+                work.wait(timedelta(milliseconds=1))
+
+    def reset(self) -> None:
+        """Forget what an exception left on its way."""
+        self._here.clear()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._axis.group is None:
+            raise CollectiveError(
+                f"expected a started process group of axis {self._axis.name!r}, found none; build "
+                "the mesh with Mesh.build"
+            )
+        return self._axis.group
+
+    def _rank_of(self, stage: int) -> int:
+        return stage % self._axis.size
+
+    def _tag(self, message: Message) -> int:
+        return self._first_tag + len(Direction) * message.stage + message.direction
+
+    def _forget_sent(self) -> None:
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
