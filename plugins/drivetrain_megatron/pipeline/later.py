@@ -1,0 +1,90 @@
+"""Values that come later: an expression over tensors that another stage will send.
+
+After backward the loss of the last stage reaches every rank. What the script made of the loss
+before that, such as ``loss.detach() / 4``, is kept as an expression and computed when asked for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DEPTH = 100
+"""Operations in a row that an expression keeps; a running sum that is never read stops there."""
+
+
+_LOOK = 4
+"""Operations in a row after which it is worth a look whether the values have come by now."""
+
+
+class Later:
+    """A value that is known now, or follows from others, or is still to come.
+
+    Args:
+        function: makes the value from the arguments; None when another stage sends it.
+        args: arguments, in which ``Later`` objects stand for tensors.
+        kwargs: the same by name.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._value: Tensor | None = None
+        self._function = function
+        self._args, self._kwargs = tuple(args), dict(kwargs or {})
+        parents = [leaf for leaf in _leaves((self._args, self._kwargs)) if isinstance(leaf, Later)]
+        for parent in parents:
+            if parent._depth > _LOOK:
+                parent.value()
+        self._depth = 1 + max((parent._depth for parent in parents), default=0)
+        if self._depth > _DEPTH:
+            self._function, self._args, self._kwargs, self._depth = None, (), {}, 1
+
+    def settle(self, value: Tensor) -> None:
+        """Give the value; what it was to be computed from is let go."""
+        self._value = value
+        self._function, self._args, self._kwargs, self._depth = None, (), {}, 1
+
+    def value(self) -> Any:
+        """Return the value, or None while something that it follows from is still to come."""
+        if self._value is None and self._function is not None:
+            args, kwargs = _valued(self._args), _valued(self._kwargs)
+            if not any(leaf is _MISSING for leaf in _leaves((args, kwargs))):
+                with torch.no_grad():
+                    self.settle(self._function(*args, **kwargs))
+        return self._value
+
+
+class _Missing:
+    """Stands for a value that is still to come."""
+
+
+_MISSING = _Missing()
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _leaves(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    return [value]
+
+
+def _valued(value: Any) -> Any:
+    if isinstance(value, Later):
+        found = value.value()
+        # A copy, since an operation in place must not change what others follow from.
+        return _MISSING if found is None else _copied(found)
+    if isinstance(value, list | tuple):
+        return type(value)(_valued(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _valued(item) for key, item in value.items()}
+    return value
+
+
+def _copied(found: Any) -> Any:
+    return found.clone() if isinstance(found, Tensor) else found
