@@ -116,7 +116,7 @@ def test_notebook_block_of_the_cli_page(python):
 
 
 def test_blocks_of_the_plugin_page(python):
-    config, conformance, own_test = blocks("docs/writing-a-plugin.md")
+    config, conformance, own_test, command = blocks("docs/writing-a-plugin.md")
     python(
         f"{config}\n{conformance}\n"
         "from drivetrain.config import options_of\n"
@@ -126,3 +126,4 @@ def test_blocks_of_the_plugin_page(python):
     )
     done = python(own_test, "-m", "pytest", "-q", "-p", "no:cacheprovider", "program.py")
     assert "1 passed" in done
+    assert python(f"{command}\ntoast()\n", "program.py", "--slices", "3") == "3 slices\n"

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import click
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 import drivetrain
-from drivetrain import errors
+from drivetrain import errors, registry
 from drivetrain.config import RunConfig, options_of
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group, run
@@ -20,7 +21,18 @@ from drivetrain_launch.options import FLAGS
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-COMMAND = re.compile(r"drivetrain ((?:{})\b[^#;&|\")\n]*)".format("|".join(COMMANDS)))
+OURS = [
+    *COMMANDS,
+    *(
+        e.name
+        for e in entry_points(group=registry.COMMANDS)
+        if e.dist and e.dist.name == "drivetrain"
+    ),
+]
+"""Our commands, those of our plugins too, whatever else is installed."""
+COMMAND = re.compile(r"drivetrain ((?:{})\b[^#;&|\")\n]*)".format("|".join(OURS)))
+
+QUICK = ("config ", "env", "schedule")
 
 MISTAKES = "precison: bf16\nlaunch:\n  nproc_per_node: 0\n"
 """The file that docs/cli.md lets ``config check`` find wrong."""
@@ -90,7 +102,7 @@ def test_paths_in_code_exist(page):
 
 def test_every_command_is_shown_somewhere():
     shown = {line.split()[0] for _, line in command_lines()}
-    assert shown == set(COMMANDS)
+    assert shown == set(OURS)
 
 
 @pytest.mark.parametrize(("page", "line"), command_lines())
@@ -114,7 +126,7 @@ def test_launch_line_resolves(folder, capsys, page, line):
 
 
 @pytest.mark.parametrize(
-    ("page", "line"), [pair for pair in command_lines() if pair[1].startswith(("config ", "env"))]
+    ("page", "line"), [pair for pair in command_lines() if pair[1].startswith(QUICK)]
 )
 def test_quick_line_runs(folder, capsys, page, line):
     words = shlex.split(line)
@@ -138,6 +150,23 @@ def test_sample_of_the_dry_run_is_what_it_says(folder, capsys):
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
     shown = [line.split() for line in sample.splitlines() if line.strip() not in ("", "...")]
     assert [line for line in shown if line not in said] == []
+
+
+@pytest.mark.parametrize("which", ["--schedule 1f1b", "--schedule all"])
+def test_samples_of_schedules_are_what_it_says(folder, capsys, monkeypatch, which):
+    monkeypatch.setenv("COLUMNS", "80")
+    line = f"schedule --pp 4 --micro-batches 8 {which}"
+    sample = (ROOT / "docs/cli.md").read_text().split(f"$ drivetrain {line}\n")[1].split("```")[0]
+    assert run(line.split()) == 0
+    said = [text.rstrip() for text in capsys.readouterr().out.splitlines()]
+    assert said == sample.splitlines()
+
+
+def test_table_of_schedule_options_equals_the_command():
+    table = rows(ROOT / "docs/cli.md", "option | default | meaning")
+    shown = [re.findall(r"--[\w-]+", row[0])[0] for row in table]
+    command = group.get_command(click.Context(group), "schedule")
+    assert shown == [p.opts[0] for p in command.params if isinstance(p, click.Option)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

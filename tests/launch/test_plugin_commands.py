@@ -1,0 +1,117 @@
+"""Commands of other distributions: found by entry point, imported when called, harmless else."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from drivetrain_launch.cli import COMMANDS
+
+
+def test_a_strangers_command_runs_and_its_exit_code_counts(sandbox):
+    done = sandbox.run("toast", "--slices", "2")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2 slices\n", "")
+    assert sandbox.run("toast", "--slices", "0").returncode == 7
+    help_text = sandbox.run("toast", "--help").stdout
+    assert "Usage: drivetrain toast" in help_text
+    assert "Toast a few slices." in help_text
+
+
+def test_its_errors_become_exit_codes_as_ours_do(command):
+    code, _, err = command("toast", "--slices", "10")
+    assert (code, err) == (3, "error: expected at most 9 slices, found 10; toast twice\n")
+    code, _, err = command("toast", "--slices", "few")
+    assert code == 2
+    assert "'few' is not a valid integer" in err
+
+
+def test_help_lists_commands_of_plugins_without_importing_any(sandbox):
+    code = (
+        "import sys\n"
+        "from drivetrain_launch.cli import run\n"
+        "assert run(['--help']) == 0\n"
+        "imported = ('toy_', 'torch', 'drivetrain_')\n"
+        "found = [name for name in sys.modules if name.startswith(imported)]\n"
+        "assert found == ['drivetrain_launch', 'drivetrain_launch.cli'], found\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=sandbox.environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ours, _, added = done.stdout.partition("Commands of plugins:")
+    listed = {line.split()[0]: line.strip() for line in added.splitlines() if line.strip()}
+    assert {"bread", "burnt", "lost", "schedule", "toast", "twice"} <= set(listed)
+    assert listed["toast"].endswith("From toy_commands; see 'drivetrain toast --help'.")
+    assert "From toy_burnt;" in listed["burnt"]
+    assert "From toy_commands and toy_rival;" in listed["twice"]
+    # Nobody takes the place of one of ours.
+    assert "launch" not in listed
+    assert [line.split()[0] for line in ours.partition("Commands:\n")[2].split("\n") if line] == [
+        *COMMANDS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "burnt",
+            "error: the command 'burnt' (toy_burnt.command:burnt) cannot be imported: "
+            "RuntimeError: the toaster is on fire; reinstall the distribution that provides it",
+        ),
+        ("lost", "the command 'lost' (toy_commands:lost) cannot be imported: AttributeError"),
+        ("bread", "the command 'bread' of toy_commands: expected a click.Command, found int"),
+        (
+            "twice",
+            "two distributions provide the command 'twice': toy_commands:toast and "
+            "toy_rival:toast; uninstall one",
+        ),
+    ],
+)
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_a_broken_command_is_an_error_of_its_own(command, name, text, arguments):
+    code, out, err = command(name, *arguments)
+    assert (code, out) == (2, "")
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_ours_run_beside_broken_ones(command):
+    assert command("completion", "bash")[0] == 0
+    code, out, _ = command("launch", "--help")
+    assert code == 0
+    assert "Usage: drivetrain launch" in out
+
+
+def test_unknown_names_are_compared_with_those_of_plugins(command):
+    code, _, err = command("tost")
+    assert code == 2
+    assert "unknown command 'tost'; did you mean 'toast'?" in err
+    _, _, err = command("zzz")
+    assert "commands: launch, config, " in err
+    assert ", toast" in err
+
+
+def test_completion_offers_them_without_importing_them(sandbox):
+    def complete(words, position):
+        return sandbox.run(
+            env={
+                "_DRIVETRAIN_COMPLETE": "bash_complete",
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(position),
+            }
+        )
+
+    done = complete("drivetrain b", 1)
+    assert done.stdout.split() == ["plain,bread", "plain,burnt"]
+    assert done.stderr == ""
+    assert "--slices" in complete("drivetrain toast --s", 2).stdout
+    assert "--version" in complete("drivetrain --v", 1).stdout
+
+
+def test_env_names_them(command):
+    code, out, _ = command("env", "--json")
+    assert code == 0
+    assert "toast" in json.loads(out)["plugins"]["drivetrain.commands"].split(", ")
