@@ -7,7 +7,7 @@ lies between the blocks along the sequence (sequence parallelism). What is here:
 ================== ================================================================================
 ``partition``      which ranges of a dim each rank holds
 ``operators``      the conjugate pairs: what forward sends, and what backward sends for it
-``overlap``        a matrix product whose backward sends while it computes
+``products``       matrix products with what they send inside of them
 ``edges``          how an activation comes in to, and goes out of, a part that is cut over ranks
 ``behavior``       gives one module of the user another forward, and takes it away again
 ``linear``         layers cut by columns or by rows, of torch and of Hugging Face

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from drivetrain.errors import ConfigError, UsageError
@@ -99,6 +100,7 @@ class Partition:
             for mine in self.ranges[rank]
         )
 
+    @torch.no_grad()
     def disown(self, share: Tensor, rank: int) -> Tensor:
         """Set to zero, in place, what an earlier rank holds too; return the share."""
         if not self.is_plain:
@@ -120,18 +122,21 @@ class Partition:
             )
         return [whole.narrow(self.dim, a, b - a) for a, b in self.ranges[rank]]
 
+    @torch.no_grad()
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a contiguous copy of a rank's share of a whole tensor."""
+        """Return a contiguous copy of a rank's share of a whole tensor, outside of autograd."""
         share = whole.new_empty(self.local_shape(rank, whole.shape))
         for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
             part.copy_(view)
         return share
 
+    @torch.no_grad()
     def put(self, whole: Tensor, share: Tensor, rank: int) -> None:
         """Write a rank's share to its place in a whole tensor."""
         for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
             view.copy_(part)
 
+    @torch.no_grad()
     def add(self, whole: Tensor, share: Tensor, rank: int) -> None:
         """Add a rank's share to its place in a whole tensor."""
         for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):

@@ -1,0 +1,232 @@
+"""The conjugate pairs of tensor parallelism: what forward sends, and what backward sends for it.
+
+==================== ===================== ===================== =================================
+operator             forward               backward              where
+==================== ===================== ===================== =================================
+``copy`` (f)         nothing               all-reduce            before layers cut by columns
+``reduce`` (g)       all-reduce            nothing               after layers cut by rows
+``scatter``          nothing, a slice      all-gather            a whole activation is cut
+``gather``           all-gather            nothing, a slice      all ranks do the same with it
+``gather`` (partial) all-gather            reduce-scatter        ranks do different things with it
+``reduce_scatter``   reduce-scatter        all-gather            after layers cut by rows, to shards
+==================== ===================== ===================== =================================
+
+f and g are those of Shoeybi et al. 2019 (arXiv 1909.08053, section 3), the pair with shards of the
+sequence is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2). Whether a gather is
+partial is decided by what follows: the gradients that the ranks then have are either equal, or
+parts of a sum. Tensors may be of any dtype and memory layout, shares uneven or empty. What comes in
+is never changed: a gradient may be somebody else's too. One rank alone does nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from drivetrain.parts.collectives import Communicator, Handle
+from drivetrain_megatron.tensor.partition import Partition
+
+
+def copy(tensor: Tensor, ranks: Communicator) -> Tensor:
+    """Return the tensor; backward sums its gradients over ranks."""
+    return tensor if ranks.size == 1 else _Copy.apply(tensor, ranks)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def reduce(tensor: Tensor, ranks: Communicator) -> Tensor:
+    """Return the sum over ranks; backward passes the gradient on, equal on all ranks."""
+    return tensor if ranks.size == 1 else _Reduce.apply(tensor, ranks)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gather(
+    tensor: Tensor, ranks: Communicator, partition: Partition, *, partial: bool = False
+) -> Tensor:
+    """Return the whole tensor that the ranks hold shares of.
+
+    Args:
+        tensor: this rank's share.
+        ranks: the axis.
+        partition: how the dim is cut.
+        partial: False: what follows is the same on all ranks, and so are the gradients. True: what
+            follows differs, and the gradient is the sum over ranks of theirs.
+    """
+    if _is_alone(ranks, partition):
+        return tensor
+    return _Gather.apply(tensor, ranks, partition, partial)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
+    """Return this rank's share of a tensor that is the same on all ranks."""
+    if _is_alone(ranks, partition):
+        return tensor
+    return _Scatter.apply(tensor, ranks, partition)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def reduce_scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
+    """Return this rank's share of the sum over ranks."""
+    if _is_alone(ranks, partition):
+        return tensor
+    return _ReduceScatter.apply(tensor, ranks, partition)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A tensor that is still on its way.
+
+    Attributes:
+        handle: of the collective.
+        finish: makes the tensor, when the collective is over.
+    """
+
+    handle: Handle
+    finish: Callable[[], Tensor]
+
+    def result(self) -> Tensor:
+        """Wait for the tensor and return it."""
+        self.handle.wait()
+        return self.finish()
+
+
+def start_sum(own: Tensor, ranks: Communicator) -> Pending:
+    """Start to sum a contiguous tensor over ranks, in place: nobody else may hold it."""
+    return Pending(ranks.all_reduce(own), lambda: own)
+
+
+def start_scattered_sum(
+    tensor: Tensor, ranks: Communicator, partition: Partition, *, own: bool = False
+) -> Pending:
+    """Start to sum over ranks, each of which gets its share.
+
+    Args:
+        tensor: what this rank adds, whole.
+        ranks: the axis.
+        partition: how the sum is cut.
+        own: whether nobody else holds the tensor, so that it may be overwritten.
+    """
+    buffer = _in_order_of_ranks(tensor, partition)
+    if not own and buffer.data_ptr() == tensor.data_ptr():
+        buffer = buffer.clone()
+    start, stop = partition.bounds[ranks.rank]
+    handle = ranks.reduce_scatter(buffer.view(-1), chunks=_chunks(buffer, partition))
+    share = buffer[start:stop].movedim(0, partition.dim)
+    # A copy, so that the share does not keep the whole buffer alive.
+    return Pending(handle, lambda: share.clone(memory_format=torch.contiguous_format))
+
+
+def gathered(
+    share: Tensor, ranks: Communicator, partition: Partition, *, add: bool = False
+) -> Tensor:
+    """Return the whole tensor, contiguous.
+
+    Args:
+        share: this rank's share.
+        ranks: the axis.
+        partition: how the whole is cut.
+        add: whether what several ranks hold is added up; otherwise it is equal.
+    """
+    first = share.movedim(partition.dim, 0)
+    buffer = share.new_empty((sum(partition.local_sizes), *first.shape[1:]))
+    start, stop = partition.bounds[ranks.rank]
+    buffer[start:stop].copy_(first)
+    ranks.all_gather(buffer.view(-1), chunks=_chunks(buffer, partition)).wait()
+    if partition.is_plain:
+        return buffer.movedim(0, partition.dim).contiguous()
+    whole = share.new_zeros(
+        [partition.size if dim == partition.dim % share.dim() else extent
+         for dim, extent in enumerate(share.shape)]
+    )  # fmt: skip
+    write = partition.add if add else partition.put
+    for rank, (start, stop) in enumerate(partition.bounds):
+        write(whole, buffer[start:stop].movedim(0, partition.dim), rank)
+    return whole
+
+
+def _is_alone(ranks: Communicator, partition: Partition) -> bool:
+    return ranks.size == 1 and partition.is_plain
+
+
+def _in_order_of_ranks(whole: Tensor, partition: Partition) -> Tensor:
+    """Return the shares of all ranks, one after the other in dim 0, contiguous."""
+    if partition.is_plain:
+        return whole.movedim(partition.dim, 0).contiguous()
+    shares = [partition.take(whole, rank) for rank in range(partition.ranks)]
+    return torch.cat([share.movedim(partition.dim, 0) for share in shares])
+
+
+def _chunks(buffer: Tensor, partition: Partition) -> list[tuple[int, int]]:
+    each = buffer.shape[1:].numel()
+    return [(start * each, stop * each) for start, stop in partition.bounds]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.ranks), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Communicator) -> Tensor:
+        return _summed(tensor, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, ranks: Communicator, partition: Partition, partial: bool
+    ) -> Tensor:
+        ctx.ranks, ctx.partition, ctx.partial = ranks, partition, partial
+        return gathered(tensor, ranks, partition)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        partition, ranks = ctx.partition, ctx.ranks
+        if ctx.partial:
+            share = start_scattered_sum(grad, ranks, partition).result()
+        else:
+            share = partition.take(grad, ranks.rank)
+        # Forward took what several ranks hold from the first of them.
+        return partition.disown(share, ranks.rank), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
+        ctx.ranks, ctx.partition = ranks, partition
+        return partition.take(tensor, ranks.rank)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gathered(grad, ctx.ranks, ctx.partition, add=True), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
+        ctx.ranks, ctx.partition = ranks, partition
+        return start_scattered_sum(tensor, ranks, partition).result()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gathered(grad, ctx.ranks, ctx.partition, add=True), None, None
+
+
+def _summed(tensor: Tensor, ranks: Communicator) -> Tensor:
+    """Return the sum over ranks as a new tensor."""
+    own = tensor.clone(memory_format=torch.contiguous_format)
+    return start_sum(own, ranks).result()

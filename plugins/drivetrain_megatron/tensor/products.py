@@ -1,0 +1,136 @@
+"""Matrix products of layers that are cut over ranks, with what they send inside of them.
+
+A layer cut by columns sums the gradient of its input over ranks while it computes the gradient of
+its weight (Shoeybi et al. 2019, arXiv 1909.08053, section 3; the overlap is Narayanan et al. 2021,
+arXiv 2104.04473). A layer cut by rows sums its product in place, nobody else holds it yet.
+
+Shapes: x (..., in), weight (out, in) or transposed (in, out), product (..., out).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from drivetrain.parts.collectives import Communicator
+from drivetrain_megatron.tensor.operators import gathered, start_scattered_sum, start_sum
+from drivetrain_megatron.tensor.partition import Partition
+
+
+class Product(NamedTuple):
+    """How a product is computed, and over which ranks.
+
+    Attributes:
+        ranks: the axis.
+        transposed: whether the weight is (in, out), as that of ``Conv1D``, and not (out, in).
+        sequence: None: the activation outside is whole on every rank; else how it is cut.
+    """
+
+    ranks: Communicator
+    transposed: bool = False
+    sequence: Partition | None = None
+
+    def of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x times the weight, plus the bias."""
+        matrix = weight if self.transposed else weight.t()
+        rows = _rows(x)
+        product = torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+        return product.view(*x.shape[:-1], matrix.shape[1])
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of x, without what other ranks add."""
+        matrix = weight if self.transposed else weight.t()
+        return torch.mm(_rows(grad), matrix.t()).view(*grad.shape[:-1], matrix.shape[0])
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the weight, in the weight's layout."""
+        rows, grads = _rows(x), _rows(grad)
+        return rows.t().mm(grads) if self.transposed else grads.t().mm(rows)
+
+
+def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """Return this rank's columns of a product.
+
+    Args:
+        x: the whole input, or this rank's shard of the sequence, which is gathered and kept whole
+            for backward.
+        weight: this rank's outputs of the weight.
+        bias: this rank's part of it.
+        product: how.
+    """
+    return _ColumnProduct.apply(x, weight, bias, product)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def row_product(x: Tensor, weight: Tensor, product: Product) -> Tensor:
+    """Return the whole product, or this rank's shard of its sequence; a bias is added after it.
+
+    Args:
+        x: this rank's features of the input.
+        weight: this rank's inputs of the weight.
+        product: how.
+    """
+    return _RowProduct.apply(x, weight, product)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product
+    ) -> Tensor:
+        if product.sequence is not None:
+            x = gathered(x, product.ranks, product.sequence)
+        ctx.product = product
+        ctx.save_for_backward(x, weight)
+        return product.of(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        product: Product = ctx.product
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        pending = grad_weight = grad_bias = None
+        if needs_x:
+            own = product.input_grad(grad, weight)
+            if product.sequence is None:
+                pending = start_sum(own, product.ranks)
+            else:
+                pending = start_scattered_sum(own, product.ranks, product.sequence, own=True)
+            del own
+        # While the input's gradient is on its way:
+        if needs_weight:
+            grad_weight = product.weight_grad(grad, x)
+        if needs_bias:
+            grad_bias = _rows(grad).sum(0)
+        return pending and pending.result(), grad_weight, grad_bias, None
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product) -> Tensor:
+        ctx.product = product
+        ctx.save_for_backward(x, weight)
+        own = product.of(x, weight, None)
+        if product.sequence is None:
+            return start_sum(own, product.ranks).result()
+        return start_scattered_sum(own, product.ranks, product.sequence, own=True).result()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        product: Product = ctx.product
+        if product.sequence is not None:
+            grad = gathered(grad, product.ranks, product.sequence)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x = product.input_grad(grad, weight) if needs_x else None
+        grad_weight = product.weight_grad(grad, x) if needs_weight else None
+        return grad_x, grad_weight, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return a view or copy of shape (all leading dims together, last); either may be 0."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
