@@ -8,7 +8,7 @@ stay on their device; one that the library cannot carry from there takes a detou
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,25 +16,29 @@ from torch import Tensor
 
 from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.nested import describe, recursively_apply
+from drivetrain.runtime.mesh import Axis
+
+Ranks: TypeAlias = dist.ProcessGroup | Axis | None
+"""Who takes part: a process group, a line of the mesh, or None for all ranks."""
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SHOWN_CHARACTERS, _SHOWN_KINDS = 300, 8
 """How much of what ranks hold a message shows, per kind, and of how many kinds."""
 
 
-def wait_for_everyone(group: dist.ProcessGroup | None = None) -> None:
+def wait_for_everyone(group: Ranks = None) -> None:
     """Return when every rank has come here."""
     if _size(group) > 1:
-        dist.barrier(group)
+        dist.barrier(_group(group))
 
 
-def gather(data: Any, *, group: dist.ProcessGroup | None = None) -> Any:
+def gather(data: Any, *, group: Ranks = None) -> Any:
     """Concatenate tensors of all ranks along dim 0; every rank receives the result, detached.
 
     Args:
         data: tensors, nested or not, of equal shapes on all ranks and of any dtype; shape
             (rows, ...) becomes (ranks x rows, ...), and 0-d becomes (ranks,).
-        group: the ranks; None means all.
+        group: the ranks, as a process group or a line of the mesh; None means all.
 
     Raises:
         RankMismatchError: structure, shapes or dtypes differ; on every rank.
@@ -44,30 +48,30 @@ def gather(data: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     return recursively_apply(lambda tensor: _gather_one(tensor, group), data)
 
 
-def gather_object(data: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_object(data: Any, *, group: Ranks = None) -> list[Any]:
     """Collect objects of all ranks in one list, by rank; every rank receives it.
 
     Args:
         data: anything that can be pickled; when all ranks pass lists or tuples, their items are
             joined, else the list holds one object per rank.
-        group: the ranks; None means all.
+        group: the ranks, as a process group or a line of the mesh; None means all.
     """
     collected: list[Any] = [data]
     if _size(group) > 1:
         collected = [None] * _size(group)
-        dist.all_gather_object(collected, data, group=group)
+        dist.all_gather_object(collected, data, group=_group(group))
     if all(isinstance(item, list | tuple) for item in collected):
         return [inner for item in collected for inner in item]
     return collected
 
 
-def broadcast(data: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast(data: Any, from_process: int = 0, *, group: Ranks = None) -> Any:
     """Return one rank's tensors on every rank; what was passed in stays as it is.
 
     Args:
         data: tensors, nested or not, of equal shapes on all ranks and of any dtype.
         from_process: global rank whose values are taken.
-        group: the ranks; None means all.
+        group: the ranks, as a process group or a line of the mesh; None means all.
 
     Raises:
         RankMismatchError: structure, shapes or dtypes differ; on every rank.
@@ -78,7 +82,7 @@ def broadcast(data: Any, from_process: int = 0, *, group: dist.ProcessGroup | No
     def broadcast_one(tensor: Tensor) -> Tensor:
         sent = _travelling(tensor, group).clone(memory_format=torch.contiguous_format)
         if _size(group) > 1:
-            dist.broadcast(_bytes_of(sent), src=from_process, group=group)
+            dist.broadcast(_bytes_of(sent), src=from_process, group=_group(group))
         return sent.to(tensor.device)
 
     _check_rank(from_process, group)
@@ -87,14 +91,14 @@ def broadcast(data: Any, from_process: int = 0, *, group: dist.ProcessGroup | No
 
 
 def broadcast_object_list(
-    object_list: list[Any], from_process: int = 0, *, group: dist.ProcessGroup | None = None
+    object_list: list[Any], from_process: int = 0, *, group: Ranks = None
 ) -> list[Any]:
     """Replace the list's items by those of one rank, in place, and return the list.
 
     Args:
         object_list: objects that can be pickled; the other ranks' lists may have any length.
         from_process: global rank whose items are taken.
-        group: the ranks; None means all.
+        group: the ranks, as a process group or a line of the mesh; None means all.
 
     Raises:
         UsageError: no rank ``from_process`` in the group.
@@ -103,7 +107,7 @@ def broadcast_object_list(
     if _size(group) > 1:
         # One object, because the library hangs when the lists are not equally long.
         parcel: list[Any] = [object_list]
-        dist.broadcast_object_list(parcel, src=from_process, group=group)
+        dist.broadcast_object_list(parcel, src=from_process, group=_group(group))
         object_list[:] = parcel[0]
     return object_list
 
@@ -113,7 +117,7 @@ def reduce(
     reduction: str = "mean",
     scale: float = 1.0,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Ranks = None,
 ) -> Any:
     """Combine tensors of all ranks element by element; every rank receives the result, detached.
 
@@ -125,7 +129,7 @@ def reduce(
         data: tensors, nested or not, of equal shapes on all ranks.
         reduction: ``sum``, ``mean``, ``max`` or ``none``.
         scale: factor of the result.
-        group: the ranks; None means all.
+        group: the ranks, as a process group or a line of the mesh; None means all.
 
     Raises:
         RankMismatchError: structure, shapes, dtypes or the reduction differ; on every rank.
@@ -151,7 +155,7 @@ def pad_across_processes(
     pad_index: int = 0,
     pad_first: bool = False,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Ranks = None,
 ) -> Any:
     """Pad tensors along a dim to the longest of any rank, so that they can be gathered.
 
@@ -161,7 +165,7 @@ def pad_across_processes(
         dim: the dim to pad; may be negative.
         pad_index: the value of the padding.
         pad_first: pad at the beginning.
-        group: the ranks; None means all.
+        group: the ranks, as a process group or a line of the mesh; None means all.
 
     Raises:
         RankMismatchError: structure, numbers of dims or dtypes differ; on every rank.
@@ -184,19 +188,19 @@ def pad_across_processes(
     return recursively_apply(pad_one, data)
 
 
-def _gather_one(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _gather_one(tensor: Tensor, group: Ranks) -> Tensor:
     mine = _travelling(tensor, group).contiguous()
     mine = mine.unsqueeze(0) if mine.dim() == 0 else mine
     if _size(group) == 1:
         return mine.to(tensor.device)
     sent = _bytes_of(mine)
     received = sent.new_empty(_size(group), sent.numel())
-    dist.all_gather(list(received.unbind()), sent, group=group)
+    dist.all_gather(list(received.unbind()), sent, group=_group(group))
     shape = (_size(group) * mine.shape[0], *mine.shape[1:])
     return received.view(-1).view(mine.dtype).view(shape).to(tensor.device)
 
 
-def _reduce_one(tensor: Tensor, reduction: str, group: dist.ProcessGroup | None) -> Tensor:
+def _reduce_one(tensor: Tensor, reduction: str, group: Ranks) -> Tensor:
     kind, result = tensor.dtype, _travelling(tensor, group)
     integers = not (kind.is_floating_point or kind.is_complex)
     if integers:
@@ -205,7 +209,7 @@ def _reduce_one(tensor: Tensor, reduction: str, group: dist.ProcessGroup | None)
         result = result.to(torch.float32)
     result = result.clone(memory_format=torch.contiguous_format)
     if _size(group) > 1:
-        dist.all_reduce(result, op=_OPERATIONS[reduction], group=group)
+        dist.all_reduce(result, op=_OPERATIONS[reduction], group=_group(group))
     result = result.to(tensor.device)
     if reduction == "mean":
         result = result / _size(group)
@@ -227,8 +231,16 @@ def _padded(tensor: Tensor, dim: int, longest: int, value: int, first: bool) -> 
     return torch.cat([padding, tensor] if first else [tensor, padding], dim=dim)
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+def _group(ranks: Ranks) -> dist.ProcessGroup | None:
+    return ranks.group if isinstance(ranks, Axis) else ranks
+
+
+def _size(group: Ranks) -> int:
+    if isinstance(group, Axis):
+        return group.size
+    return (
+        dist.get_world_size(_group(group)) if dist.is_available() and dist.is_initialized() else 1
+    )
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -236,18 +248,16 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _travelling(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _travelling(tensor: Tensor, group: Ranks) -> Tensor:
     """Return the values, without their history, on a device that the group can send from."""
     return tensor.detach().to(_device_of(group, tensor.device))
 
 
-def _device_of(
-    group: dist.ProcessGroup | None, wish: torch.device | None = None
-) -> torch.device | None:
+def _device_of(group: Ranks, wish: torch.device | None = None) -> torch.device | None:
     """Return the wished device if the group can communicate from there, else one where it can."""
     if _size(group) == 1:
         return wish
-    able = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    able = [pair.split(":")[0] for pair in dist.get_backend_config(_group(group)).split(",")]
     if wish is not None and wish.type in able:
         return wish
     accelerator = torch.accelerator.current_accelerator()
@@ -256,8 +266,8 @@ def _device_of(
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _check_rank(rank: int, group: dist.ProcessGroup | None) -> None:
-    ranks = dist.get_process_group_ranks(group) if _size(group) > 1 else [0]
+def _check_rank(rank: int, group: Ranks) -> None:
+    ranks = dist.get_process_group_ranks(_group(group)) if _size(group) > 1 else [0]
     if rank not in ranks:
         raise UsageError(f"expected from_process to be one of the ranks {ranks}, found {rank}")
 
@@ -265,7 +275,7 @@ def _check_rank(rank: int, group: dist.ProcessGroup | None) -> None:
 def _check_alike(
     operation: str,
     data: Any,
-    group: dist.ProcessGroup | None,
+    group: Ranks,
     show: Callable[[Tensor], str] = lambda t: f"{t.dtype}{tuple(t.shape)}",
 ) -> None:
     """Raise on every rank when they differ in the operation or in what their data look like."""
@@ -275,16 +285,16 @@ def _check_alike(
     recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
 
 
-def _check_digests(operation: str, text: str, group: dist.ProcessGroup | None) -> None:
+def _check_digests(operation: str, text: str, group: Ranks) -> None:
     digest = hashlib.sha256(f"{operation}\0{text}".encode()).digest()[:8]
     number = int.from_bytes(digest, "big", signed=True)
     mine = torch.tensor([number], dtype=torch.int64, device=_device_of(group))
     digests = mine.new_empty(_size(group), 1)
-    dist.all_gather(list(digests.unbind()), mine, group=group)
+    dist.all_gather(list(digests.unbind()), mine, group=_group(group))
     if len(set(digests.flatten().tolist())) == 1:
         return
     held: list[tuple[str, str]] = [("", "")] * _size(group)
-    dist.all_gather_object(held, (operation, text), group=group)
+    dist.all_gather_object(held, (operation, text), group=_group(group))
     same_operation = len({each for each, _ in held}) == 1
     texts = [what if same_operation else f"{each} of {what}" for each, what in held]
     raise RankMismatchError(

@@ -18,7 +18,9 @@ class Gathering(Core):
     _trigger: bool = False
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all ranks along dim 0; every rank receives the result.
+        """Concatenate tensors of all data-parallel ranks along dim 0; every rank gets the result.
+
+        Ranks that share a batch, as tensor- and pipeline-parallel ones do, count once.
 
         Args:
             tensor: a tensor or nested containers of tensors, of equal shapes on all ranks; 0-d
@@ -28,7 +30,7 @@ class Gathering(Core):
             RankMismatchError: shapes, dtypes or structure differ; on every rank.
         """
         self._refuse_after_end("gather")
-        return communication.gather(tensor)
+        return communication.gather(tensor, group=self.mesh["dp"])
 
     def _refuse_after_end(self, operation: str) -> None:
         """Raise when the ranks have parted: the local value would pass for that of all."""
@@ -48,9 +50,9 @@ class Gathering(Core):
         """
         self._refuse_after_end("gather_for_metrics")
         if use_gather_object or not _all_tensors(input_data):
-            gathered: Any = communication.gather_object(input_data)
+            gathered: Any = communication.gather_object(input_data, group=self.mesh["dp"])
         else:
-            gathered = communication.gather(input_data)
+            gathered = communication.gather(input_data, group=self.mesh["dp"])
         keep = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
         if keep < 0:
             return gathered
@@ -60,7 +62,7 @@ class Gathering(Core):
         return slice_tensors(gathered, slice(0, keep)) if batch and batch > keep else gathered
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors of all ranks element by element.
+        """Combine tensors of all data-parallel ranks element by element.
 
         Args:
             tensor: a tensor or nested containers of tensors, of equal shapes on all ranks.
@@ -68,22 +70,22 @@ class Gathering(Core):
             scale: factor of the result.
         """
         self._refuse_after_end("reduce")
-        return communication.reduce(tensor, reduction, scale)
+        return communication.reduce(tensor, reduction, scale, group=self.mesh["dp"])
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
         """Pad tensors along a dim to the longest of any rank, so that they can be gathered."""
         return communication.pad_across_processes(
-            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
+            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first, group=self.mesh["dp"]
         )
 
     def metric_mean(self, value: float | Tensor, count: int) -> float:
-        """Return the mean over all ranks of a rank's mean over ``count`` samples."""
+        """Return the mean over all data-parallel ranks of a rank's mean over ``count`` samples."""
         total = torch.tensor(
             [float(value) * count, float(count)], dtype=torch.float64, device=self.device
         )
-        summed = communication.reduce(total, "sum")
+        summed = communication.reduce(total, "sum", group=self.mesh["dp"])
         return float(summed[0] / summed[1])
 
     def set_trigger(self) -> None:

@@ -71,7 +71,7 @@ class WindowMean:
         if self._weights:
             self._finished = True
             total = torch.tensor(sum(self._weights), dtype=torch.float64, device=device)
-            whole = float(communication.reduce(total, "sum", group=axis.group))
+            whole = float(communication.reduce(total, "sum", group=axis))
             return axis.size / whole if whole else 0.0
         length = self._state.window_length
         if not self._counted or length >= self._state.num_steps:
