@@ -1,4 +1,4 @@
-"""Commands of other distributions: found by entry point, imported when called, harmless else."""
+"""Commands of plugins: found by entry point, imported when called, harmless when broken."""
 
 import json
 import subprocess
@@ -82,7 +82,7 @@ def test_ours_run_beside_broken_ones(command):
     assert command("completion", "bash")[0] == 0
     code, out, _ = command("launch", "--help")
     assert code == 0
-    assert "Usage: drivetrain launch" in out
+    assert "Usage: drivetrain launch [OPTIONS] SCRIPT" in out
 
 
 def test_unknown_names_are_compared_with_those_of_plugins(command):
@@ -91,6 +91,7 @@ def test_unknown_names_are_compared_with_those_of_plugins(command):
     assert "unknown command 'tost'; did you mean 'toast'?" in err
     _, _, err = command("zzz")
     assert "commands: launch, config, " in err
+    assert err.count("launch") == 1
     assert ", toast" in err
 
 

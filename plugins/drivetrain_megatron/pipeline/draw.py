@@ -65,9 +65,8 @@ class Gantt:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a heading, one line per rank, the axis and the legend."""
         chart = _Chart(self.timeline, options.max_width, colored=_has_color(console))
-        for line in (*chart.rows(), chart.axis(self.unit)):
-            line.truncate(options.max_width)
-            yield line
+        yield from chart.rows()
+        yield chart.axis(self.unit)
         yield from chart.legend()
 
 
