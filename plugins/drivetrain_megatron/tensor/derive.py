@@ -1,0 +1,158 @@
+"""Makes a plan for a block from its structure: proposes, tries, and keeps what gives equal numbers.
+
+A user's plan, or the model's own, says which layers may be divided and how; without one, every
+layer may. In both cases the structure says which layers belong together and where heads begin, and
+the trial decides.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from drivetrain_megatron.tensor.divide import BlockPlan, GroupPlan, Number
+from drivetrain_megatron.tensor.groups import Division, Group, find_groups, ways
+from drivetrain_megatron.tensor.layers import is_linear
+from drivetrain_megatron.tensor.provenance import LinearUse, trace_linears
+from drivetrain_megatron.tensor.verify import Trial, verify
+
+_CONFIGURATIONS = ("config", "cfg", "args")
+"""Under which names modules keep the configuration of their model."""
+
+
+@dataclass(slots=True)
+class Derivation:
+    """What came of one block.
+
+    Attributes:
+        plan: how to divide it.
+        refused: why groups stay whole, by the name of their row-parallel layer.
+    """
+
+    plan: BlockPlan = field(default_factory=BlockPlan)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def derive(
+    trial: Trial, ranks: int, *, sequence_parallel: bool, layers: Iterable[str] | None = None
+) -> Derivation:
+    """Return the plan for a block.
+
+    Args:
+        trial: of the block.
+        ranks: how many ranks.
+        sequence_parallel: whether activations between groups are shards.
+        layers: names of the layers that may be divided; None for all.
+    """
+    uses = trace_linears(trial.block, trial.call.args, trial.call.kwargs)
+    allowed = set(uses) if layers is None else set(layers)
+    found = Derivation()
+    for group in find_groups(uses):
+        if {*group.columns, group.row} <= allowed:
+            _divide_group(found, group, uses, _Tryout(trial, ranks, sequence_parallel))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Tryout:
+    """How plans are tried."""
+
+    trial: Trial
+    ranks: int
+    sequence_parallel: bool
+
+    def __call__(self, *groups: GroupPlan) -> tuple[BlockPlan | None, str]:
+        """Return the plan with these groups; None, and why, if it is wrong."""
+        plan = BlockPlan(groups)
+        partial, reason = verify(
+            self.trial, plan, self.ranks, sequence_parallel=self.sequence_parallel
+        )
+        return (None, reason) if partial is None else (BlockPlan(groups, partial), "")
+
+
+def _divide_group(
+    found: Derivation, group: Group, uses: Mapping[str, LinearUse], tryout: _Tryout
+) -> None:
+    """Add a group to what was found, in the first way that gives equal numbers."""
+    reasons = []
+    for division in ways(group, uses, tryout.ranks):
+        for attempt in _attempts(tryout.trial.block, group, division, tryout.sequence_parallel):
+            plan, reason = tryout(*found.plan.groups, attempt)
+            if plan is not None:
+                found.plan = _with_fewest_numbers(plan, tryout)
+                return
+            reasons.append(reason)
+    found.refused[group.row] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+
+
+def _with_fewest_numbers(plan: BlockPlan, tryout: _Tryout) -> BlockPlan:
+    """Return the plan without changed attributes that its last group does not need."""
+    *before, last = plan.groups
+    for number in last.numbers if len(last.numbers) > 1 else ():
+        numbers = {key: value for key, value in last.numbers.items() if key != number}
+        smaller, _ = tryout(*before, replace(last, numbers=numbers))
+        if smaller is not None:
+            plan, last = smaller, smaller.groups[-1]
+    return plan
+
+
+def _attempts(
+    block: nn.Module, group: Group, division: Division, sequence_parallel: bool
+) -> Iterator[GroupPlan]:
+    """Yield plans for a division: which numbers of the block's code change, and where it begins."""
+    entrances = [""]
+    if sequence_parallel:
+        inner = _common(group.columns)
+        around = _parent(inner) if len(group.columns) == 1 else inner
+        if around:
+            # Code that counts the tokens of its input must see all of them: so several layers
+            # enter together, early. One alone can compute while its gradient travels.
+            entrances = ["", around] if len(group.columns) == 1 else [around, ""]
+    for numbers in _numbers(block, group, division):
+        for entrance in entrances:
+            yield GroupPlan(division.columns, group.row, division.row, entrance, numbers)
+
+
+def _numbers(
+    block: nn.Module, group: Group, division: Division
+) -> Iterator[Mapping[Number, tuple[int, ...]]]:
+    """Yield which attributes to change: none, one that counts a divided size, or all such."""
+    owners = {_parent(name) for name in (*group.columns, group.row)} | {_common(group.columns)}
+    found = {
+        Number(owner, attribute): division.numbers[value]
+        for owner in sorted(owners)
+        if not is_linear(block.get_submodule(owner))
+        for attribute, value in _counts(block.get_submodule(owner))
+        if value in division.numbers
+    }
+    yield {}
+    for number, values in found.items():
+        yield {number: values}
+    if len(found) > 1:
+        yield found
+
+
+def _counts(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers that a module, or the configuration that it keeps, has by name."""
+    for name, value in vars(module).items():
+        if type(value) is int:
+            yield name, value
+        elif name in _CONFIGURATIONS and not isinstance(value, dict):
+            yield from ((f"{name}.{k}", v) for k, v in vars(value).items() if type(v) is int)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _common(names: Iterable[str]) -> str:
+    """Return the innermost module that holds all of these layers, or the one layer itself."""
+    split = [name.split(".") for name in names]
+    if len(split) == 1:
+        return ".".join(split[0])
+    same = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        same.append(parts[0])
+    return ".".join(same)

@@ -1,0 +1,192 @@
+"""Divides one block over the ranks as a plan says: parameters are cut, layers compute in parts.
+
+The block stays the user's object and computes the user's code; only its linear layers change.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_megatron.facts import ParameterFacts
+from drivetrain_megatron.tensor.edges import Edges
+from drivetrain_megatron.tensor.layers import is_transposed
+from drivetrain_megatron.tensor.linear import attach_column, attach_row
+from drivetrain_megatron.tensor.partition import Partition
+
+
+class Number(NamedTuple):
+    """Where a module keeps a size that its code counts with.
+
+    Attributes:
+        module: name of the module in the block.
+        attribute: its attribute, or ``config.NAME``: that of the configuration that it keeps.
+    """
+
+    module: str
+    attribute: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """How a group of linear layers is divided.
+
+    Attributes:
+        columns: how the output features of each column-parallel layer are cut, by its name.
+        row: name of the row-parallel layer.
+        inputs: how its input features are cut.
+        entrance: name of the module whose input becomes that of all ranks; "" where the columns'
+            own inputs do.
+        numbers: what sizes that the code counts with are on each rank.
+    """
+
+    columns: Mapping[str, Partition]
+    row: str
+    inputs: Partition
+    entrance: str = ""
+    numbers: Mapping[Number, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """How a block is divided.
+
+    Attributes:
+        groups: its groups of layers; names are those inside of the block.
+        partial: names of parameters that stay whole and whose gradients are summed over ranks.
+    """
+
+    groups: tuple[GroupPlan, ...] = ()
+    partial: frozenset[str] = frozenset()
+
+
+def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, ParameterFacts]:
+    """Cut a block's parameters to this rank's share and let its layers compute in parts.
+
+    Args:
+        block: with whole parameters, on any device; changed in place.
+        plan: of this block.
+        edges: the ranks, and how activations are cut outside of its groups.
+
+    Returns:
+        What is known of every parameter, by its name in the block.
+    """
+    facts = {
+        name: ParameterFacts(tuple(parameter.shape), partial=name in plan.partial)
+        for name, parameter in block.named_parameters()
+    }
+    for group in plan.groups:
+        for name, partition in _partitions(block, group).items():
+            facts[name] = replace(facts[name], partition=partition)
+            cut(block.get_parameter(name), partition, edges.ranks.rank)
+        _attach(block, group, edges)
+    return facts
+
+
+def cut(parameter: nn.Parameter, partition: Partition, rank: int) -> None:
+    """Leave a parameter its rank's share; the object stays."""
+    if parameter.is_meta:
+        shape = partition.local_shape(rank, parameter.shape)
+        parameter.data = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    else:
+        parameter.data = partition.take(parameter.data, rank)
+
+
+def _partitions(block: nn.Module, group: GroupPlan) -> dict[str, Partition]:
+    """Return how each parameter of a group is cut, by its name in the block."""
+    found = {}
+    for name, outputs in group.columns.items():
+        layer = block.get_submodule(name)
+        found[f"{name}.weight"] = replace(outputs, dim=1 if is_transposed(layer) else 0)
+        if layer.bias is not None:
+            found[f"{name}.bias"] = replace(outputs, dim=0)
+    row = block.get_submodule(group.row)
+    found[f"{group.row}.weight"] = replace(group.inputs, dim=0 if is_transposed(row) else 1)
+    return found
+
+
+def _attach(block: nn.Module, group: GroupPlan, edges: Edges) -> None:
+    rank = edges.ranks.rank
+    inside = replace(edges, prepared=True)
+    entrance = block.get_submodule(group.entrance) if group.entrance else None
+    alone = len(group.columns) == 1 and entrance is None
+    shared = SharedEntrance(edges, len(group.columns))
+    for name, outputs in group.columns.items():
+        layer = block.get_submodule(name)
+        attach_column(layer, edges if alone else inside, replace(outputs, dim=-1))
+        if entrance is None and not alone:
+            layer.register_forward_pre_hook(shared, with_kwargs=True)
+    if entrance is not None:
+        entrance.register_forward_pre_hook(ModuleEntrance(edges), with_kwargs=True)
+    attach_row(block.get_submodule(group.row), edges, replace(group.inputs, dim=-1))
+    for number, values in group.numbers.items():
+        _set(block.get_submodule(number.module), number.attribute, values[rank])
+
+
+def _set(module: nn.Module, attribute: str, value: int) -> None:
+    holder, _, name = attribute.rpartition(".")
+    if holder:  # other modules keep the same configuration: this one gets its own
+        own = copy.copy(getattr(module, holder))
+        setattr(own, name, value)
+        setattr(module, holder, own)
+    else:
+        setattr(module, name, value)
+
+
+class ModuleEntrance:
+    """A forward pre-hook: the first activation among a module's arguments enters.
+
+    Args:
+        edges: how it comes in.
+    """
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments that the module sees."""
+        for index, value in enumerate(args):
+            if _is_activation(value):
+                return (*args[:index], self._enter(value), *args[index + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_activation(value):
+                return args, {**kwargs, name: self._enter(value)}
+        return args, kwargs
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return self._edges.enter(x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleEntrance":
+        return self  # communicators have threads and groups
+
+
+class SharedEntrance(ModuleEntrance):
+    """The same for several layers with one input: it enters once, so backward sums it once.
+
+    Args:
+        edges: how it comes in.
+        layers: how many layers take it.
+    """
+
+    def __init__(self, edges: Edges, layers: int) -> None:
+        super().__init__(edges)
+        self._layers = layers
+        self._given: Tensor | None = None
+        self._entered: Tensor | None = None
+        self._left = 0
+
+    def _enter(self, x: Tensor) -> Tensor:
+        if self._given is not x or self._entered is None:
+            self._given, self._entered, self._left = x, self._edges.enter(x), self._layers
+        entered = self._entered
+        self._left -= 1
+        if not self._left:  # nothing must outlive its use
+            self._given = self._entered = None
+        return entered
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1

@@ -1,0 +1,253 @@
+"""Tries a plan before it is used: the ranks run one block as threads, and must give what it gives.
+
+The parts of the computation that a plan gets wrong (heads that mix, a norm over features that are
+spread over ranks, a size counted from the whole) show as a wrong number, not as an error. So outputs,
+gradients of inputs and gradients of every parameter are compared with those of the whole block, at
+random values. The comparison also tells which parameters, though whole, get a part of their gradient
+on each rank.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.collectives import Communicator
+from drivetrain_megatron.facts import ParameterFacts
+from drivetrain_megatron.tensor.divide import BlockPlan, divide
+from drivetrain_megatron.tensor.edges import Edges, TokenShards
+from drivetrain_megatron.tensor.emulated import run_emulated
+from drivetrain_megatron.tensor.operators import gather, scatter
+
+TOLERANCE = 1e-4
+"""Largest relative error. The trial is in fp64, but blocks may compute norms in fp32; a wrong
+division is off by far more."""
+
+NOISE = 1e-6
+"""Largest error relative to the largest gradient: some are zero but for rounding, such as that of a
+key's bias, which softmax does not see."""
+
+SEED = 20190917
+"""Of the random values of a trial; any would do, the same on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How a block is called: the first activation among the arguments is what blocks pass on.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: arguments by name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A whole block with random fp64 values, what it was called with, and what came out.
+
+    Attributes:
+        block: in evaluation mode, so that nothing is dropped.
+        call: its arguments, fp64.
+        seed_gradient: the gradient of its first output.
+        results: output, gradient of the activation, gradients of parameters by name.
+    """
+
+    block: nn.Module
+    call: Call
+    seed_gradient: Tensor
+    results: "Results"
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What one run of a block gives.
+
+    Attributes:
+        outputs: its floating point outputs.
+        given: the gradient of the activation that came in.
+        parameters: the gradient of each parameter, by name; None where it got none.
+    """
+
+    outputs: list[Tensor]
+    given: Tensor
+    parameters: dict[str, Tensor | None]
+
+
+def make_trial(block: nn.Module, call: Call) -> Trial:
+    """Run a copy of a block with random values.
+
+    Args:
+        block: its values do not matter; it may be on the meta device.
+        call: its arguments: activations get random values, too; other tensors keep theirs.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    trial = copy.deepcopy(block)
+    trial = trial.to_empty(device="cpu") if _on_meta(block) else trial.to("cpu")
+    trial = trial.double().eval()
+    with torch.no_grad():
+        for parameter in trial.parameters():
+            spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
+            parameter.copy_(_random(parameter.shape, generator) * spread + (parameter.dim() < 2))
+    wide = _wide(call, generator)
+    with torch.no_grad():
+        first = _floating(trial(*_copied(wide.args), **_copied(dict(wide.kwargs))))[0]
+    gradient = _random(first.shape, generator)
+    return Trial(trial, wide, gradient, _run(trial, wide, gradient))
+
+
+def verify(
+    trial: Trial, plan: BlockPlan, ranks: int, *, sequence_parallel: bool
+) -> tuple[frozenset[str] | None, str]:
+    """Try a plan.
+
+    Args:
+        trial: of the block.
+        plan: what to try; its ``partial`` is not looked at.
+        ranks: how many ranks.
+        sequence_parallel: whether activations between groups are shards.
+
+    Returns:
+        Names of the whole parameters whose gradients must be summed over ranks, and ""; or None,
+        and why the plan is wrong.
+    """
+
+    def one_rank(communicator: Communicator) -> tuple[Results, dict[str, ParameterFacts]]:
+        tokens = TokenShards() if sequence_parallel else None
+        edges = Edges(communicator, tokens)
+        block = copy.deepcopy(trial.block)
+        facts = divide(block, plan, edges)
+        return _run(block, trial.call, trial.seed_gradient, edges), facts
+
+    try:
+        found = run_emulated(ranks, one_rank)
+    except Exception as error:  # whatever the user's code says to sizes that it does not expect
+        return None, f"{type(error).__name__}: {error}"
+    return _compare(trial.results, [results for results, _ in found], found[0][1])
+
+
+def _compare(
+    expected: Results, found: Sequence[Results], facts: Mapping[str, ParameterFacts]
+) -> tuple[frozenset[str] | None, str]:
+    for results in found:
+        if len(results.outputs) != len(expected.outputs) or not all(
+            map(_close, results.outputs, expected.outputs)
+        ):
+            return None, "outputs differ"
+        if not _close(results.given, expected.given):
+            return None, "the gradients of the inputs differ"
+    sizes = [g.norm().item() for g in expected.parameters.values() if g is not None]
+    noise = NOISE * max(sizes, default=0.0)
+    partial = set()
+    for name, whole in expected.parameters.items():
+        mine = [results.parameters[name] for results in found]
+        kind = _kind_of(whole, mine, facts[name], noise)
+        if kind is None:
+            return None, f"the gradients of {name!r} differ"
+        if kind == "partial":
+            partial.add(name)
+    return frozenset(partial), ""
+
+
+def _kind_of(
+    whole: Tensor | None, mine: Sequence[Tensor | None], facts: ParameterFacts, noise: float
+) -> str | None:
+    """Return whether gradients of ranks are ``equal`` to the whole's, or ``partial`` sums."""
+    gradients = [gradient for gradient in mine if gradient is not None]
+    if whole is None or len(gradients) < len(mine):
+        return "equal" if whole is None and not gradients else None
+    if facts.partition is not None:
+        joined = torch.zeros_like(whole)
+        for rank, gradient in enumerate(gradients):
+            facts.partition.add(joined, gradient, rank)
+        return "equal" if _close(joined, whole, noise) else None
+    if all(_close(gradient, whole, noise) for gradient in gradients):
+        return "equal"
+    return "partial" if _close(torch.stack(gradients).sum(0), whole, noise) else None
+
+
+def _run(block: nn.Module, call: Call, gradient: Tensor, edges: Edges | None = None) -> Results:
+    """Run forward and backward; with edges as one of the ranks."""
+    args, kwargs = _copied(call.args), _copied(dict(call.kwargs))
+    given = _activation((args, kwargs)).requires_grad_()
+    with ExitStack() as stack:
+        inside, sequence = given, None
+        if edges is not None and edges.tokens is not None:
+            stack.enter_context(edges.tokens.of(given.shape[edges.tokens.dim]))
+            sequence = edges.tokens.partition(edges.ranks.size)
+            inside = scatter(given, edges.ranks, sequence)
+        args, kwargs = tree_map(lambda x: inside if x is given else x, (args, kwargs))
+        outputs = _floating(block(*args, **kwargs))
+        if edges is not None and sequence is not None:
+            outputs[0] = gather(outputs[0], edges.ranks, sequence)
+        outputs[0].backward(gradient)  # type: ignore[no-untyped-call]
+    return Results(
+        [output.detach() for output in outputs],
+        torch.zeros_like(given) if given.grad is None else given.grad,
+        {name: parameter.grad for name, parameter in block.named_parameters()},
+    )
+
+
+def _wide(call: Call, generator: torch.Generator) -> Call:
+    """Return the arguments in fp64 on the CPU, the activation with random values."""
+
+    def widen(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if x is first:
+            return _random(x.shape, generator)
+        return x.detach().to("cpu", torch.float64 if x.is_floating_point() else x.dtype)
+
+    first = _activation((call.args, call.kwargs))
+    args, kwargs = tree_map(widen, (call.args, dict(call.kwargs)))
+    return Call(args, kwargs)
+
+
+def _activation(arguments: Any) -> Tensor:
+    """Return the first activation among arguments.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = _floating(arguments)
+    if not found:
+        raise UsageError(
+            "expected a block that is called with an activation, found a call without a floating "
+            "point tensor of two dims or more; set tp=1, or name the layers in the plan"
+        )
+    return found[0]
+
+
+def _floating(values: Any) -> list[Tensor]:
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.is_floating_point() and leaf.dim() > 1]
+
+
+def _copied(values: Any) -> Any:
+    """Return arguments for one more call: blocks may change caches that they are given."""
+    return tree_map(
+        lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x), values
+    )
+
+
+def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, device="cpu", generator=generator)
+
+
+def _close(found: Tensor, expected: Tensor, noise: float = 0.0) -> bool:
+    if found.shape != expected.shape:
+        return False
+    error = torch.linalg.vector_norm(found - expected)
+    return bool(error <= TOLERANCE * torch.linalg.vector_norm(expected) + noise)
+
+
+def _on_meta(block: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in block.parameters())
