@@ -1,0 +1,99 @@
+"""Gives one module of the user another forward, and takes it away again.
+
+The module stays the object it is: only its class becomes a subclass, made on the fly, of the same
+name. Its attributes, parameters, hooks and its place in the model are untouched.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Any, cast
+
+from torch import nn
+
+from drivetrain.errors import UsageError
+
+_KEY = "_drivetrain_tensor_parallel"
+
+
+class Behavior(ABC):
+    """What a module does on ranks that share its work.
+
+    A copy of the module (an average of weights, say) shares the behavior: it is made on every rank
+    and computes with the same ranks. A pickle is an ordinary module with this rank's share.
+    """
+
+    @abstractmethod
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the module's own forward would with whole parameters."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Behavior":
+        return self  # communicators have threads and groups
+
+
+class Parallel:
+    """Mixed into the class of a module that has a behavior."""
+
+    _drivetrain_original: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute by the behavior."""
+        return self.__dict__[_KEY].forward(self, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = memo[id(self)] = self.__copy__()
+        state = {key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()}
+        new.__dict__.update(state)
+        return new
+
+    def __copy__(self) -> Any:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {key: value for key, value in self.__dict__.items() if key != _KEY}
+        return object.__new__, (self._drivetrain_original,), state
+
+
+def attach(module: nn.Module, behavior: Behavior, **members: Any) -> None:
+    """Let a module compute by a behavior.
+
+    Args:
+        module: the user's module; its parameters are cut by somebody else.
+        behavior: what it does from now on.
+        members: further members of the class, such as properties that hide attributes.
+
+    Raises:
+        UsageError: the module has a behavior already.
+    """
+    if behavior_of(module) is not None:
+        raise UsageError(
+            f"expected a module that is not divided yet, found {module!r} with "
+            f"{behavior_of(module)}; detach() first"
+        )
+    original = type(module)
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    made = type(
+        original.__name__,
+        (Parallel, original),
+        {**names, "_drivetrain_original": original, **members},
+    )
+    module.__class__ = cast("type[nn.Module]", made)
+    module.__dict__[_KEY] = behavior
+
+
+def detach(module: nn.Module) -> None:
+    """Give a module its own forward back; its parameters stay as they are."""
+    if isinstance(module, Parallel):
+        module.__class__ = module._drivetrain_original
+        del module.__dict__[_KEY]
+
+
+def behavior_of(module: nn.Module) -> Behavior | None:
+    """Return what was attached to a module."""
+    return module.__dict__.get(_KEY)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before anything was attached."""
+    return module._drivetrain_original if isinstance(module, Parallel) else type(module)

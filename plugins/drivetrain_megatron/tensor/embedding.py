@@ -1,0 +1,109 @@
+"""Embeddings cut over ranks: by words, each rank looking up its own, or by features.
+
+Cut by words (Shoeybi et al. 2019, arXiv 1909.08053, section 3), a rank gives zeros for the words of
+others, and the sum over ranks has every word once. The cut may be uneven, a rank may have no word.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from drivetrain.errors import ConfigError
+from drivetrain_megatron.tensor import vocabulary
+from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
+from drivetrain_megatron.tensor.edges import Edges
+from drivetrain_megatron.tensor.operators import gather
+from drivetrain_megatron.tensor.partition import Partition
+
+
+@dataclass(frozen=True)
+class VocabularyEmbedding(Behavior):
+    """An embedding with this rank's words, the rows of the weight.
+
+    Attributes:
+        edges: what goes out.
+        words: how the vocabulary is cut, in dim 0 of the weight.
+    """
+
+    edges: Edges
+    words: Partition
+
+    def forward(self, module: Any, words: Tensor) -> Tensor:
+        """Return the features of words (...) as (..., features), or a shard of their sequence."""
+        vocabulary.check(words, self.words.size, "words")
+        return self.edges.leave(self._own(module, words))
+
+    def _own(self, module: Any, words: Tensor) -> Tensor:
+        """Return the features of this rank's words, zeros for others."""
+        weight, rank = module.weight, self.edges.ranks.rank
+        if weight.shape[0] == 0:
+            # A sum over no rows: zeros that still need a gradient, as on the other ranks.
+            return weight.sum(0).expand(*words.shape, -1)
+        local, elsewhere = vocabulary.here(words, self.words, rank)
+        start, stop = vocabulary.range_of(self.words, rank)
+        padding = module.padding_idx
+        is_here = padding is not None and start <= padding < stop
+        found = nn.functional.embedding(local, weight, padding - start if is_here else None)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+@dataclass(frozen=True)
+class FeatureEmbedding(Behavior):
+    """An embedding with this rank's features of every word, the columns of the weight.
+
+    Attributes:
+        edges: what goes out.
+        features: how they are cut, in dim -1 of the output.
+    """
+
+    edges: Edges
+    features: Partition
+
+    def forward(self, module: Any, words: Tensor) -> Tensor:
+        """Return the features of words (...) as (..., features), or a shard of their sequence."""
+        vocabulary.check(words, module.num_embeddings, "words")
+        own = nn.functional.embedding(words, module.weight, module.padding_idx)
+        return self.edges.shard(gather(own, self.edges.ranks, self.features))
+
+
+def attach_vocabulary(module: nn.Module, edges: Edges, words: Partition) -> None:
+    """Let an embedding with this rank's rows compute as such.
+
+    Raises:
+        ConfigError: the module is no embedding, or one with an option that needs the whole weight.
+    """
+    vocabulary.range_of(words, edges.ranks.rank)
+    _check(module)
+    attach(module, VocabularyEmbedding(edges, words))
+
+
+def attach_features(module: nn.Module, edges: Edges, features: Partition) -> None:
+    """Let an embedding with this rank's columns compute as such.
+
+    Raises:
+        ConfigError: the module is no embedding, or one with an option that needs the whole weight.
+    """
+    _check(module)
+    attach(module, FeatureEmbedding(edges, features))
+
+
+def _check(module: nn.Module) -> None:
+    if (
+        not isinstance(module, nn.Embedding)
+        or original_class(module).forward is not nn.Embedding.forward
+    ):
+        raise ConfigError(
+            f"expected an embedding that computes as nn.Embedding does, found {module!r} "
+            f"({type(module).__module__}.{type(module).__qualname__}); leave it out of the plan"
+        )
+    found = {
+        "max_norm": module.max_norm is not None,  # changes rows in forward, by their whole norm
+        "scale_grad_by_freq": module.scale_grad_by_freq,  # counts the words of others as word 0
+        "sparse": module.sparse,  # a sparse gradient cannot be summed by our collectives
+    }
+    if options := [name for name, is_set in found.items() if is_set]:
+        raise ConfigError(
+            f"expected an embedding without {', '.join(options)}, which a rank cannot do with its "
+            f"part of the weight, found {module!r}; leave it out of the plan, or make it without"
+        )

@@ -1,0 +1,141 @@
+"""Linear layers cut by columns or by rows: ``nn.Linear``, and Hugging Face's ``Conv1D``.
+
+A layer cut by columns computes its rank's output features from a whole input; a layer cut by rows
+computes from its rank's input features a part of each output feature, and the parts are summed
+(Shoeybi et al. 2019, arXiv 1909.08053, section 3). One after the other they need one all-reduce in
+forward and one in backward. ``in_features`` and ``out_features`` stay those of the whole layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.errors import ConfigError
+from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
+from drivetrain_megatron.tensor.edges import Edges
+from drivetrain_megatron.tensor.layers import is_transposed
+from drivetrain_megatron.tensor.logits import ShardedLogits
+from drivetrain_megatron.tensor.operators import gather, scatter
+from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.products import Product, column_product, row_product
+
+
+@dataclass(frozen=True)
+class ColumnLinear(Behavior):
+    """A linear layer with this rank's output features, of weight and bias.
+
+    Attributes:
+        edges: what comes in.
+        outputs: how the output features are cut, in dim -1 of the output.
+        transposed: whether the weight is (in, out), as that of ``Conv1D``.
+        gather_output: whether every rank gets all output features.
+        logits: whether the output is a tensor of global shape that knows its loss, see ``logits``.
+    """
+
+    edges: Edges
+    outputs: Partition
+    transposed: bool = False
+    gather_output: bool = False
+    logits: bool = False
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        """Return the local output features, or all of them, shape (..., features)."""
+        x, weight, bias = as_computed(x, module.weight, module.bias)
+        out = self._product(x, weight, bias)
+        if self.logits:
+            return ShardedLogits.of(out, self.edges.ranks, self.outputs)
+        return gather(out, self.edges.ranks, self.outputs) if self.gather_output else out
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.edges.prepared or self.edges.ranks.size == 1:
+            return nn.functional.linear(x, weight.t() if self.transposed else weight, bias)
+        product = Product(self.edges.ranks, self.transposed, self.edges.sequence)
+        return column_product(x, weight, bias, product)
+
+
+@dataclass(frozen=True)
+class RowLinear(Behavior):
+    """A linear layer with this rank's input features of the weight, and the whole bias.
+
+    Attributes:
+        edges: what goes out.
+        inputs: how the input features are cut, in dim -1 of the input.
+        transposed: whether the weight is (in, out), as that of ``Conv1D``.
+        split_input: whether the input has all features, equal on all ranks, and is cut here.
+    """
+
+    edges: Edges
+    inputs: Partition
+    transposed: bool = False
+    split_input: bool = False
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        """Return the whole output, or this rank's shard of its sequence, shape (..., out)."""
+        if self.split_input:
+            x = scatter(x, self.edges.ranks, self.inputs)
+        x, weight, bias = as_computed(x, module.weight, module.bias)
+        product = Product(self.edges.ranks, self.transposed, self.edges.sequence)
+        out = row_product(x, weight, product)
+        # Once, after the sum: each rank would add it otherwise.
+        return out if bias is None else out + bias
+
+
+def attach_column(
+    module: nn.Module,
+    edges: Edges,
+    outputs: Partition,
+    *,
+    gather_output: bool = False,
+    logits: bool = False,
+) -> None:
+    """Let a linear layer with this rank's output features compute as such.
+
+    Raises:
+        ConfigError: the module is no linear layer, or one with a forward of its own.
+    """
+    transposed = _is_transposed(module)
+    attach(module, ColumnLinear(edges, outputs, transposed, gather_output, logits))
+
+
+def attach_row(
+    module: nn.Module, edges: Edges, inputs: Partition, *, split_input: bool = False
+) -> None:
+    """Let a linear layer with this rank's input features compute as such.
+
+    Raises:
+        ConfigError: the module is no linear layer, or one with a forward of its own.
+    """
+    attach(module, RowLinear(edges, inputs, _is_transposed(module), split_input))
+
+
+def as_computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+    """Return input, weight and bias in the dtype in which autocast would multiply them."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor) -> Tensor:
+        is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64
+        return tensor.to(dtype) if is_cast else tensor
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    if is_transposed(module):
+        return True
+    if not isinstance(module, nn.Linear):
+        raise ConfigError(
+            f"expected a linear layer (nn.Linear, or Conv1D of transformers), found {module!r}; "
+            "leave it out of the plan"
+        )
+    if original_class(module).forward is not nn.Linear.forward:
+        raise ConfigError(
+            f"expected a linear layer that computes as nn.Linear does, found "
+            f"{type(module).__module__}.{type(module).__qualname__} with a forward of its own; "
+            "leave it out of the plan"
+        )
+    return False

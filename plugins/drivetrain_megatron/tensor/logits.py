@@ -1,0 +1,322 @@
+"""The tensor that a head cut over the vocabulary returns: the global shape, this rank's words.
+
+It stays so through what models do with logits before the loss: casts, views, slices and transposes
+that leave the last dim alone, scaling by a number. ``F.cross_entropy`` of it is computed from the
+shares. Whatever else is asked of it gathers the words first and goes on with a plain tensor; every
+rank must then ask, as of any collective. Its gradients are such tensors too, so that everything
+autograd has to offer (hooks, ``torch.autograd.grad``, functions of others) works on it.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.collectives import Communicator
+from drivetrain_megatron.tensor import vocabulary
+from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
+from drivetrain_megatron.tensor.operators import gather, gathered
+from drivetrain_megatron.tensor.partition import Partition
+
+
+class Cut(NamedTuple):
+    """How the last dim is cut over which ranks."""
+
+    ranks: Communicator
+    partition: Partition
+
+    def share(self, whole: Tensor) -> Tensor:
+        """Return this rank's words of a whole tensor."""
+        return self.partition.take(whole, self.ranks.rank)
+
+
+class ShardedLogits(Tensor):
+    """Logits (..., words) of which this rank holds its words; make one with ``of``."""
+
+    _local: Tensor
+    _cut: Cut
+
+    @staticmethod
+    def __new__(cls: type["ShardedLogits"], local: Tensor, cut: Cut) -> "ShardedLogits":
+        """Wrap this rank's words, outside of autograd."""
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, (*local.shape[:-1], cut.partition.size), dtype=local.dtype, device=local.device
+        )
+        self._local = local.detach()
+        self._cut = cut
+        return self  # type: ignore[no-any-return]
+
+    @classmethod
+    def of(cls, local: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
+        """Return the logits of which this rank holds the words ``local``; on one rank, these.
+
+        Args:
+            local: this rank's words, shape (..., local words).
+            ranks: the axis.
+            partition: how the words are cut, in dim -1.
+        """
+        if ranks.size == 1:
+            return local
+        return _Wrap.apply(local, Cut(ranks, partition))  # type: ignore[no-any-return,no-untyped-call]
+
+    def local(self) -> Tensor:
+        """Return this rank's words, shape (..., local words)."""
+        return _Unwrap.apply(self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def gathered(self) -> Tensor:
+        """Return a plain tensor with all words, the same on every rank. Collective."""
+        return gather(self.local(), self._cut.ranks, self._cut.partition)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Describe it without sending anything: one rank may print alone."""
+        ranges = self._cut.partition.ranges[self._cut.ranks.rank]
+        grad = f", grad_fn={self.grad_fn!r}" if self.requires_grad else ""
+        return (
+            f"ShardedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, this rank holds words "
+            f"{list(ranges)}, gathered() has all{grad})"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer from facts, stay cut, compute the loss, or gather and go on."""
+        kwargs = kwargs or {}
+        name = _name(func)
+        _refuse_writing(name, args, kwargs)
+        if name in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _KEPT and args and isinstance(args[0], ShardedLogits):
+            kept = _KEPT[name](func, args[0], args[1:], kwargs)
+            if kept is not None:
+                return kept
+        args, kwargs = tree_map(_gathered, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Do what autograd does by itself: pass gradients on and add them up."""
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default, aten.clone.default):
+            return ShardedLogits(func(args[0]._local), args[0]._cut)
+        if func is aten.add.Tensor:
+            cut = next(each._cut for each in args if isinstance(each, ShardedLogits))
+            first, second = (
+                each._local if isinstance(each, ShardedLogits) else cut.share(each) for each in args
+            )
+            return ShardedLogits(func(first, second, **(kwargs or {})), cut)
+        if func is aten.view.default and args[1] and args[1][-1] == args[0].shape[-1]:
+            local = args[0]._local
+            return ShardedLogits(local.view(*args[1][:-1], local.shape[-1]), args[0]._cut)
+        args, kwargs = tree_map(_plain, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return ShardedLogits(local, cut)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # A plain gradient is that of all words, the same on every rank.
+        return grad._local if isinstance(grad, ShardedLogits) else ctx.cut.share(grad), None
+
+
+class _Unwrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: ShardedLogits) -> Tensor:
+        ctx.cut = logits._cut
+        return logits._local.detach()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ShardedLogits(grad, ctx.cut)
+
+
+def _gathered(value: Any) -> Any:
+    return value.gathered() if isinstance(value, ShardedLogits) else value
+
+
+def _plain(value: Any) -> Any:
+    """Return the whole tensor below autograd."""
+    if not isinstance(value, ShardedLogits):
+        return value
+    return gathered(value._local, value._cut.ranks, value._cut.partition)
+
+
+def _name(func: Any) -> str:
+    """Return the name of a function or method; of the attribute, for what reads or writes one."""
+    name = str(func.__name__)
+    if name == "__get__":
+        return str(func.__self__.__name__)
+    return f"{func.__self__.__name__} =" if name == "__set__" else name
+
+
+def _refuse_writing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Let what writes into logits raise: a gathered copy would be written to, and lost.
+
+    Raises:
+        UsageError: the function changes logits.
+    """
+    if name in _FACTS:
+        return
+    in_place = name.endswith("_") and not name.endswith("__")
+    changes_first = in_place or name in _WRITING or name.endswith(" =")
+    written = args[0] if changes_first and args else kwargs.get("out")
+    if isinstance(written, ShardedLogits):
+        raise UsageError(
+            f"expected logits that are not written to, found {name} on logits of shape "
+            f"{tuple(written.shape)} whose words are cut over ranks; make a new tensor "
+            "(logits = logits / 2), or write to logits.gathered()"
+        )
+
+
+Kept = Callable[[Any, ShardedLogits, Sequence[Any], Mapping[str, Any]], Tensor | None]
+"""Computes a function of logits from shares: (function, logits, arguments, options), or None."""
+
+
+def _on_shares(
+    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Apply a function of single elements."""
+    out = func(logits.local(), *args, **kwargs)
+    return ShardedLogits.of(out, *logits._cut)
+
+
+def _cast(
+    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Convert dtype or device; a tensor to take them from may be cut itself."""
+    args = [each._local if isinstance(each, ShardedLogits) else each for each in args]
+    return _on_shares(func, logits, args, kwargs)
+
+
+def _scaled(
+    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    numbers = all(isinstance(each, int | float) for each in args) and not kwargs
+    return _on_shares(func, logits, args, kwargs) if numbers else None
+
+
+def _viewed(
+    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Regroup leading dims; the last dim is as long before and after, so nothing crosses it."""
+    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+        return None
+    meta = [torch.empty(each.shape, device="meta") if isinstance(each, Tensor) else each
+            for each in (logits, *args)]  # fmt: skip
+    shape = func(*meta, **kwargs).shape
+    if not shape or shape[-1] != logits.shape[-1]:
+        return None
+    local = logits.local()
+    return ShardedLogits.of(local.reshape(*shape[:-1], local.shape[-1]), *logits._cut)
+
+
+def _permuted(
+    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Permute leading dims."""
+    # Dims by number as lengths, of a tensor without storage: (1, 2, 3) becomes (2, 1, 3), say.
+    names = torch.empty([dim + 1 for dim in range(logits.dim())], device="meta")
+    if func(names, *args, **kwargs).shape[-1] != logits.dim():
+        return None
+    return _on_shares(func, logits, args, kwargs)
+
+
+def _indexed(
+    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Index leading dims."""
+    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    if any(each is None or isinstance(each, bool | list) for each in index):
+        return None
+    dims = [_dims_of(each) for each in index]
+    after = next((i + 1 for i, each in enumerate(index) if each is Ellipsis), 0)
+    reaches_last = sum(dims) == logits.dim() if after == 0 else sum(dims[after:]) > 0
+    if reaches_last and not (isinstance(index[-1], slice) and index[-1] == slice(None)):
+        return None
+    return _on_shares(func, logits, args, kwargs)
+
+
+def _dims_of(index: Any) -> int:
+    """Return how many dims one element of an index is about."""
+    if index is Ellipsis:
+        return 0
+    return index.dim() if isinstance(index, Tensor) and index.dtype is torch.bool else 1
+
+
+def _lost(
+    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Compute the cross entropy from shares, when the classes are the last dim."""
+    given = inspect.signature(torch.nn.functional.cross_entropy).bind(logits, *args, **kwargs)
+    given.apply_defaults()
+    options = given.arguments
+    is_legacy = options["size_average"] is not None or options["reduce"] is not None
+    target, cut = options["target"], logits._cut
+    is_class = isinstance(target, Tensor) and not target.is_floating_point()
+    if is_legacy or not is_class or logits.dim() > 2 or not vocabulary.is_simple(cut.partition):
+        return None
+    names = ("weight", "ignore_index", "reduction", "label_smoothing")
+    terms = Terms(*cut, **{name: options[name] for name in names})
+    return cross_entropy(logits.local(), target, terms)
+
+
+# fmt: off
+_FACTS = frozenset({
+    "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "grad", "ndim",
+    "names", "_version", "output_nr", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu",
+    "is_sparse", "is_nested", "is_quantized", "size", "dim", "ndimension", "numel", "nelement",
+    "element_size", "itemsize", "nbytes", "is_floating_point", "is_complex", "is_inference",
+    "is_contiguous", "stride", "__len__", "__hash__", "register_hook", "retain_grad",
+    "retains_grad", "requires_grad_", "requires_grad =", "grad =", "backward", "_backward_hooks",
+    "register_post_accumulate_grad_hook",
+})
+_WRITING = frozenset({
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__",
+    "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
+    "__irshift__",
+})
+_KEPT: dict[str, Kept] = {
+    **dict.fromkeys((
+        "float", "double", "half", "bfloat16", "contiguous", "detach", "clone", "data", "neg",
+        "__neg__", "tanh", "cpu", "cuda",
+    ), _on_shares),
+    **dict.fromkeys(("to", "type_as"), _cast),
+    **dict.fromkeys((
+        "mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__",
+    ), _scaled),
+    **dict.fromkeys((
+        "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
+    ), _viewed),
+    **dict.fromkeys((
+        "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis",
+    ), _permuted),
+    "__getitem__": _indexed,
+    "cross_entropy": _lost,
+}
+# fmt: on

@@ -1,0 +1,149 @@
+"""Embeddings cut by words and by features: lookups, gradients, padding, words that do not exist."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.parts.collectives import connect
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.world import World
+from drivetrain_megatron.tensor.edges import Edges, TokenShards
+from drivetrain_megatron.tensor.embedding import attach_features, attach_vocabulary
+from drivetrain_megatron.tensor.emulated import run_emulated
+from drivetrain_megatron.tensor.operators import gather
+from drivetrain_megatron.tensor.partition import even, packed
+
+each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
+HIDDEN, TOKENS = 6, 7
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def calls(ranks):
+    return {operation: entry.calls for (_, operation), entry in ranks.traffic.entries().items()}
+
+
+def example(vocabulary, padding):
+    torch.manual_seed(0)
+    module = nn.Embedding(vocabulary, HIDDEN, padding_idx=padding).double()
+    words = torch.randint(0, vocabulary, (2, TOKENS))
+    words[0, :2] = 0
+    if padding is not None:
+        words[1, 3] = module.padding_idx
+    return module, words
+
+
+def attached(module, size, by, ranks, tokens=None):
+    """Return a divided copy and how to cut the whole weight's gradient."""
+    module = copy.deepcopy(module)
+    edges = Edges(ranks, tokens)
+    if by == "words":
+        partition = even(0, module.num_embeddings, size)
+        attach_vocabulary(module, edges, partition)
+    else:
+        partition = even(1, HIDDEN, size)
+        attach_features(module, edges, even(-1, HIDDEN, size))
+    module.weight.data = partition.take(module.weight.data, ranks.rank)
+    return module, partition
+
+
+@each_size
+@pytest.mark.parametrize("by", ["words", "features"])
+@pytest.mark.parametrize(
+    ("vocabulary", "padding"), [(97, None), (97, 0), (97, 96), (97, 50), (3, None), (3, -1)]
+)
+def test_lookups_equal_one_process(size, by, vocabulary, padding):
+    whole, words = example(vocabulary, padding)
+    expected = whole(words)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+
+    def body(ranks):
+        module, partition = attached(whole, size, by, ranks)
+        out = module(words)
+        close(out, expected)
+        assert out.requires_grad
+        out.backward(grad)
+        close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
+        once = {"words": "all_reduce", "features": "all_gather"}[by]
+        assert calls(ranks) == ({} if size == 1 else {once: 1})
+        return ranks.traffic.total()
+
+    sent = sum(run_emulated(size, body))
+    assert sent == {"words": 2, "features": 1}[by] * expected.numel() * 8 * (size - 1)
+
+
+@pytest.mark.parametrize("by", ["words", "features"])
+def test_shards_of_the_sequence(by):
+    whole, words = example(97, 5)
+    expected = whole(words)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    shards = even(-2, TOKENS, 4)
+
+    def body(ranks):
+        tokens = TokenShards()
+        module, partition = attached(whole, 4, by, ranks, tokens)
+        with tokens.of(TOKENS):
+            out = module(words)
+        close(out, shards.take(expected, ranks.rank))
+        out.backward(shards.take(grad, ranks.rank))
+        close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
+        close(gather(out, ranks, shards), expected)
+
+    run_emulated(4, body)
+
+
+@pytest.mark.parametrize("by", ["words", "features"])
+def test_words_that_do_not_exist_raise(by):
+    whole, words = example(97, None)
+
+    def body(ranks):
+        module, _ = attached(whole, 2, by, ranks)
+        for wrong in (97, -1):
+            with pytest.raises(UsageError, match=rf"words from 0 to 96, found .* {wrong}"):
+                module(torch.tensor([wrong]))
+        assert module(words[:, :0]).shape == (2, 0, HIDDEN)
+
+    run_emulated(2, body)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
+)
+@pytest.mark.parametrize("attach", [attach_vocabulary, attach_features])
+def test_options_that_need_the_whole_weight_are_refused(options, attach):
+    def body(ranks):
+        with pytest.raises(ConfigError, match=f"without {next(iter(options))}"):
+            attach(nn.Embedding(8, 4, **options), Edges(ranks), even(0, 8, 2))
+
+    run_emulated(2, body)
+
+
+def test_other_modules_and_partitions_are_refused():
+    def body(ranks):
+        with pytest.raises(ConfigError, match="leave it out of the plan"):
+            attach_vocabulary(nn.EmbeddingBag(8, 4), Edges(ranks), even(0, 8, 2))
+        with pytest.raises(ConfigError, match="one range per rank"):
+            attach_vocabulary(nn.Embedding(8, 4), Edges(ranks), packed(0, (4, 4), 2))
+
+    run_emulated(2, body)
+
+
+@pytest.mark.ranks(4)
+def test_real_ranks_do_the_same():
+    world = World.discover(cpu=True)
+    ranks = connect(Mesh.build({"tp": 4}, world)["tp"], Traffic(), world.device, world.timeout)
+    whole, words = example(97, 50)
+    whole(words).square().sum().backward()
+    module, partition = attached(whole, 4, "words", ranks)
+    module(words).square().sum().backward()
+    close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
+    assert calls(ranks) == {"all_reduce": 1}
+    ranks.close()

@@ -1,0 +1,285 @@
+"""Linear layers cut by columns and by rows: equal to the whole layer, still the user's module."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.parts.collectives import connect
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.world import World
+from drivetrain_megatron.tensor.behavior import behavior_of, detach
+from drivetrain_megatron.tensor.edges import Edges, TokenShards
+from drivetrain_megatron.tensor.emulated import run_emulated
+from drivetrain_megatron.tensor.linear import attach_column, attach_row
+from drivetrain_megatron.tensor.operators import copy as f
+from drivetrain_megatron.tensor.partition import even, packed
+
+each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
+each_kind = pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
+HIDDEN, FFN, TOKENS = 6, 10, 7
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def layer(kind, inputs, outputs, seed):
+    torch.manual_seed(seed)
+    made = Conv1D(outputs, inputs) if kind == "conv1d" else None
+    made = made or nn.Linear(inputs, outputs, bias=kind == "linear")
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)  # biases too: none is zero
+    return made.double()
+
+
+def cut(module, partition, rank, side):
+    """Slice a layer's outputs or inputs in place; return how to slice its gradients likewise."""
+    is_conv = isinstance(module, Conv1D)
+    dim = {("out", False): 0, ("in", False): 1, ("out", True): 1, ("in", True): 0}[side, is_conv]
+    by_weight = even(dim, partition.size, partition.ranks)
+    if len(partition.ranges[0]) > 1:
+        by_weight = packed(dim, (partition.size // 2,) * 2, partition.ranks)
+    module.weight.data = by_weight.take(module.weight.data, rank)
+    takes = {"weight": lambda whole: by_weight.take(whole, rank)}
+    if module.bias is not None:
+        by_bias = packed(0, (partition.size // 2,) * 2, partition.ranks)
+        by_bias = (
+            by_bias if len(partition.ranges[0]) > 1 else even(0, partition.size, partition.ranks)
+        )
+        if side == "out":
+            module.bias.data = by_bias.take(module.bias.data, rank)
+        takes["bias"] = (lambda w: by_bias.take(w, rank)) if side == "out" else (lambda w: w)
+    return takes
+
+
+def check_gradients(module, whole, takes):
+    for name, parameter in module.named_parameters():
+        close(parameter.grad, takes[name](whole.get_parameter(name).grad))
+
+
+def calls(ranks):
+    return {operation: entry.calls for (_, operation), entry in ranks.traffic.entries().items()}
+
+
+def x_of(seed=0):
+    return torch.randn(
+        2, TOKENS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+@each_size
+@each_kind
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sequence"])
+def test_column_then_row_equals_one_process(size, kind, sharded):
+    whole = nn.Sequential(layer(kind, HIDDEN, FFN, 1), nn.GELU(), layer(kind, FFN, HIDDEN, 2))
+    models = [copy.deepcopy(whole) for _ in range(size)]
+    x = x_of().requires_grad_()
+    expected = whole(x)
+    grad = x_of(9)
+    expected.backward(grad)
+    by_tokens, by_features = even(-2, TOKENS, size), even(-1, FFN, size)
+
+    def body(ranks):
+        rank, model = ranks.rank, models[ranks.rank]
+        first = cut(model[0], by_features, rank, "out")
+        second = cut(model[2], by_features, rank, "in")
+        tokens = TokenShards() if sharded else None
+        edges = Edges(ranks, tokens)
+        attach_column(model[0], edges, by_features)
+        attach_row(model[2], edges, by_features)
+
+        def mine(tensor):
+            return by_tokens.take(tensor, rank) if sharded else tensor.detach().clone()
+
+        x_here = mine(x).requires_grad_()
+        if tokens is None:
+            out = model(x_here)
+        else:
+            with tokens.of(TOKENS):
+                out = model(x_here)
+        close(out.detach(), mine(expected))
+        out.backward(mine(grad))
+        close(x_here.grad, mine(x.grad))
+        check_gradients(model[0], whole[0], first)
+        if sharded:  # each rank has the part of its tokens
+            second["bias"] = lambda _: mine(grad).sum((0, 1))
+        check_gradients(model[2], whole[2], second)
+        if size > 1:
+            pair = {"all_gather": 2, "reduce_scatter": 2}
+            assert calls(ranks) == (pair if sharded else {"all_reduce": 2})
+        return ranks.traffic.total()
+
+    sent = sum(run_emulated(size, body))
+    assert sent == 4 * x.numel() * 8 * (size - 1)  # per rank 4 A (t - 1) / t
+
+
+@each_size
+@each_kind
+def test_gathered_outputs_and_split_inputs(size, kind):
+    """As ``colwise_gather_output`` and ``rowwise_split_input`` of transformers' plans."""
+    whole = nn.Sequential(layer(kind, HIDDEN, FFN, 1), nn.Softmax(-1), layer(kind, FFN, HIDDEN, 2))
+    models = [copy.deepcopy(whole) for _ in range(size)]
+    x = x_of().requires_grad_()
+    expected = whole(x)
+    expected.square().sum().backward()
+    for partition in (even(-1, FFN, size), packed(-1, (FFN // 2,) * 2, size)):
+
+        def body(ranks, partition=partition):
+            model = copy.deepcopy(models[ranks.rank])
+            first = cut(model[0], partition, ranks.rank, "out")
+            second = cut(model[2], even(-1, FFN, size), ranks.rank, "in")
+            attach_column(model[0], Edges(ranks), partition, gather_output=True)
+            attach_row(model[2], Edges(ranks), even(-1, FFN, size), split_input=True)
+            x_here = x.detach().clone().requires_grad_()
+            out = model(x_here)
+            close(out, expected)
+            out.square().sum().backward()
+            close(x_here.grad, x.grad)
+            check_gradients(model[0], whole[0], first)
+            check_gradients(model[2], whole[2], second)
+
+        run_emulated(size, body)
+
+
+def test_layers_that_share_an_input_enter_it_once():
+    q, k = layer("linear", HIDDEN, FFN, 1), layer("linear", HIDDEN, FFN, 2)
+    x = x_of().requires_grad_()
+    (q(x) * k(x)).sum().backward()
+    models = [copy.deepcopy((q, k)) for _ in range(3)]
+
+    def body(ranks):
+        by = even(-1, FFN, 3)
+        takes = [cut(each, by, ranks.rank, "out") for each in models[ranks.rank]]
+        for each in models[ranks.rank]:
+            attach_column(each, Edges(ranks, prepared=True), by)
+        x_here = x.detach().clone().requires_grad_()
+        entered = f(x_here, ranks)
+        (models[ranks.rank][0](entered) * models[ranks.rank][1](entered)).sum().backward()
+        close(x_here.grad, x.grad)
+        for each, whole, take in zip(models[ranks.rank], (q, k), takes, strict=True):
+            check_gradients(each, whole, take)
+        assert calls(ranks) == {"all_reduce": 1}
+
+    run_emulated(3, body)
+
+
+def test_the_module_stays_the_users():
+    def body(ranks):
+        for kind in ("linear", "conv1d"):
+            module = layer(kind, HIDDEN, FFN, 1)
+            original, text, weight = type(module), repr(module), module.weight
+            seen = []
+            module.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+            cut(module, even(-1, FFN, 2), ranks.rank, "out")
+            attach_column(module, Edges(ranks), even(-1, FFN, 2), gather_output=True)
+            assert isinstance(module, original)
+            assert type(module).__name__ == original.__name__
+            assert repr(module) == text
+            assert module.weight is weight
+            out = module(x_of())
+            assert seen == [1]
+            with pytest.raises(UsageError, match="detach"):
+                attach_column(module, Edges(ranks), even(-1, FFN, 2))
+            detach(module)
+            assert type(module) is original
+            assert behavior_of(module) is None
+            assert "_drivetrain_tensor_parallel" not in vars(module)
+            assert out.shape[-1] == FFN
+
+    run_emulated(2, body)
+
+
+def test_copies_compute_with_the_same_ranks_and_pickles_are_ordinary():
+    whole = layer("linear", HIDDEN, FFN, 1)
+    expected = whole(x_of())
+
+    def body(ranks):
+        module = copy.deepcopy(whole)
+        cut(module, even(-1, FFN, 2), ranks.rank, "out")
+        attach_column(module, Edges(ranks), even(-1, FFN, 2), gather_output=True)
+        twin = copy.deepcopy(nn.ModuleList([module]))[0]
+        assert twin.weight is not module.weight
+        assert behavior_of(twin) is behavior_of(module)
+        close(twin(x_of()), expected)
+        assert copy.copy(module).weight is module.weight
+        close(copy.copy(module)(x_of()), expected)
+        back = pickle.loads(pickle.dumps(module))
+        assert type(back) is nn.Linear
+        assert behavior_of(back) is None
+        close(back(x_of()), expected[..., slice(*even(-1, FFN, 2).bounds[ranks.rank])])
+        detach(twin)
+        assert type(twin) is nn.Linear
+
+    run_emulated(2, body)
+
+
+def test_autocast_computes_as_the_whole_layer_does():
+    whole = nn.Sequential(layer("linear", 8, 8, 1), layer("linear", 8, 8, 2)).float()
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = whole(x)
+
+    def body(ranks):
+        model, by = copy.deepcopy(whole), even(-1, 8, 2)
+        cut(model[0], by, ranks.rank, "out")
+        cut(model[1], by, ranks.rank, "in")
+        attach_column(model[0], Edges(ranks), by)
+        attach_row(model[1], Edges(ranks), by)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x.clone().requires_grad_())
+        assert out.dtype is torch.bfloat16
+        torch.testing.assert_close(out, expected, rtol=0.03, atol=0.1)
+        out.float().sum().backward()
+        assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+
+    run_emulated(2, body)
+
+
+class OtherForward(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_other_modules_are_refused():
+    def body(ranks):
+        for module in (nn.Conv1d(2, 2, 1), nn.Bilinear(2, 2, 2), OtherForward(2, 2)):
+            for attach in (attach_column, attach_row):
+                with pytest.raises(ConfigError, match="leave it out of the plan"):
+                    attach(module, Edges(ranks), even(-1, 2, 1))
+
+    run_emulated(1, body)
+
+
+def test_a_shard_without_its_length_is_refused():
+    def body(ranks):
+        module = layer("linear", HIDDEN, FFN, 1)
+        attach_column(module, Edges(ranks, TokenShards()), even(-1, FFN, 2))
+        with pytest.raises(UsageError, match="call the model itself"):
+            module(x_of())
+
+    run_emulated(2, body)
+
+
+@pytest.mark.ranks(2)
+def test_real_ranks_do_the_same():
+    world = World.discover(cpu=True)
+    ranks = connect(Mesh.build({"tp": 2}, world)["tp"], Traffic(), world.device, world.timeout)
+    whole = nn.Sequential(layer("linear", HIDDEN, FFN, 1), layer("conv1d", FFN, HIDDEN, 2))
+    model, by = copy.deepcopy(whole), even(-1, FFN, 2)
+    takes = cut(model[0], by, ranks.rank, "out"), cut(model[1], by, ranks.rank, "in")
+    attach_column(model[0], Edges(ranks), by)
+    attach_row(model[1], Edges(ranks), by)
+    x, x_here = x_of().requires_grad_(), x_of().requires_grad_()
+    whole(x).square().sum().backward()
+    model(x_here).square().sum().backward()
+    close(x_here.grad, x.grad)
+    for each, reference, take in zip(model, whole, takes, strict=True):
+        check_gradients(each, reference, take)
+    assert calls(ranks) == {"all_reduce": 2}
+    ranks.close()
