@@ -1,0 +1,331 @@
+"""Logits that stay cut over the vocabulary: what keeps them so, what gathers, gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.collectives import connect
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.world import World
+from drivetrain_megatron.tensor.edges import Edges
+from drivetrain_megatron.tensor.emulated import run_emulated
+from drivetrain_megatron.tensor.linear import attach_column
+from drivetrain_megatron.tensor.logits import ShardedLogits
+from drivetrain_megatron.tensor.partition import Partition, even, packed
+
+WORDS = 97
+each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def calls(ranks):
+    return {operation: entry.calls for (_, operation), entry in ranks.traffic.entries().items()}
+
+
+def numbers(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+WHOLE = numbers(2, 7, WORDS)
+LABELS = torch.randint(0, WORDS, (2, 7), generator=torch.Generator().manual_seed(1))
+MASK = LABELS > 40
+KEPT = {
+    "float": lambda x: x.float().double(),
+    "to": lambda x: x.to(torch.float32).to(LABELS.device).to(x),
+    "contiguous": lambda x: x.contiguous().clone(),
+    "slice": lambda x: x[:, slice(0, -1), :],
+    "ellipsis": lambda x: x[..., :-1, :],
+    "last token": lambda x: x[:, -1],
+    "one batch": lambda x: x[0],
+    "mask": lambda x: x[MASK],
+    "indices": lambda x: x[:, torch.tensor([3, 1])],
+    "view": lambda x: x.view(-1, WORDS),
+    "view size": lambda x: x.view(torch.Size((7, 2, WORDS))),
+    "reshape": lambda x: x.transpose(0, 1).reshape(-1, x.size(-1)),
+    "torch reshape": lambda x: torch.reshape(x, (14, -1)),
+    "flatten": lambda x: x.flatten(0, 1),
+    "unflatten": lambda x: x.unflatten(1, (7, 1)),
+    "squeeze": lambda x: x[:1].squeeze(0),
+    "transpose": lambda x: x.transpose(0, 1).contiguous(),
+    "permute": lambda x: x.permute(1, 0, 2),
+    "scaled": lambda x: -(2 * (x / 0.7) * 3),
+    "softcap": lambda x: torch.tanh(x / 30.0) * 30.0,
+}
+GATHERED = {
+    "softmax": lambda x: x.softmax(-1),
+    "argmax": lambda x: x.argmax(-1),
+    "words": lambda x: x[..., :50],
+    "one word": lambda x: x[:, :, 3],
+    "pair": lambda x: x[LABELS > 40, 5],
+    "new dim": lambda x: x[None],
+    "flat": lambda x: x.view(-1),
+    "transposed words": lambda x: x.transpose(1, 2),
+    "permuted words": lambda x: x.permute(0, 2, 1),
+    "times a tensor": lambda x: x * LABELS.unsqueeze(-1),
+    "matmul": lambda x: x @ numbers(WORDS, 3),
+    "log_softmax": lambda x: F.log_softmax(x, dim=-1),
+    "concatenated": lambda x: torch.cat([x, x]),
+    "many dims": lambda x: F.cross_entropy(x.transpose(1, 2), LABELS),
+    "probabilities": lambda x: F.cross_entropy(
+        x.view(-1, WORDS), WHOLE.view(-1, WORDS).softmax(-1)
+    ),
+}
+
+
+def logits_of(ranks, whole=WHOLE, partition=None):
+    partition = partition or even(-1, WORDS, ranks.size)
+    leaf = partition.take(whole, ranks.rank).requires_grad_()
+    return leaf, ShardedLogits.of(leaf * 1, ranks, partition), partition
+
+
+@each_size
+@pytest.mark.parametrize("name", KEPT)
+def test_stays_cut(size, name):
+    function = KEPT[name]
+    whole = WHOLE.clone().requires_grad_()
+    expected = function(whole)
+    grad = numbers(*expected.shape, seed=3)
+    expected.backward(grad)
+
+    def body(ranks):
+        leaf, logits, partition = logits_of(ranks)
+        out = function(logits)
+        assert calls(ranks) == {}
+        assert out.shape == expected.shape
+        assert out.requires_grad
+        if size > 1:
+            assert isinstance(out, ShardedLogits)
+            assert torch.equal(out.gathered(), expected)
+        ranks.traffic.clear()
+        torch.autograd.backward([out], [grad])
+        assert calls(ranks) == {}
+        close(leaf.grad, partition.take(whole.grad, ranks.rank))
+
+    run_emulated(size, body)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_gathers_for_everything_else(name):
+    function = GATHERED[name]
+    whole = WHOLE.clone().requires_grad_()
+    expected = function(whole)
+    grad = numbers(*expected.shape, seed=3)
+    if expected.requires_grad:
+        expected.backward(grad)
+
+    def body(ranks):
+        leaf, logits, partition = logits_of(ranks)
+        out = function(logits)
+        assert not isinstance(out, ShardedLogits)
+        assert set(calls(ranks)) == {"all_gather"}
+        close(out, expected)
+        if expected.requires_grad:
+            ranks.traffic.clear()
+            out.backward(grad)
+            assert calls(ranks) == {}  # every rank has the whole gradient: a slice of it
+            close(leaf.grad, partition.take(whole.grad, ranks.rank))
+
+    run_emulated(3, body)
+
+
+@each_size
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}], ids=str)
+def test_the_loss_is_computed_from_shares(size, options):
+    whole = WHOLE.clone().requires_grad_()
+    weight = numbers(WORDS).abs()
+    expected = F.cross_entropy(whole.view(-1, WORDS), LABELS.view(-1), weight, **options)
+    expected.backward()
+
+    def body(ranks):
+        leaf, logits, partition = logits_of(ranks)
+        loss = F.cross_entropy(logits.view(-1, WORDS), LABELS.view(-1), weight, **options)
+        count = 0 if size == 1 else 4 if "label_smoothing" in options else 3
+        assert calls(ranks) == ({"all_reduce": count} if count else {})
+        close(loss, expected)
+        loss.backward()
+        close(leaf.grad, partition.take(whole.grad, ranks.rank))
+        module = nn.CrossEntropyLoss(weight=weight, **options)
+        close(module(logits.flatten(0, 1), LABELS.flatten()), expected)
+        return ranks.traffic.entries()
+
+    for entries in run_emulated(size, body):
+        assert all(operation == "all_reduce" for _, operation in entries)
+
+
+def test_the_loss_of_transformers():
+    whole = WHOLE.float().requires_grad_()
+    labels = LABELS.masked_fill(MASK, -100)
+    expected = ForCausalLMLoss(logits=whole, labels=labels, vocab_size=WORDS)
+    expected.backward()
+
+    def body(ranks):
+        leaf, logits, partition = logits_of(ranks, WHOLE.float())
+        loss = ForCausalLMLoss(logits=logits, labels=labels, vocab_size=WORDS)
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        torch.testing.assert_close(leaf.grad, partition.take(whole.grad, ranks.rank))
+        assert calls(ranks) == {"all_reduce": 3}
+
+    run_emulated(4, body)
+
+
+def test_a_loss_and_a_term_of_gathered_logits():
+    whole = WHOLE.clone().requires_grad_()
+    flat = whole.view(-1, WORDS)
+    expected = F.cross_entropy(flat, LABELS.view(-1)) + 0.1 * flat.logsumexp(-1).square().mean()
+    expected.backward()
+
+    def body(ranks):
+        leaf, logits, partition = logits_of(ranks)
+        flat = logits.view(-1, WORDS)
+        loss = F.cross_entropy(flat, LABELS.view(-1)) + 0.1 * flat.logsumexp(-1).square().mean()
+        close(loss, expected)
+        loss.backward()
+        close(leaf.grad, partition.take(whole.grad, ranks.rank))
+
+    run_emulated(3, body)
+
+
+class Doubled(torch.autograd.Function):
+    """A function of somebody else's that knows nothing of cut logits."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Seen(torch.autograd.Function):
+    """A function that returns its input, as hooks of data-parallel strategies do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_hooks_and_functions_of_others():
+    whole = WHOLE.clone().requires_grad_()
+    F.cross_entropy(whole.view(-1, WORDS), LABELS.view(-1)).backward()
+
+    def body(ranks):
+        leaf, logits, partition = logits_of(ranks)
+        seen = []
+        logits.register_hook(lambda grad: seen.append(grad.shape))
+        logits.retain_grad()
+        out = Seen.apply(Doubled.apply(logits))
+        assert isinstance(out, ShardedLogits)
+        loss = F.cross_entropy(out.view(-1, WORDS), LABELS.view(-1))
+        (mine,) = torch.autograd.grad(loss, out, retain_graph=True)
+        close(mine.gathered(), whole.grad)
+        loss.backward()
+        assert seen == [WHOLE.shape]
+        close(logits.grad.gathered(), 2 * whole.grad)
+        close(leaf.grad, 2 * partition.take(whole.grad, ranks.rank))
+
+    run_emulated(3, body)
+
+
+def test_facts_and_text_are_free():
+    def body(ranks):
+        _, logits, _ = logits_of(ranks)
+        assert (logits.shape, logits.size(-1), logits.ndim, len(logits)) == (
+            WHOLE.shape,
+            WORDS,
+            3,
+            2,
+        )
+        assert logits.dtype is torch.float64
+        assert logits.device == WHOLE.device
+        assert logits.numel() == WHOLE.numel()
+        assert logits.requires_grad
+        assert not logits.is_leaf
+        assert not logits.detach().requires_grad
+        with torch.no_grad():
+            assert not (logits * 2).requires_grad
+        assert "(2, 7, 97)" in repr(logits)
+        assert f"{logits}" == str(logits) == repr(logits)
+        assert calls(ranks) == {}
+
+    run_emulated(2, body)
+
+
+def test_writing_is_refused():
+    def body(ranks):
+        _, logits, _ = logits_of(ranks)
+        logits = logits.detach()
+        out = torch.zeros(2, dtype=torch.float64)
+
+        def assign():
+            logits[0] = 0
+
+        def divide():
+            nonlocal logits
+            logits /= 2
+
+        for write in (assign, divide, lambda: logits.mul_(2), lambda: logits.masked_fill_(MASK, 0)):
+            with pytest.raises(UsageError, match="logits = logits / 2"):
+                write()
+        with pytest.raises(UsageError, match="not written to"):
+            torch.add(WHOLE, 1, out=logits)
+        assert torch.equal(out.add_(logits[0, 0, :2]), WHOLE[0, 0, :2])
+
+    run_emulated(2, body)
+
+
+@pytest.mark.parametrize(
+    "partition",
+    [packed(-1, (50, 47), 2), Partition(-1, WORDS, (((0, WORDS),), ((0, WORDS),)))],
+    ids=["packed", "replicated"],
+)
+def test_a_cut_that_the_loss_cannot_use_is_gathered(partition):
+    whole = WHOLE.clone().requires_grad_()
+    expected = F.cross_entropy(whole.view(-1, WORDS), LABELS.view(-1))
+    expected.backward()
+
+    def body(ranks):
+        leaf, logits, _ = logits_of(ranks, partition=partition)
+        loss = F.cross_entropy(logits.view(-1, WORDS), LABELS.view(-1))
+        close(loss, expected)
+        loss.backward()
+        mine = partition.disown(partition.take(whole.grad, ranks.rank), ranks.rank)
+        close(leaf.grad, mine)
+
+    run_emulated(2, body)
+
+
+@pytest.mark.ranks(2)
+def test_a_head_on_real_ranks():
+    world = World.discover(cpu=True)
+    ranks = connect(Mesh.build({"tp": 2}, world)["tp"], Traffic(), world.device, world.timeout)
+    torch.manual_seed(0)
+    whole = nn.Linear(6, WORDS).double()
+    head, partition = copy.deepcopy(whole), even(0, WORDS, 2)
+    for parameter in head.parameters():
+        parameter.data = partition.take(parameter.data, ranks.rank)
+    attach_column(head, Edges(ranks), even(-1, WORDS, 2), logits=True)
+    x, x_here = numbers(2, 7, 6).requires_grad_(), numbers(2, 7, 6).requires_grad_()
+    F.cross_entropy(whole(x).flatten(0, 1), LABELS.flatten()).backward()
+    F.cross_entropy(head(x_here).flatten(0, 1), LABELS.flatten()).backward()
+    close(x_here.grad, x.grad)
+    for mine, reference in zip(head.parameters(), whole.parameters(), strict=True):
+        close(mine.grad, partition.take(reference.grad, ranks.rank))
+    assert calls(ranks) == {"all_reduce": 4}
+    assert torch.equal(head(x).argmax(-1), whole(x).argmax(-1))
+    ranks.close()
