@@ -108,9 +108,27 @@ def _attempts(
             # Code that counts the tokens of its input must see all of them: so several layers
             # enter together, early. One alone can compute while its gradient travels.
             entrances = ["", around] if len(group.columns) == 1 else [around, ""]
-    for numbers in _numbers(block, group, division):
+    for numbers, place in _changes(block, group, division):
         for entrance in entrances:
-            yield GroupPlan(division.columns, group.row, division.row, entrance, numbers)
+            yield GroupPlan(
+                division.columns,
+                group.row,
+                division.row,
+                entrance,
+                numbers,
+                division.numbers,
+                place,
+            )
+
+
+def _changes(
+    block: nn.Module, group: Group, division: Division
+) -> Iterator[tuple[Mapping[Number, tuple[int, ...]], int | None]]:
+    """Yield what to change in how the block's code counts: nothing, attributes, or reshapes."""
+    for numbers in _numbers(block, group, division):
+        yield numbers, None
+    yield {}, 0
+    yield {}, 1
 
 
 def _numbers(

@@ -16,6 +16,7 @@ from drivetrain_megatron.tensor.edges import Edges
 from drivetrain_megatron.tensor.layers import is_transposed
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
 from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.resize import attach_resized
 
 
 class Number(NamedTuple):
@@ -41,6 +42,9 @@ class GroupPlan:
         entrance: name of the module whose input becomes that of all ranks; "" where the columns'
             own inputs do.
         numbers: what sizes that the code counts with are on each rank.
+        sizes: sizes that reshapes may ask for, and what they are on each rank.
+        place: which of the sizes that would do a reshape means, see ``resize``; None to leave
+            reshapes alone.
     """
 
     columns: Mapping[str, Partition]
@@ -48,6 +52,8 @@ class GroupPlan:
     inputs: Partition
     entrance: str = ""
     numbers: Mapping[Number, tuple[int, ...]] = field(default_factory=dict)
+    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,7 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
             facts[name] = replace(facts[name], partition=partition)
             cut(block.get_parameter(name), partition, edges.ranks.rank)
         _attach(block, group, edges)
+    _resize(block, plan, edges)
     return facts
 
 
@@ -124,6 +131,14 @@ def _attach(block: nn.Module, group: GroupPlan, edges: Edges) -> None:
     attach_row(block.get_submodule(group.row), edges, replace(group.inputs, dim=-1))
     for number, values in group.numbers.items():
         _set(block.get_submodule(number.module), number.attribute, values[rank])
+
+
+def _resize(block: nn.Module, plan: BlockPlan, edges: Edges) -> None:
+    groups = [group for group in plan.groups if group.place is not None]
+    rank = edges.ranks.rank
+    sizes = {size: local[rank] for group in groups for size, local in group.sizes.items()}
+    if sizes:
+        attach_resized(block, sizes, max(group.place or 0 for group in groups), edges)
 
 
 def _set(module: nn.Module, attribute: str, value: int) -> None:

@@ -1,10 +1,10 @@
 """Tries a plan before it is used: the ranks run one block as threads, and must give what it gives.
 
 The parts of the computation that a plan gets wrong (heads that mix, a norm over features that are
-spread over ranks, a size counted from the whole) show as a wrong number, not as an error. So outputs,
-gradients of inputs and gradients of every parameter are compared with those of the whole block, at
-random values. The comparison also tells which parameters, though whole, get a part of their gradient
-on each rank.
+spread over ranks, a size counted from the whole) show as a wrong number, not as an error. So
+outputs, gradients of inputs and gradients of parameters are compared with those of the whole block,
+at random values. The comparison also tells which parameters, though whole, get a part of their
+gradient on each rank.
 """
 
 import copy
