@@ -41,7 +41,7 @@ class StageProxy(Tensor):
     Attributes:
         facts: shape, strides, dtype, device.
         work: floating point operations of the matrix products that would have made it.
-        phases: where in the model it comes from; only a recording fills and reads it.
+        phases: where in the model its values come from; only a recording begins and reads it.
     """
 
     facts: Facts
@@ -186,15 +186,16 @@ def _apply(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     cast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     found = _outcome(func, frozen, named, (cast, torch.get_default_dtype()))
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    work = found.work
+    work, phases = found.work, frozenset[int]().union(*(proxy.phases for proxy in proxies))
 
     def tensor_of(place: Slot | Fresh) -> Tensor:
         nonlocal work
         if isinstance(place, Slot):
-            return _unchanged(func, tensors[place.index], place)
+            return _unchanged(func, tensors[place.index], place, phases)
         dtype = place.facts.dtype
         differentiable = grad and (dtype.is_floating_point or dtype.is_complex)
         made, work = StageProxy(place.facts, differentiable, work), 0
+        made.phases = phases
         return made
 
     result = thaw(found.value, tensor_of)
@@ -212,7 +213,7 @@ def _outcome(func: Function, args: Any, kwargs: Any, surroundings: Any) -> Any:
     return outcome.__wrapped__(func, args, kwargs, surroundings)
 
 
-def _unchanged(func: Function, tensor: Tensor, place: Slot) -> Tensor:
+def _unchanged(func: Function, tensor: Tensor, place: Slot, phases: frozenset[int]) -> Tensor:
     """Return an argument that a call returned; its shape must still be the one it was made with."""
     known = tensor.facts if isinstance(tensor, StageProxy) else facts_of(tensor)
     if (known.shape, known.dtype) != (place.facts.shape, place.facts.dtype):
@@ -221,6 +222,9 @@ def _unchanged(func: Function, tensor: Tensor, place: Slot) -> Tensor:
             f"expected a tensor that keeps its shape, found {name}() on a tensor whose values "
             "exist on another pipeline stage: use the form that returns a new tensor"
         )
+    written = targets(getattr(func, "__name__", ""), (tensor,), {})[0] is not None
+    if written and isinstance(tensor, StageProxy):
+        tensor.phases |= phases
     return tensor
 
 

@@ -1,6 +1,6 @@
 """What functions of torch do with a tensor, besides computing: read it, ask for facts, write it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ CONSTANTS = _named(_CONSTANTS)
 _WRITER_NAMES = frozenset(_WRITERS.split())
 
 
-def targets(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
+def targets(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """Return what a function writes into.
 
     Args:

@@ -1,0 +1,405 @@
+"""Recordings: what is used where, what is refused, and that the model stays as it was."""
+
+import copy
+import random
+import re
+import time
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from drivetrain.errors import UsageError
+from drivetrain_megatron.pipeline.cut import balanced, kept_together
+from drivetrain_megatron.pipeline.examples import example_inputs
+from drivetrain_megatron.pipeline.gates import Gates
+from drivetrain_megatron.pipeline.proxy import StageProxy
+from drivetrain_megatron.pipeline.recording import block_order, record
+from drivetrain_megatron.pipeline.shapes import Shapes
+from drivetrain_megatron.pipeline.structure import Carried, Constant, Passed
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, extra=None):
+        return x + self.linear(x if extra is None else x + extra)
+
+
+class Net(nn.Module):
+    layer = Layer
+
+    def __init__(self, layers=3):
+        super().__init__()
+        self.tokens = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(self.layer() for _ in range(layers))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("positions", torch.arange(32).float()[:, None])
+
+    def before(self, ids):
+        return self.tokens(ids) + self.positions[: ids.shape[1]]
+
+    def middle(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def after(self, x):
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    def forward(self, ids):
+        return self.after(self.middle(self.before(ids)))
+
+
+IDS = torch.arange(10).view(2, 5)
+
+
+def phases(recording):
+    return {name: sorted(use.phases) for name, use in recording.parameters.items()}
+
+
+def test_phases_of_parameters_and_buffers():
+    found = record(Net(), (IDS,), {})
+    assert phases(found) == {
+        "tokens.weight": [0],
+        **{f"layers.{i}.linear.{kind}": [i] for i in range(3) for kind in ("weight", "bias")},
+        "norm.weight": [3],
+        "norm.bias": [3],
+        "head.weight": [3],
+        "unused": [],
+    }
+    assert found.buffers["positions"].ambient
+    assert not found.buffers["norm.running_mean"].ambient
+    assert sorted(found.buffers["norm.running_mean"].phases) == [3]
+    assert found.tied == {}
+    assert found.dependencies == ()
+
+
+def test_ties_have_all_names_and_phases():
+    model = Net()
+    model.head.weight = model.tokens.weight
+    model.layers[2].linear.bias = model.layers[0].linear.bias
+    found = record(model, (IDS,), {}).tied
+    assert {name: (use.names, sorted(use.phases)) for name, use in found.items()} == {
+        "tokens.weight": (("tokens.weight", "head.weight"), [0, 3]),
+        "layers.0.linear.bias": (("layers.0.linear.bias", "layers.2.linear.bias"), [0, 2]),
+    }
+
+
+def test_a_parameter_of_a_block_used_outside():
+    class Outside(Net):
+        def after(self, x):
+            return super().after(x * self.layers[0].linear.bias)
+
+    assert phases(record(Outside(), (IDS,), {}))["layers.0.linear.bias"] == [0, 3]
+
+
+class Tree(Layer):
+    def forward(self, x, mask, *, flag):
+        return {"x": super().forward(x), "mask": mask, "none": None, "len": mask.sum(1), "f": flag}
+
+
+def test_structure_of_what_blocks_return():
+    class Trees(Net):
+        layer = Tree
+
+        def middle(self, x):
+            mask = torch.ones(x.shape[:2])
+            for layer in self.layers:
+                x = layer(x, mask, flag=True)["x"]
+            return x
+
+    block = record(Trees(), (IDS,), {}).blocks[0]
+    assert block.arguments == ("0", "1", "flag")
+    leaves = dict(zip(("x", "mask", "none", "len", "f"), block.output.leaves, strict=True))
+    assert leaves == {
+        "x": Carried(0),
+        "mask": Passed(1),
+        "none": Constant(None),
+        "len": Carried(1),
+        "f": Constant(True),
+    }
+    assert [(m.shape, m.dtype, m.requires_grad) for m in block.output.metas] == [
+        ((2, 5, WIDTH), torch.float32, True),
+        ((2,), torch.float32, False),
+    ]
+    assert block.like == (0, None)
+
+
+def snapshot(model):
+    return [
+        (name, dict(m.__dict__), dict(m._parameters), dict(m._buffers), dict(m._modules))
+        for name, m in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_and_random_numbers_stay_as_they_were(training):
+    class Noisy(Net):
+        def middle(self, x):
+            assert self.training == training
+            self.seen = torch.rand(3) + random.random()
+            self.norm.num_batches_tracked.add_(1)
+            return super().middle(x)
+
+    model = Noisy().train(training)
+    values, before = copy.deepcopy(model.state_dict()), snapshot(model)
+    state, python = torch.get_rng_state(), random.getstate()
+    record(model, (IDS,), {})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+    after = snapshot(model)
+    for (name, *old), (_, *new) in zip(before, after, strict=True):
+        for a, b in zip(old, new, strict=True):
+            assert a.keys() == b.keys(), name
+            assert all(a[key] is b[key] for key in a), name
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name])
+
+
+def test_the_model_is_as_before_after_an_error():
+    class Broken(Net):
+        def after(self, x):
+            raise ZeroDivisionError
+
+    model = Broken()
+    with pytest.raises(ZeroDivisionError):
+        record(model, (IDS,), {})
+    assert type(model.head.weight) is nn.Parameter
+    assert "forward" not in model.layers[0].__dict__
+
+
+def test_a_model_on_meta_gives_the_same_recording():
+    with torch.device("meta"):
+        model = Net()
+    assert record(model, (IDS,), {}) == record(Net(), (IDS,), {})
+
+
+def test_nothing_is_computed():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096)) for _ in range(3))).to("meta")
+    started = time.perf_counter()
+    record(model, (torch.ones(4096, 4096),), {})
+    assert time.perf_counter() - started < 2
+
+
+class Biased(Net):
+    """A learned bias goes into every block."""
+
+    def middle(self, x):
+        bias = self.unused.mean()
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x
+
+
+class Skip(Net):
+    def middle(self, x):
+        x = kept = self.layers[0](x)
+        return self.layers[2](self.layers[1](x), extra=kept)
+
+
+class Late(Net):
+    """What comes before the blocks is used after them."""
+
+    def forward(self, ids):
+        x = self.before(ids)
+        return self.after(self.middle(x) + x)
+
+
+class Smuggled(Net):
+    """A block leaves a tensor on a module, another takes it from there."""
+
+    class Layer(Layer):
+        def __init__(self):
+            super().__init__()
+            self.box = None
+
+        def forward(self, x):
+            x = super().forward(x)
+            if self.box:
+                x = x + self.box[0]
+            return x
+
+    layer = Layer
+
+    def middle(self, x):
+        x = self.layers[0](x)
+        self.layers[2].box = [x]
+        return super().middle.__func__.__get__(_Rest(self.layers[1:]))(x)
+
+
+class _Rest:
+    def __init__(self, layers):
+        self.layers = layers
+
+
+@pytest.mark.parametrize(
+    ("model", "closed", "what"),
+    [
+        (Biased, {1, 2}, r"argument '1' of block 'layers\.1'"),
+        (Skip, {2}, r"argument 'extra' of block 'layers\.2'"),
+        (Late, {1, 2, 3}, r"the model's output"),
+        (Smuggled, {2}, r"in block 'layers\.2'"),
+    ],
+)
+def test_what_reaches_over_a_boundary_closes_it(model, closed, what):
+    found = record(model(), (IDS,), {})
+    assert set(kept_together(found)) == closed
+    assert any(re.search(what, d.what) for d in found.dependencies)
+
+
+def test_an_encoder_is_kept_before_the_decoder():
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=12,
+            d_ff=20,
+            d_kv=4,
+            num_layers=3,
+            num_heads=3,
+            vocab_size=97,
+            decoder_start_token_id=0,
+            use_cache=False,
+        )
+    )
+    found = record(model, (), {"input_ids": IDS, "labels": IDS})
+    assert [block.name for block in found.blocks] == [
+        f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(3)
+    ]
+    assert set(kept_together(found)) == {4, 5}
+    assert balanced(found, 3).stages == 3
+
+
+class Twice(Net):
+    def middle(self, x):
+        return super().middle(super().middle(x))
+
+
+class Missing(Net):
+    def middle(self, x):
+        return self.layers[1](x)
+
+
+class Branch(Net):
+    def after(self, x):
+        return super().after(x if x.sum() > 0 else -x)
+
+
+class Odd(Net):
+    class Layer(Layer):
+        def forward(self, x):
+            self.out = object()
+            return super().forward(x), self.out
+
+    layer = Layer
+
+    def middle(self, x):
+        return self.layers[0](x)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Twice, r"'layers\.0' called twice"),
+        (Missing, r"layers\.0, layers\.2 and 0 more were not"),
+        (Branch, "another pipeline stage"),
+        (Odd, r"block 'layers\.0' to return.*a object"),
+        (lambda: nn.Embedding(11, 3), "repeated blocks"),
+    ],
+)
+def test_refused(model, message):
+    with pytest.raises(UsageError, match=message):
+        record(model(), (IDS,), {})
+
+
+def test_shapes_are_known_for_other_inputs_and_remembered():
+    model = Net()
+    found = record(model, (IDS,), {})
+    ran = []
+    for layer in model.layers:
+        layer.linear.register_forward_hook(lambda *_: ran.append(1))
+    gates = Gates(block_order(found, model))
+    shapes = Shapes(found, model, gates, torch.device("cpu"))
+    counts = []
+    for rows in (2, 3, 4, 5, 3):
+        ran.clear()
+        metas = shapes.of((torch.zeros(rows, 7, dtype=torch.long),), {})
+        assert [[m.shape for m in block] for block in metas] == [[(rows, 7, WIDTH)]] * 3
+        counts.append(len(ran))
+    assert counts == [3, 3, 0, 0, 0]
+    assert not isinstance(model.head.weight, StageProxy)
+
+
+class Needs(nn.Module):
+    """Accepts one kind of input."""
+
+    def __init__(self, layer, check=lambda x: None):
+        super().__init__()
+        self.layer, self.check = layer, check
+
+    def forward(self, x):
+        self.check(x)
+        return self.layer(x)
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(12, 3, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def three(x):
+    if x.dim() != 3:
+        raise ValueError("three dims")
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "dtype"),
+    [
+        (nn.Embedding(5, 3), (2, 8), torch.long),
+        (nn.Linear(7, 3), (2, 7), torch.float32),
+        (nn.Linear(7, 3).double(), (2, 7), torch.float64),
+        (Needs(nn.Linear(7, 3), three), (2, 8, 7), torch.float32),
+        (transformer(), (2, 8, 12), torch.float32),
+        (nn.Conv2d(3, 4, 3), (2, 3, 32, 32), torch.float32),
+        (Net(), (2, 8), torch.long),
+    ],
+)
+def test_guessed_inputs(model, shape, dtype):
+    (guess,) = example_inputs(model).args
+    assert (guess.shape, guess.dtype) == (shape, dtype)
+    model(guess)
+
+
+def test_the_models_own_inputs_come_first():
+    model = Net()
+    model.dummy_inputs = {"ids": IDS}
+    assert dict(example_inputs(model).kwargs) == {"ids": IDS}
+    model.dummy_inputs = (IDS,)
+    assert example_inputs(model).args == (IDS,)
+    model.dummy_inputs = 3
+    with pytest.raises(UsageError, match="dummy_inputs.*found a int"):
+        example_inputs(model)
+
+
+def test_no_guess_is_accepted():
+    def never(x):
+        raise KeyError("labels")
+
+    for model in (Needs(nn.Linear(7, 3), never), nn.ReLU()):
+        with pytest.raises(UsageError, match=r"model\.dummy_inputs ="):
+            example_inputs(model)
+
+
+def test_hugging_face_models_have_inputs():
+    config = transformers.LlamaConfig(
+        hidden_size=12, intermediate_size=16, num_hidden_layers=2, num_attention_heads=3
+    )
+    model = transformers.LlamaForCausalLM(config)
+    inputs = example_inputs(model)
+    assert len(record(model, inputs.args, inputs.kwargs).blocks) == 2
