@@ -91,7 +91,7 @@ class HeadAttention(Behavior):
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         local = self.heads.local_size(self.edges.ranks.rank)
         return [
-            F.linear(x, weight, b).unflatten(-1, (local, module.head_dim)).permute(1, 2, 0, 3)
+            F.linear(x, weight, b).view(*x.shape[:-1], local, module.head_dim).permute(1, 2, 0, 3)
             for x, weight, b in zip((q, k, v), weights, biases, strict=True)
         ]
 
@@ -117,7 +117,7 @@ class HeadAttention(Behavior):
                 f"shape {(batch * heads, targets, sources)}, found {tuple(mask.shape)}"
             )
         start, stop = self.heads.bounds[self.edges.ranks.rank]
-        return mask.unflatten(0, (batch, heads))[:, start:stop]
+        return mask.reshape(batch, heads, targets, sources)[:, start:stop]
 
     def _output(self, module: Any, context: Tensor) -> Tensor:
         """Return the output projection, summed over ranks; the bias is added once."""

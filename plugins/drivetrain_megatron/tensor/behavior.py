@@ -6,7 +6,7 @@ name. Its attributes, parameters, hooks and its place in the model are untouched
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -71,21 +71,22 @@ def attach(module: nn.Module, behavior: Behavior, **members: Any) -> None:
             f"expected a module that is not divided yet, found {module!r} with "
             f"{behavior_of(module)}; detach() first"
         )
-    original = type(module)
+    original: type[nn.Module] = type(module)
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     made = type(
         original.__name__,
         (Parallel, original),
         {**names, "_drivetrain_original": original, **members},
     )
-    module.__class__ = cast("type[nn.Module]", made)
+    module.__class__ = made
     module.__dict__[_KEY] = behavior
 
 
 def detach(module: nn.Module) -> None:
     """Give a module its own forward back; its parameters stay as they are."""
     if isinstance(module, Parallel):
-        module.__class__ = module._drivetrain_original
+        restored: Any = module
+        restored.__class__ = module._drivetrain_original
         del module.__dict__[_KEY]
 
 

@@ -90,7 +90,7 @@ class _Losses(torch.autograd.Function):
         return losses.masked_fill_(~counts, 0), weights
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         x, words, counts, weights, class_weight, log_sum = ctx.saved_tensors
         terms: Terms = ctx.terms

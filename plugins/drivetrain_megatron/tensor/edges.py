@@ -40,6 +40,10 @@ class TokenShards:
         finally:
             self._size = before
 
+    def begin(self, size: int) -> None:
+        """Say how long the dim is from now on."""
+        self._size = size
+
     def partition(self, ranks: int) -> Partition:
         """Return how the dim is cut.
 

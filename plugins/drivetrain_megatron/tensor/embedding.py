@@ -36,7 +36,8 @@ class VocabularyEmbedding(Behavior):
 
     def _own(self, module: Any, words: Tensor) -> Tensor:
         """Return the features of this rank's words, zeros for others."""
-        weight, rank = module.weight, self.edges.ranks.rank
+        weight: Tensor = module.weight
+        rank = self.edges.ranks.rank
         if weight.shape[0] == 0:
             # A sum over no rows: zeros that still need a gradient, as on the other ranks.
             return weight.sum(0).expand(*words.shape, -1)

@@ -44,12 +44,12 @@ class ShardedLogits(Tensor):
     @staticmethod
     def __new__(cls: type["ShardedLogits"], local: Tensor, cut: Cut) -> "ShardedLogits":
         """Wrap this rank's words, outside of autograd."""
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls, (*local.shape[:-1], cut.partition.size), dtype=local.dtype, device=local.device
         )
         self._local = local.detach()
         self._cut = cut
-        return self  # type: ignore[no-any-return]
+        return self
 
     @classmethod
     def of(cls, local: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
@@ -72,7 +72,7 @@ class ShardedLogits(Tensor):
         """Return a plain tensor with all words, the same on every rank. Collective."""
         return gather(self.local(), self._cut.ranks, self._cut.partition)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe it without sending anything: one rank may print alone."""
         ranges = self._cut.partition.ranges[self._cut.ranks.rank]
         grad = f", grad_fn={self.grad_fn!r}" if self.requires_grad else ""
@@ -107,7 +107,7 @@ class ShardedLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -138,7 +138,7 @@ class _Wrap(torch.autograd.Function):
         return ShardedLogits(local, cut)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # A plain gradient is that of all words, the same on every rank.
         return grad._local if isinstance(grad, ShardedLogits) else ctx.cut.share(grad), None
@@ -151,7 +151,7 @@ class _Unwrap(torch.autograd.Function):
         return logits._local.detach()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return ShardedLogits(grad, ctx.cut)
 

@@ -32,12 +32,12 @@ from drivetrain_megatron.tensor.partition import Partition
 
 def copy(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the tensor; backward sums its gradients over ranks."""
-    return tensor if ranks.size == 1 else _Copy.apply(tensor, ranks)  # type: ignore[no-any-return,no-untyped-call]
+    return tensor if ranks.size == 1 else _Copy.apply(tensor, ranks)  # type: ignore[no-untyped-call]
 
 
 def reduce(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the sum over ranks; backward passes the gradient on, equal on all ranks."""
-    return tensor if ranks.size == 1 else _Reduce.apply(tensor, ranks)  # type: ignore[no-any-return,no-untyped-call]
+    return tensor if ranks.size == 1 else _Reduce.apply(tensor, ranks)  # type: ignore[no-untyped-call]
 
 
 def gather(
@@ -167,7 +167,7 @@ class _Copy(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _summed(grad, ctx.ranks), None
 
@@ -191,7 +191,7 @@ class _Gather(torch.autograd.Function):
         return gathered(tensor, ranks, partition)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         partition, ranks = ctx.partition, ctx.ranks
         if ctx.partial:
@@ -209,7 +209,7 @@ class _Scatter(torch.autograd.Function):
         return partition.take(tensor, ranks.rank)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return gathered(grad, ctx.ranks, ctx.partition, add=True), None, None
 
@@ -221,7 +221,7 @@ class _ReduceScatter(torch.autograd.Function):
         return start_scattered_sum(tensor, ranks, partition).result()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return gathered(grad, ctx.ranks, ctx.partition, add=True), None, None
 

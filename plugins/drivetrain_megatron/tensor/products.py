@@ -14,7 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drivetrain.parts.collectives import Communicator
-from drivetrain_megatron.tensor.operators import gathered, start_scattered_sum, start_sum
+from drivetrain_megatron.tensor.operators import (
+    Pending,
+    gathered,
+    start_scattered_sum,
+    start_sum,
+)
 from drivetrain_megatron.tensor.partition import Partition
 
 
@@ -85,14 +90,15 @@ class _ColumnProduct(torch.autograd.Function):
         return product.of(x, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         product: Product = ctx.product
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        pending = grad_weight = grad_bias = None
+        pending: Pending | None = None
+        grad_weight = grad_bias = None
         if needs_x:
             own = product.input_grad(grad, weight)
             if product.sequence is None:
@@ -105,7 +111,8 @@ class _ColumnProduct(torch.autograd.Function):
             grad_weight = product.weight_grad(grad, x)
         if needs_bias:
             grad_bias = _rows(grad).sum(0)
-        return pending and pending.result(), grad_weight, grad_bias, None
+        grad_x = None if pending is None else pending.result()
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _RowProduct(torch.autograd.Function):
@@ -119,7 +126,7 @@ class _RowProduct(torch.autograd.Function):
         return start_scattered_sum(own, product.ranks, product.sequence, own=True).result()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         product: Product = ctx.product
