@@ -44,12 +44,20 @@ def derive(
         sequence_parallel: whether activations between groups are shards.
         layers: names of the layers that may be divided; None for all.
     """
-    uses = trace_linears(trial.block, trial.call.args, trial.call.kwargs)
+    uses = trace_linears(trial.block, *trial.call.copied())
     allowed = set(uses) if layers is None else set(layers)
+    tryout = _Tryout(trial, ranks, sequence_parallel)
     found = Derivation()
+    for name, module in trial.block.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and (layers is None or name in layers):
+            plan, reason = tryout(replace(found.plan, attentions=(*found.plan.attentions, name)))
+            if plan is None:
+                found.refused[name] = reason
+            else:
+                found.plan = plan
     for group in find_groups(uses):
         if {*group.columns, group.row} <= allowed:
-            _divide_group(found, group, uses, _Tryout(trial, ranks, sequence_parallel))
+            _divide_group(found, group, uses, tryout)
     return found
 
 
@@ -61,13 +69,12 @@ class _Tryout:
     ranks: int
     sequence_parallel: bool
 
-    def __call__(self, *groups: GroupPlan) -> tuple[BlockPlan | None, str]:
-        """Return the plan with these groups; None, and why, if it is wrong."""
-        plan = BlockPlan(groups)
+    def __call__(self, plan: BlockPlan) -> tuple[BlockPlan | None, str]:
+        """Return the plan with what its parameters need; None, and why, if it is wrong."""
         partial, reason = verify(
             self.trial, plan, self.ranks, sequence_parallel=self.sequence_parallel
         )
-        return (None, reason) if partial is None else (BlockPlan(groups, partial), "")
+        return (None, reason) if partial is None else (replace(plan, partial=partial), "")
 
 
 def _divide_group(
@@ -77,7 +84,9 @@ def _divide_group(
     reasons = []
     for division in ways(group, uses, tryout.ranks):
         for attempt in _attempts(tryout.trial.block, group, division, tryout.sequence_parallel):
-            plan, reason = tryout(*found.plan.groups, attempt)
+            plan, reason = tryout(
+                replace(found.plan, groups=(*found.plan.groups, attempt))
+            )
             if plan is not None:
                 found.plan = _with_fewest_numbers(plan, tryout)
                 return
@@ -90,7 +99,8 @@ def _with_fewest_numbers(plan: BlockPlan, tryout: _Tryout) -> BlockPlan:
     *before, last = plan.groups
     for number in last.numbers if len(last.numbers) > 1 else ():
         numbers = {key: value for key, value in last.numbers.items() if key != number}
-        smaller, _ = tryout(*before, replace(last, numbers=numbers))
+        groups = (*before, replace(last, numbers=numbers))
+        smaller, _ = tryout(replace(plan, groups=groups))
         if smaller is not None:
             plan, last = smaller, smaller.groups[-1]
     return plan

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain_megatron.facts import ParameterFacts
+from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
 from drivetrain_megatron.tensor.edges import Edges
 from drivetrain_megatron.tensor.layers import is_transposed
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
@@ -62,10 +63,12 @@ class BlockPlan:
 
     Attributes:
         groups: its groups of layers; names are those inside of the block.
+        attentions: names of its ``nn.MultiheadAttention``, which are divided by heads.
         partial: names of parameters that stay whole and whose gradients are summed over ranks.
     """
 
     groups: tuple[GroupPlan, ...] = ()
+    attentions: tuple[str, ...] = ()
     partial: frozenset[str] = frozenset()
 
 
@@ -89,6 +92,13 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
             facts[name] = replace(facts[name], partition=partition)
             cut(block.get_parameter(name), partition, edges.ranks.rank)
         _attach(block, group, edges)
+    for attention in plan.attentions:
+        module = block.get_submodule(attention)
+        for name, partition in head_partitions(module, edges.ranks.size).items():
+            full = f"{attention}.{name}" if attention else name
+            facts[full] = replace(facts[full], partition=partition)
+            cut(block.get_parameter(full), partition, edges.ranks.rank)
+        attach_heads(module, edges)
     _resize(block, plan, edges)
     return facts
 

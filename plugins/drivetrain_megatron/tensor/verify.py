@@ -49,6 +49,14 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    def copied(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments for one more call: blocks may change caches that they are given."""
+        args, kwargs = tree_map(
+            lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x),
+            (self.args, dict(self.kwargs)),
+        )
+        return args, kwargs
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -99,7 +107,8 @@ def make_trial(block: nn.Module, call: Call) -> Trial:
             parameter.copy_(_random(parameter.shape, generator) * spread + (parameter.dim() < 2))
     wide = _wide(call, generator)
     with torch.no_grad():
-        first = _floating(trial(*_copied(wide.args), **_copied(dict(wide.kwargs))))[0]
+        args, kwargs = wide.copied()
+        first = _floating(trial(*args, **kwargs))[0]
     gradient = _random(first.shape, generator)
     return Trial(trial, wide, gradient, _run(trial, wide, gradient))
 
@@ -176,7 +185,7 @@ def _kind_of(
 
 def _run(block: nn.Module, call: Call, gradient: Tensor, edges: Edges | None = None) -> Results:
     """Run forward and backward; with edges as one of the ranks."""
-    args, kwargs = _copied(call.args), _copied(dict(call.kwargs))
+    args, kwargs = call.copied()
     given = _activation((args, kwargs)).requires_grad_()
     with ExitStack() as stack:
         inside, sequence = given, None
@@ -229,13 +238,6 @@ def _activation(arguments: Any) -> Tensor:
 def _floating(values: Any) -> list[Tensor]:
     leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return [leaf for leaf in leaves if leaf.is_floating_point() and leaf.dim() > 1]
-
-
-def _copied(values: Any) -> Any:
-    """Return arguments for one more call: blocks may change caches that they are given."""
-    return tree_map(
-        lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x), values
-    )
 
 
 def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:

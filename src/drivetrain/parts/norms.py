@@ -44,7 +44,7 @@ def global_norm(
         total = torch.zeros((), device=device)
     if not over:
         return total
-    return _combine(total, norm_type, over)
+    return combine_norms(total, norm_type, over)
 
 
 def clip_(pieces: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -70,7 +70,17 @@ def _norms(pieces: Iterable[Tensor], norm_type: float) -> list[Tensor]:
     return [norm.to(device, widest) for norm in norms]
 
 
-def _combine(total: Tensor, norm_type: float, over: Sequence[Communicator]) -> Tensor:
+def combine_norms(total: Tensor, norm_type: float, over: Sequence[Communicator]) -> Tensor:
+    """Return the norm of what the ranks of some axes hold, of the norm of what this rank holds.
+
+    Args:
+        total: 0-d, this rank's norm.
+        norm_type: p, positive; ``inf`` for the largest absolute value.
+        over: the axes, one after the other: one scalar all-reduce each.
+
+    Returns:
+        0-d, fp64 on the CPU and fp32 elsewhere, the same on every rank of the axes.
+    """
     # One dtype on every rank, whatever pieces each of them has.
     total = total.to(torch.float64 if total.device.type == "cpu" else torch.float32)
     if math.isinf(norm_type):

@@ -1,0 +1,82 @@
+"""The knobs of the strategy ``megatron``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from drivetrain.config.option import NestedStrategy, mapping, nested_strategy, option
+from drivetrain.errors import ConfigError
+
+AXES = ("tp", "dp", "pp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronConfig:
+    """Options of the strategy ``megatron``."""
+
+    tp: int = option(
+        1,
+        help="Ranks that share every layer (tensor parallelism).",
+        question="How many ranks share every layer?",
+        minimum=1,
+    )
+    pp: int = option(
+        1,
+        help="Ranks that share the blocks one after the other (pipeline parallelism).",
+        question="How many pipeline stages?",
+        minimum=1,
+    )
+    order: str = option(
+        "tp,dp,pp",
+        help="The axes, those whose ranks are neighbors first; neighbors share a host.",
+    )
+    sequence_parallel: bool = option(
+        False,
+        help="Whether norms, dropouts and residuals are divided over tp by tokens, too.",
+    )
+    plan: Mapping[str, str] = mapping(
+        help="How layers are divided: patterns of module names (* for any text) and a style for "
+        "each; empty takes the model's own plan, or one derived from its structure."
+    )
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] = option(
+        "1f1b", help="In which order a pipeline computes, where the loss is inside of the model."
+    )
+    chunks: int = option(
+        1, help="Stages per rank; more than one for the interleaved schedule.", minimum=1
+    )
+    micro_batches: int = option(
+        0,
+        help="Into how many parts a pipeline cuts each batch; 0 takes the batches of an "
+        "accumulation window, or without one as many as there are stages.",
+        minimum=0,
+    )
+    cut: str = option(
+        "cost",
+        help="Where blocks are cut into stages: cost (operations), profile (measured), uniform, or "
+        "how many blocks each stage has, such as 6,8,8,6.",
+    )
+    trace_dir: str = option("", help="Folder for a Chrome trace of each pipeline step.")
+    data_parallel: NestedStrategy = nested_strategy(
+        help="The data-parallel strategy of each cell of tp x pp ranks, by name, with its options."
+    )
+
+    def sizes(self, world_size: int) -> dict[str, int]:
+        """Return the size of each axis, the closest first.
+
+        Raises:
+            ConfigError: the order does not name each axis once, or the axes do not fit the world.
+        """
+        names = [name.strip() for name in self.order.split(",")]
+        if sorted(names) != sorted(AXES):
+            raise ConfigError(
+                f"expected an order of the axes {', '.join(AXES)}, each once, found {self.order!r}; "
+                "write for example order: tp,dp,pp"
+            )
+        cell = self.tp * self.pp
+        if world_size % cell:
+            raise ConfigError(
+                f"expected a number of ranks that is a multiple of tp x pp = {self.tp} x {self.pp} "
+                f"= {cell}, found {world_size}; change tp, pp or the number of processes"
+            )
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": world_size // cell}
+        return {name: sizes[name] for name in names}

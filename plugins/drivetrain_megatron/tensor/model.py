@@ -1,0 +1,314 @@
+"""Divides a whole model over the tensor-parallel axis: its blocks, its vocabulary, its gradients.
+
+Blocks of one kind are divided alike; the first of them is tried. Outside of the blocks, the layer
+that makes logits and the embeddings with as many rows are divided by words; a weight that both
+share stays one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.errors import ConfigError
+from drivetrain.parts.blocks import NamedModule
+from drivetrain.parts.collectives import Communicator
+from drivetrain_megatron.facts import ParameterFacts
+from drivetrain_megatron.tensor.attention import keep_padded
+from drivetrain_megatron.tensor.calls import Calls, trace_calls
+from drivetrain_megatron.tensor.derive import Derivation, derive
+from drivetrain_megatron.tensor.divide import cut, divide
+from drivetrain_megatron.tensor.edges import Edges, TokenShards
+from drivetrain_megatron.tensor.embedding import attach_vocabulary
+from drivetrain_megatron.tensor.layers import features_of, is_linear, is_transposed
+from drivetrain_megatron.tensor.linear import attach_column
+from drivetrain_megatron.tensor.operators import gather, scatter
+from drivetrain_megatron.tensor.partition import even
+from drivetrain_megatron.tensor.plan import COLUMN, ROW, VOCABULARY, NamedPlan
+from drivetrain_megatron.tensor.plan import ATTENTION as ATTENTIONS
+from drivetrain_megatron.tensor.verify import Call, make_trial
+
+
+@dataclass(slots=True)
+class ModelPlan:
+    """How a model is divided.
+
+    Attributes:
+        blocks: what came of each block, by its name; "" is the model itself, if nothing repeats.
+        vocabulary: names of the embeddings and linear layers that are divided by words.
+    """
+
+    blocks: dict[str, Derivation] = field(default_factory=dict)
+    vocabulary: list[str] = field(default_factory=list)
+
+
+class TensorParallel:
+    """The tensor-parallel side of one model.
+
+    Args:
+        ranks: the axis ``tp``.
+        sequence_parallel: whether activations between the groups of layers are shards.
+        named: the plan that says what may be divided; None for what the structure allows.
+        strict: whether a layer of that plan that cannot be divided is an error.
+    """
+
+    def __init__(
+        self,
+        ranks: Communicator,
+        *,
+        sequence_parallel: bool,
+        named: NamedPlan | None,
+        strict: bool,
+    ) -> None:
+        self._ranks = ranks
+        self._tokens = TokenShards() if sequence_parallel else None
+        self._named = named
+        self._strict = strict
+        self._handles: list[RemovableHandle] = []
+
+    def plan(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelPlan:
+        """Return how a model is divided; it is not changed.
+
+        Args:
+            model: the user's, whole, also on the meta device.
+            args: example inputs.
+            kwargs: the same by name.
+
+        Raises:
+            ConfigError: what the plan names cannot be divided so.
+        """
+        calls = trace_calls(model, args, kwargs)
+        blocks = calls.blocks or [("", model)]
+        arguments = calls.arguments or {"": Call(tuple(args), dict(kwargs))}
+        known: dict[Any, Derivation] = {}
+        plan = ModelPlan()
+        for name, block in blocks:
+            kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
+            layers = self._layers_of(name)
+            key = (kind, None if layers is None else frozenset(layers))
+            if key not in known:
+                known[key] = derive(
+                    make_trial(block, arguments[name]),
+                    self._ranks.size,
+                    sequence_parallel=self._tokens is not None,
+                    layers=layers,
+                )
+            plan.blocks[name] = known[key]
+        if calls.blocks:
+            plan.vocabulary = _vocabulary(model, calls)
+        self._check(plan)
+        return plan
+
+    def divide(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
+        """Cut a model's parameters to this rank's share and let its layers compute in parts.
+
+        Returns:
+            What is known of every parameter, by its name.
+        """
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        facts = {name: ParameterFacts(tuple(p.shape)) for p, name in names.items()}
+        edges = Edges(self._ranks, self._tokens)
+        blocks: list[NamedModule] = []
+        for name, derivation in plan.blocks.items():
+            block = model.get_submodule(name)
+            blocks.append((name, block))
+            own = {id(p): n for n, p in block.named_parameters()}
+            found = divide(block, derivation.plan, edges)
+            facts.update(
+                {names[p]: found[own[id(p)]] for p in block.parameters() if id(p) in own}
+            )
+        outside = Edges(self._ranks)
+        done: set[int] = set()
+        for name in plan.vocabulary:
+            self._divide_vocabulary(model.get_submodule(name), names, facts, outside, done)
+        keep_padded(model)
+        if self._tokens is not None and blocks:
+            self._surround(blocks)
+        return facts
+
+    def sum_partial(self, model: nn.Module, facts: Mapping[str, ParameterFacts]) -> None:
+        """Sum the gradients of which each rank has a part, before anybody else sees them."""
+        for name, parameter in model.named_parameters():
+            summed = self._summed(facts[name]) if name in facts else None
+            if summed is not None and parameter.requires_grad:
+                self._handles.append(parameter.register_hook(summed))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _summed(self, facts: ParameterFacts) -> Callable[[Tensor], Tensor] | None:
+        """Return what makes a parameter's gradient whole; None where it is."""
+        if facts.partial:
+            return self._sum
+        partition = facts.partition
+        if partition is None or len(set(partition.ranges)) == len(partition.ranges):
+            return None
+        rank = self._ranks.rank
+
+        def over_copies(gradient: Tensor) -> Tensor:
+            # Several ranks hold the same heads: their parts meet in the whole gradient.
+            whole = gradient.new_zeros(facts.shape)
+            partition.put(whole, gradient, rank)
+            return partition.take(self._sum(whole), rank)
+
+        return over_copies
+
+    def _sum(self, gradient: Tensor) -> Tensor:
+        total = gradient.contiguous().clone()
+        self._ranks.all_reduce(total, label="gradients of replicated parameters").wait()
+        return total
+
+    def _layers_of(self, block: str) -> set[str] | None:
+        """Return the layers of a block that the plan lets divide, by their names inside of it."""
+        if self._named is None:
+            return None
+        prefix = f"{block}." if block else ""
+        named = self._named.named(COLUMN | ROW | ATTENTIONS)
+        return {name.removeprefix(prefix) for name in named if name.startswith(prefix)}
+
+    def _check(self, plan: ModelPlan) -> None:
+        """Refuse a plan of the user's of which a part cannot be done."""
+        if self._named is None or not self._strict:
+            return
+        done: dict[str, str] = dict.fromkeys(plan.vocabulary, "vocab")
+        for block, derivation in plan.blocks.items():
+            prefix = f"{block}." if block else ""
+            for group in derivation.plan.groups:
+                done.update({prefix + name: "colwise" for name in group.columns})
+                done[prefix + group.row] = "rowwise"
+            done.update({prefix + name: "attention" for name in derivation.plan.attentions})
+        reasons = {
+            f"{block}.{row}": reason
+            for block, derivation in plan.blocks.items()
+            for row, reason in derivation.refused.items()
+        }
+        for name, style in self._named.styles.items():
+            wanted = next((kind for kind, of in _KINDS.items() if style in of), None)
+            if wanted is not None and done.get(name) != wanted:
+                found = done.get(name, "a layer that cannot be divided")
+                why = next((reasons[row] for row in reasons if row == name), "")
+                raise ConfigError(
+                    f"plan: expected {name!r} to be {style}, found {found}"
+                    f"{': ' + why if why else ''}; name all layers of its group (the columns, and "
+                    "the row that they feed), or leave it out"
+                )
+
+    def _divide_vocabulary(
+        self,
+        module: nn.Module,
+        names: Mapping[nn.Parameter, str],
+        facts: dict[str, ParameterFacts],
+        edges: Edges,
+        done: set[int],
+    ) -> None:
+        rows = module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in done:
+                continue  # tied
+            done.add(id(parameter))
+            dim = 1 if is_transposed(module) and name == "weight" else 0
+            partition = even(dim, int(rows), self._ranks.size)
+            full = names[parameter]
+            facts[full] = replace(facts[full], partition=partition)
+            cut(parameter, partition, self._ranks.rank)
+        if isinstance(module, nn.Embedding):
+            attach_vocabulary(module, edges, even(0, int(rows), self._ranks.size))
+        else:
+            attach_column(module, edges, even(-1, int(rows), self._ranks.size), logits=True)
+
+    def _surround(self, blocks: Sequence[NamedModule]) -> None:
+        """Cut the activation that enters the first block, and join the one that leaves the last."""
+        region = _Region(self._ranks, self._tokens or TokenShards())
+        first, last = blocks[0][1], blocks[-1][1]
+        self._handles.append(first.register_forward_pre_hook(region.enter, with_kwargs=True))
+        self._handles.append(last.register_forward_hook(region.leave))
+
+
+_KINDS = {"colwise": COLUMN, "rowwise": ROW, "vocab": VOCABULARY, "attention": ATTENTIONS}
+
+
+class _Region:
+    """The part of a model in which activations are shards of the sequence."""
+
+    def __init__(self, ranks: Communicator, tokens: TokenShards) -> None:
+        self._ranks = ranks
+        self._tokens = tokens
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cut the first activation among a block's arguments."""
+        for index, value in enumerate(args):
+            if _is_activation(value):
+                return (*args[:index], self._cut(value), *args[index + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_activation(value):
+                return args, {**kwargs, name: self._cut(value)}
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Join the first activation of a block's output."""
+        partition = self._tokens.partition(self._ranks.size)
+        if isinstance(output, Tensor):
+            return gather(output, self._ranks, partition)
+        first, *rest = output
+        return type(output)((gather(first, self._ranks, partition), *rest))
+
+    def _cut(self, x: Tensor) -> Tensor:
+        self._tokens.begin(x.shape[self._tokens.dim])
+        return scatter(x, self._ranks, self._tokens.partition(self._ranks.size))
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+def _vocabulary(model: nn.Module, calls: Calls) -> list[str]:
+    """Return the layers outside of blocks that make logits, and the embeddings of the same words.
+
+    A weight that something else uses, too, stays whole.
+    """
+    inside = tuple(f"{name}." for name, _ in calls.blocks)
+    outer = [
+        (name, module)
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside) and next(module.parameters(False), None) is not None
+    ]
+    embeddings = [(name, m) for name, m in outer if isinstance(m, nn.Embedding)]
+    heads = [
+        (name, m)
+        for name, m in outer
+        if is_linear(m) and any(features_of(m)[1] == e.num_embeddings for _, e in embeddings)
+    ]
+    rows = {features_of(module)[1] for _, module in heads}
+    chosen = [*[(n, e) for n, e in embeddings if e.num_embeddings in rows], *heads]
+    return [name for name, module in chosen if _is_only_used_by(module, model, chosen, calls)]
+
+
+def _is_only_used_by(
+    module: nn.Module, model: nn.Module, chosen: Iterable[NamedModule], calls: Calls
+) -> bool:
+    """Whether a weight is used once by each chosen module that has it, and by nothing else."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    weight = module.weight
+    owners = sum(1 for _, m in chosen if m.weight is weight)
+    places = sum(1 for m in model.modules() for p in m.parameters(False) if p is weight)
+    name = first[id(weight)]  # type: ignore[index]
+    return owners == places and calls.uses[name] <= owners
+
+
+def cut_states(
+    optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParameterFacts], rank: int
+) -> None:
+    """Cut the state that an optimizer has already of parameters that are cut."""
+    for parameter, state in optimizer.state.items():
+        known = facts.get(parameter)
+        if known is None or known.partition is None:
+            continue
+        for key, value in state.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == known.shape:
+                state[key] = known.partition.take(value, rank)

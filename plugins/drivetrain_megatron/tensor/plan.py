@@ -1,0 +1,97 @@
+"""The vocabulary in which users and models say how layers are divided, and how names are matched.
+
+Hugging Face models bring such plans (``base_model_tp_plan`` of their configuration); they load as
+they are. A plan says which layers may be divided, and as what; which of them belong together, and
+where heads begin, is found from the structure.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from drivetrain.errors import ConfigError
+
+COLUMN = frozenset({"colwise", "packed_colwise"})
+ROW = frozenset({"rowwise", "packed_rowwise"})
+VOCABULARY = frozenset({"vocab", "embedding_rowwise", "colwise_gather_output"})
+"""The rows of embeddings, and of the layer that makes logits, which stay divided until needed."""
+
+WHOLE = frozenset({"replicate", "sequence", "replicated_with_grad_allreduce", "all_reduce"})
+"""What stays whole on every rank. Whether gradients must be summed is found by the trial."""
+
+ATTENTION = frozenset({"attention"})
+"""``nn.MultiheadAttention``, by heads."""
+
+STYLES = COLUMN | ROW | VOCABULARY | WHOLE | ATTENTION
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPlan:
+    """A plan by names of modules.
+
+    Attributes:
+        source: who made it, for messages.
+        styles: the style of each module that the plan names, by its full name.
+    """
+
+    source: str
+    styles: Mapping[str, str] = field(default_factory=dict)
+
+    def named(self, styles: Iterable[str]) -> set[str]:
+        """Return the modules of any of these styles."""
+        wanted = set(styles)
+        return {name for name, style in self.styles.items() if style in wanted}
+
+
+def users_plan(model: nn.Module, patterns: Mapping[str, str]) -> NamedPlan:
+    """Return the user's plan by full names.
+
+    Args:
+        model: the user's.
+        patterns: patterns of module names, ``*`` for any text, and a style for each; where several
+            match, the last one counts.
+
+    Raises:
+        ConfigError: an unknown style, or a pattern that matches no module.
+    """
+    unknown = {pattern: style for pattern, style in patterns.items() if style not in STYLES}
+    if unknown:
+        pattern, style = next(iter(unknown.items()))
+        raise ConfigError(
+            f"plan: expected a style of {sorted(STYLES)}, found {style!r} for {pattern!r}"
+        )
+    names = [name for name, _ in model.named_modules() if name]
+    styles: dict[str, str] = {}
+    for pattern, style in patterns.items():
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ConfigError(
+                f"plan: expected a pattern of module names, found {pattern!r}, which matches none "
+                f"of {len(names)} modules of {type(model).__name__}, such as {names[-1]!r}; "
+                "write * for any text"
+            )
+        styles.update(dict.fromkeys(matching, style))
+    return NamedPlan("plan", styles)
+
+
+def models_plan(model: nn.Module) -> NamedPlan | None:
+    """Return the plan that the model itself brings; None without one, or one that we cannot read.
+
+    Hugging Face models carry it as ``_tp_plan``, by full names.
+    """
+    patterns: Any = getattr(model, "_tp_plan", None)
+    if not isinstance(patterns, Mapping) or not patterns:
+        return None
+    if any(style not in STYLES for style in patterns.values()):
+        return None
+    names = [name for name, _ in model.named_modules() if name]
+    styles = {
+        name: style
+        for pattern, style in patterns.items()
+        for name in names
+        if fnmatchcase(name, pattern)
+    }
+    return NamedPlan(f"the plan of {type(model).__name__}", styles) if styles else None

@@ -1,0 +1,45 @@
+"""Says in a few lines how a model was divided, and what stayed whole and why."""
+
+from collections.abc import Iterator, Mapping
+
+from drivetrain_megatron.facts import ParameterFacts
+from drivetrain_megatron.tensor.derive import Derivation
+from drivetrain_megatron.tensor.model import ModelPlan
+
+
+def describe(
+    plan: ModelPlan, facts: Mapping[str, ParameterFacts], nbytes: Mapping[str, int], ranks: int
+) -> Iterator[str]:
+    """Yield lines for the user.
+
+    Args:
+        plan: how the model was divided.
+        facts: of its parameters, by name.
+        nbytes: of the whole parameters, by name.
+        ranks: how many share it.
+    """
+    whole = {name for name, known in facts.items() if known.partition is None}
+    total, kept = sum(nbytes.values()), sum(nbytes[name] for name in whole)
+    yield (
+        f"tensor parallel over {ranks} ranks: {len(facts) - len(whole)} of {len(facts)} parameters "
+        f"divided, {kept / max(total, 1):.1%} of the bytes stay whole on each rank"
+    )
+    kinds: dict[int, tuple[Derivation, list[str]]] = {}
+    for name, derivation in plan.blocks.items():
+        kinds.setdefault(id(derivation), (derivation, []))[1].append(name)
+    for derivation, names in kinds.values():
+        yield f"{_span(names)}: {_groups(derivation) or 'whole'}"
+        for row, reason in derivation.refused.items():
+            yield f"{_span(names)}: {row} stays whole: {reason[:200]}"
+    if plan.vocabulary:
+        yield f"by words: {', '.join(plan.vocabulary)}"
+
+
+def _groups(derivation: Derivation) -> str:
+    groups = [f"{', '.join(group.columns)} -> {group.row}" for group in derivation.plan.groups]
+    return "; ".join([*groups, *(f"heads of {name}" for name in derivation.plan.attentions)])
+
+
+def _span(names: list[str]) -> str:
+    named = [name or "the model" for name in names]
+    return named[0] if len(named) == 1 else f"{len(named)} blocks {named[0]} to {named[-1]}"
