@@ -10,6 +10,8 @@ from torch import nn
 
 from drivetrain.parts.blocks import NamedModule
 
+_ORIGINAL = "_forward_before_pipeline"
+
 
 class Conductor(Protocol):
     """Decides what the call of a block does during one pass."""
@@ -35,9 +37,8 @@ class Gates:
 
     def __init__(self, blocks: Sequence[NamedModule]) -> None:
         self._conductor: Conductor | None = None
-        self._originals: list[tuple[nn.Module, Any]] = []
-        for index, (_, block) in enumerate(blocks):
-            self._originals.append((block, block.__dict__.get("forward")))
+        self._blocks = [block for _, block in blocks]
+        for index, block in enumerate(self._blocks):
             self._stand_before(index, block)
 
     @contextmanager
@@ -51,19 +52,25 @@ class Gates:
 
     def close(self) -> None:
         """Give the blocks their forward back."""
-        for block, original in self._originals:
+        for block in self._blocks:
             block.__dict__.pop("forward", None)
+            original = block.__dict__.pop(_ORIGINAL, None)
             if original is not None:
                 block.__dict__["forward"] = original
-        self._originals.clear()
+        self._blocks.clear()
 
     def _stand_before(self, index: int, block: nn.Module) -> None:
-        compute = block.forward
+        block.__dict__[_ORIGINAL] = block.__dict__.get("forward")
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._conductor is None:
+            own = module.__dict__[_ORIGINAL]
+            compute = MethodType(type(module).forward, module) if own is None else own
+            if self._conductor is None or module is not block:
                 return compute(*args, **kwargs)
             return self._conductor.call(index, compute, args, kwargs)
 
-        functools.update_wrapper(forward, compute)
+        # A method under the name forward: deepcopy binds methods to the copy, which computes with
+        # its own parameters, and pickle looks the name up on the class.
+        functools.update_wrapper(forward, block.forward)
+        forward.__name__ = "forward"
         block.__dict__["forward"] = MethodType(forward, block)

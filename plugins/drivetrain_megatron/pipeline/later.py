@@ -34,6 +34,7 @@ class Later:
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._value: Tensor | None = None
+        self._depth: int
         self._function = function
         self._args, self._kwargs = tuple(args), dict(kwargs or {})
         parents = [leaf for leaf in _leaves((self._args, self._kwargs)) if isinstance(leaf, Later)]

@@ -51,7 +51,7 @@ class StageProxy(Tensor):
 
     def __new__(cls, facts: Facts, requires_grad: bool = False, work: int = 0) -> "StageProxy":
         """Make one without a known expression; a 0-d one may get its value later."""
-        self: StageProxy = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: StageProxy = Tensor._make_wrapper_subclass(
             cls,
             facts.shape,
             strides=facts.stride,
@@ -83,7 +83,7 @@ class StageProxy(Tensor):
         return _apply(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -188,13 +188,13 @@ def _apply(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     work, phases = found.work, frozenset[int]().union(*(proxy.phases for proxy in proxies))
 
-    def tensor_of(place: Slot | Fresh) -> Tensor:
+    def tensor_of(frozen: Slot | Fresh) -> Tensor:
         nonlocal work
-        if isinstance(place, Slot):
-            return _unchanged(func, tensors[place.index], place, phases)
-        dtype = place.facts.dtype
+        if isinstance(frozen, Slot):
+            return _unchanged(func, tensors[frozen.place], frozen, phases)
+        dtype = frozen.facts.dtype
         differentiable = grad and (dtype.is_floating_point or dtype.is_complex)
-        made, work = StageProxy(place.facts, differentiable, work), 0
+        made, work = StageProxy(frozen.facts, differentiable, work), 0
         made.phases = phases
         return made
 
@@ -363,7 +363,7 @@ def _handlers() -> dict[Any, Handler]:
         Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
         Tensor.data.__set__: _refuse_assignment,  # type: ignore[attr-defined]
         Tensor.requires_grad.__set__: _on_facts,  # type: ignore[attr-defined]
-        Tensor.grad.__set__: _on_facts,  # type: ignore[attr-defined]
+        Tensor.grad.__set__: _on_facts,  # type: ignore[union-attr]
         Tensor.T.__get__: _derived(Tensor.t),  # type: ignore[attr-defined]
         Tensor.mT.__get__: _derived(_transposed),  # type: ignore[attr-defined]
         Tensor.real.__get__: _derived(torch.real),  # type: ignore[attr-defined]

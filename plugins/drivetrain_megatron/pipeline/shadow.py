@@ -31,7 +31,7 @@ class Facts(NamedTuple):
 class Slot(NamedTuple):
     """The place of a tensor among the arguments of a call."""
 
-    index: int
+    place: int
     facts: Facts
 
 
@@ -147,7 +147,7 @@ def outcome(function: Function, args: Any, kwargs: Any, surroundings: Any) -> Ou
     def shade(slot: Slot | Fresh) -> "Shadow":
         if isinstance(slot, Fresh):
             return Shadow(slot.facts, tally)
-        return shadows.setdefault(slot.index, Shadow(slot.facts, tally))
+        return shadows.setdefault(slot.place, Shadow(slot.facts, tally))
 
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         result = function(*thaw(args, shade), **thaw(kwargs, shade))
@@ -173,7 +173,8 @@ class Tally:
         if count is not None:
             self.work += int(count(*args, **kwargs, out_val=result))
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-            self.work += int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+            query, key, value = (tensor.shape for tensor in args[:3])
+            self.work += int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
 class Shadow(Tensor):
@@ -182,12 +183,12 @@ class Shadow(Tensor):
     _meta: Tensor
     _tally: Tally
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, facts: Facts, tally: Tally, meta: Tensor | None = None) -> "Shadow":
         """Make one; ``meta`` is made when there is none."""
         shape, stride, dtype, device = facts
-        self: Shadow = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: Shadow = Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=False
         )
         if meta is None:
@@ -202,7 +203,7 @@ class Shadow(Tensor):
         return f"Shadow({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation on the meta device."""

@@ -30,6 +30,7 @@ from drivetrain_megatron.pipeline.proxy import StageProxy, proxy_like
 from drivetrain_megatron.pipeline.recording import Recording, block_order
 from drivetrain_megatron.pipeline.shapes import Metas, Shapes
 from drivetrain_megatron.pipeline.structure import PLAIN, TensorMeta, changed, named_leaves
+from drivetrain_megatron.pipeline.substitution import keep_padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ def split(
     device = device or _device(model)
     blocks = block_order(recording, model)
     phases = {phase for stage in owned for phase in cut.phases(stage)}
+    keep_padding(model)
     take_away(foreign_places(model, recording, phases, device))
     for index, (_, block) in enumerate(blocks):
         if index not in phases:

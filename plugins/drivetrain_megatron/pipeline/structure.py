@@ -37,13 +37,13 @@ class TensorMeta(NamedTuple):
 class Carried(NamedTuple):
     """A tensor that the block made, by its place among those of the result."""
 
-    index: int
+    place: int
 
 
 class Passed(NamedTuple):
     """An argument that the block returned, by its place among the leaves of the arguments."""
 
-    index: int
+    place: int
 
 
 class Constant(NamedTuple):
@@ -110,8 +110,8 @@ class Structure:
 
         def fill(leaf: Leaf) -> Any:
             if isinstance(leaf, Carried):
-                return tensors[leaf.index]
-            return arguments[leaf.index] if isinstance(leaf, Passed) else leaf.value
+                return tensors[leaf.place]
+            return arguments[leaf.place] if isinstance(leaf, Passed) else leaf.value
 
         return self.tree.unflatten([fill(leaf) for leaf in self.leaves])
 

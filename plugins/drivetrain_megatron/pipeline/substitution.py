@@ -42,6 +42,7 @@ def without_values(model: nn.Module) -> Iterator[Substitutes]:
     saved = [pair for module in modules for pair in _contents(module)]
     state = rng.capture()
     try:
+        keep_padding(model)
         yield _substitute(model)
     finally:
         for owner, before in saved:
@@ -50,11 +51,22 @@ def without_values(model: nn.Module) -> Iterator[Substitutes]:
         rng.restore(state)
 
 
+def keep_padding(model: nn.Module) -> None:
+    """Let encoders of torch compute padded positions, too, in eval mode, as they do in training.
+
+    Left to themselves they look at the values of the mask and the input and send ragged tensors
+    through the blocks; at padded positions the output is then zero instead of some number.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
 def _contents(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     owners: list[dict[str, Any]] = [
         module._parameters,
         module._buffers,
-        module._modules,  # type: ignore[list-item]
+        module._modules,
         module.__dict__,
     ]
     return [(owner, dict(owner)) for owner in owners]
@@ -75,7 +87,7 @@ def _substitute(model: nn.Module) -> Substitutes:
             proxy = proxies.get(first)
             if proxy is None:
                 proxy = proxies[first] = proxy_of(parameter, _real(parameter.device))
-            module._parameters[name] = proxy  # type: ignore[assignment]
+            module._parameters[name] = proxy
             aliases.setdefault(first, []).append(full)
         for name, buffer in module._buffers.items():
             if buffer is not None:

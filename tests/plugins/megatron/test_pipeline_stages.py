@@ -119,8 +119,7 @@ def hugging_face(config, model, **options):
                 bos_token_id=0,
                 eos_token_id=1,
                 pad_token_id=2,
-                use_cache=False,
-                **options,
+                **{"use_cache": False, **options},
             )
         )
 
@@ -180,6 +179,22 @@ MODELS = {
         (),
         LABELED,
     ),
+    "t5": (
+        hugging_face(
+            transformers.T5Config,
+            transformers.T5ForConditionalGeneration,
+            d_model=WIDTH,
+            d_ff=20,
+            d_kv=4,
+            num_layers=3,
+            num_heads=3,
+            decoder_start_token_id=0,
+            dropout_rate=0.0,
+        ),
+        (),
+        LABELED,
+    ),
+    "cached": (llama(use_cache=True), (), LABELED),
     "encoder": (Encoder, (tokens(),), {"mask": padded()}),
     "sequential": (
         lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Residual() for _ in range(4))),
@@ -541,10 +556,9 @@ def test_ambient_recomputation_is_small():
         call()
         return time.perf_counter() - started
 
-    # Without history: embeddings are computed on the first stage in both.
     whole = min(seconds(lambda: stage.run((), {"input_ids": ids})) for _ in range(2))
     ambient = min(seconds(lambda: stage.run_ambient((), {"input_ids": ids})) for _ in range(5))
-    assert ambient < 0.1 * whole, f"{ambient:.4f} of {whole:.4f} seconds"
+    assert ambient < 0.02 * whole, f"{ambient:.4f} of {whole:.4f} seconds"
 
 
 def test_loss_outside_of_the_model_is_a_proxy():
@@ -554,3 +568,67 @@ def test_loss_outside_of_the_model_is_a_proxy():
     loss = F.cross_entropy(output.output.flatten(0, 1), tokens(1).flatten())
     assert loss.requires_grad
     assert loss.shape == ()
+
+
+def test_chunks_of_a_rank_leave_each_others_statistics_alone():
+    class Normed(Between):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
+
+        def forward(self, x):
+            return self.last(super().forward(self.first(x)))
+
+    model = build(Normed)
+    recording = record(model, (numbers(),), {})
+    parts = stage_models(model, recording, balanced(recording, 4), [[0, 2], [1, 3]])
+    assert_equal_to_whole(model, parts, (numbers(),), {})
+    model(numbers())
+    (first, _), (last, _) = parts
+    found = {**first.state_dict(), **last.state_dict()}
+    for name in ("first.running_mean", "last.running_mean"):
+        torch.testing.assert_close(found[name], model.state_dict()[name], rtol=1e-10, atol=0)
+    assert "last.running_mean" not in first.state_dict()
+    assert "first.running_mean" not in last.state_dict()
+
+
+def test_a_frozen_stage_sends_without_history():
+    model = build(llama())
+    for parameter in (*model.model.embed_tokens.parameters(), *model.model.layers[0].parameters()):
+        parameter.requires_grad_(False)
+    recording = record(model, (), LABELED)
+    parts = stage_models(model, recording, listed(recording, 3, [1, 1, 2]))
+    assert [m.requires_grad for m in parts[1][1].stages[0].receives((), LABELED)] == [False]
+    stages = [part.stages[0] for _, part in parts]
+    sent = stages[0].run((), LABELED).sent
+    assert not sent[0].requires_grad
+    sent = stages[1].run((), LABELED, sent).sent
+    sent = [sent[0].detach().requires_grad_()]
+    stages[2].run((), LABELED, sent).output.loss.backward()
+    assert sent[0].grad is not None
+
+
+def test_an_encoder_in_eval_mode_with_padding():
+    model = build(Encoder).eval()
+    model.encoder.use_nested_tensor = model.encoder.enable_nested_tensor = True
+    args = (tokens(), padded())
+    recording = record(model, args, {})
+    assert model.encoder.use_nested_tensor
+    parts = stage_models(model, recording, balanced(recording, 2))
+    with torch.no_grad():
+        found = forward_all(parts, args, {})[-1][2].output
+    expected = model(*args).detach()
+    real = padded().bool()
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-10, atol=1e-12)
+
+
+def test_a_copy_of_a_stage_computes_with_its_own_parameters():
+    model = build(MODELS["sequential"][0])
+    recording = record(model, (numbers(),), {})
+    split(model, recording, balanced(recording, 2), [0])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert torch.equal(copied[1](numbers()), numbers())
+    assert not torch.equal(model[1](numbers()), numbers())
