@@ -96,7 +96,6 @@ class _Losses(torch.autograd.Function):
         terms: Terms = ctx.terms
         rank, partition = terms.ranks.rank, terms.partition
         each = terms.label_smoothing / partition.size
-        grad = grad.masked_fill(~counts, 0)  # the mean over nothing: not nan times 0
         hit = (1 - terms.label_smoothing) * weights * grad
         out = (x.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp_()
         out *= (hit + each * ctx.total * grad).unsqueeze(-1)
@@ -106,6 +105,7 @@ class _Losses(torch.autograd.Function):
         if x.shape[-1]:
             local, elsewhere = vocabulary.here(words, partition, rank)
             out.scatter_add_(-1, local.unsqueeze(-1), -hit.masked_fill(elsewhere, 0).unsqueeze(-1))
+        # What is ignored has no gradient, also where its factor is the nan of an empty mean.
         return out.masked_fill_(~counts.unsqueeze(-1), 0).to(x.dtype), None, None
 
 

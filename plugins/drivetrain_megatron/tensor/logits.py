@@ -124,9 +124,6 @@ class ShardedLogits(Tensor):
                 each._local if isinstance(each, ShardedLogits) else cut.share(each) for each in args
             )
             return ShardedLogits(func(first, second, **(kwargs or {})), cut)
-        if func is aten.view.default and args[1] and args[1][-1] == args[0].shape[-1]:
-            local = args[0]._local
-            return ShardedLogits(local.view(*args[1][:-1], local.shape[-1]), args[0]._cut)
         args, kwargs = tree_map(_plain, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 

@@ -132,7 +132,7 @@ def gathered(
     buffer[start:stop].copy_(first)
     ranks.all_gather(buffer.view(-1), chunks=_chunks(buffer, partition)).wait()
     if partition.is_plain:
-        return buffer.movedim(0, partition.dim).contiguous()
+        return unviewed(buffer.movedim(0, partition.dim).contiguous())
     whole = share.new_zeros(
         [partition.size if dim == partition.dim % share.dim() else extent
          for dim, extent in enumerate(share.shape)]
@@ -141,6 +141,14 @@ def gathered(
     for rank, (start, stop) in enumerate(partition.bounds):
         write(whole, buffer[start:stop].movedim(0, partition.dim), rank)
     return whole
+
+
+def unviewed(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor that may be a view as one that is none to autograd.
+
+    What a function returns could not be changed in place otherwise, by ``ReLU(inplace=True)`` say.
+    """
+    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape)  # type: ignore[no-any-return]
 
 
 def _is_alone(ranks: Communicator, partition: Partition) -> bool:

@@ -19,6 +19,7 @@ from drivetrain_megatron.tensor.operators import (
     gathered,
     start_scattered_sum,
     start_sum,
+    unviewed,
 )
 from drivetrain_megatron.tensor.partition import Partition
 
@@ -41,7 +42,7 @@ class Product(NamedTuple):
         matrix = weight if self.transposed else weight.t()
         rows = _rows(x)
         product = torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
-        return product.view(*x.shape[:-1], matrix.shape[1])
+        return unviewed(product.view(*x.shape[:-1], matrix.shape[1]))
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of x, without what other ranks add."""

@@ -18,6 +18,7 @@ from drivetrain_megatron.tensor.edges import Edges, TokenShards
 from drivetrain_megatron.tensor.emulated import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
 from drivetrain_megatron.tensor.operators import copy as f
+from drivetrain_megatron.tensor.operators import gather
 from drivetrain_megatron.tensor.partition import even, packed
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -145,6 +146,32 @@ def test_gathered_outputs_and_split_inputs(size, kind):
             check_gradients(model[2], whole[2], second)
 
         run_emulated(size, body)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sequence"])
+def test_outputs_may_be_changed_in_place(sharded):
+    whole = nn.Sequential(layer("linear", HIDDEN, FFN, 1), nn.ReLU(), layer("conv1d", FFN, 4, 2))
+    x = x_of()[:1].requires_grad_()  # one sequence: gathering it needs no copy
+    whole(x).tanh().sum().backward()
+    by_tokens, by_features = even(-2, TOKENS, 3), even(-1, FFN, 3)
+
+    def body(ranks):
+        model = copy.deepcopy(whole)
+        model[1].inplace = True
+        cut(model[0], by_features, ranks.rank, "out")
+        cut(model[2], by_features, ranks.rank, "in")
+        tokens = TokenShards()
+        edges = Edges(ranks, tokens if sharded else None)
+        attach_column(model[0], edges, by_features)
+        attach_row(model[2], edges, by_features)
+        x_here = (by_tokens.take(x, ranks.rank) if sharded else x.detach().clone()).requires_grad_()
+        with tokens.of(TOKENS):
+            out = model(x_here)
+        out = gather(out, ranks, by_tokens, partial=False) if sharded else out
+        out.tanh_().sum().backward()
+        close(x_here.grad, by_tokens.take(x.grad, ranks.rank) if sharded else x.grad)
+
+    run_emulated(3, body)
 
 
 def test_layers_that_share_an_input_enter_it_once():
