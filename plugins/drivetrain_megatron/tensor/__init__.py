@@ -8,11 +8,13 @@ lies between the blocks along the sequence (sequence parallelism). What is here:
 ``partition``      which ranges of a dim each rank holds
 ``operators``      the conjugate pairs: what forward sends, and what backward sends for it
 ``products``       matrix products with what they send inside of them
+``grouped``        layers that share an input, which enters once, overlapped
 ``edges``          how an activation comes in to, and goes out of, a part that is cut over ranks
 ``behavior``       gives one module of the user another forward, and takes it away again
 ``linear``         layers cut by columns or by rows, of torch and of Hugging Face
 ``embedding``      embeddings cut by words or by features
 ``attention``      ``nn.MultiheadAttention`` on local heads
+``vocabulary``     where a word of a vocabulary that is cut over ranks is
 ``cross_entropy``  the loss of logits that are cut over the vocabulary
 ``logits``         the tensor that a head cut over the vocabulary returns
 ``emulated``       ranks as threads of one process, to try a plan before it is used

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
 from drivetrain_megatron.tensor.edges import Edges
+from drivetrain_megatron.tensor.grouped import grouped_product
 from drivetrain_megatron.tensor.layers import is_transposed
 from drivetrain_megatron.tensor.logits import ShardedLogits
 from drivetrain_megatron.tensor.operators import gather, scatter
@@ -43,13 +44,15 @@ class ColumnLinear(Behavior):
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the local output features, or all of them, shape (..., features)."""
         x, weight, bias = as_computed(x, module.weight, module.bias)
-        out = self._product(x, weight, bias)
+        out = self._product(module, x, weight, bias)
         if self.logits:
             return ShardedLogits.of(out, self.edges.ranks, self.outputs)
         return gather(out, self.edges.ranks, self.outputs) if self.gather_output else out
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.edges.prepared or self.edges.ranks.size == 1:
+            if (out := grouped_product(x, module, weight, bias)) is not None:
+                return out
             return nn.functional.linear(x, weight.t() if self.transposed else weight, bias)
         product = Product(self.edges.ranks, self.transposed, self.edges.sequence)
         return column_product(x, weight, bias, product)

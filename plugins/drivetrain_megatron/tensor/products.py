@@ -54,6 +54,10 @@ class Product(NamedTuple):
         rows, grads = _rows(x), _rows(grad)
         return rows.t().mm(grads) if self.transposed else grads.t().mm(rows)
 
+    def bias_grad(self, grad: Tensor) -> Tensor:
+        """Return the gradient of the bias."""
+        return _rows(grad).sum(0)
+
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
     """Return this rank's columns of a product.
@@ -111,7 +115,7 @@ class _ColumnProduct(torch.autograd.Function):
         if needs_weight:
             grad_weight = product.weight_grad(grad, x)
         if needs_bias:
-            grad_bias = _rows(grad).sum(0)
+            grad_bias = product.bias_grad(grad)
         grad_x = None if pending is None else pending.result()
         return grad_x, grad_weight, grad_bias, None
 

@@ -16,6 +16,7 @@ from drivetrain.runtime.world import World
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
 from drivetrain_megatron.tensor.edges import Edges, TokenShards
 from drivetrain_megatron.tensor.emulated import run_emulated
+from drivetrain_megatron.tensor.grouped import enter_group
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
 from drivetrain_megatron.tensor.operators import copy as f
 from drivetrain_megatron.tensor.operators import gather
@@ -146,6 +147,66 @@ def test_gathered_outputs_and_split_inputs(size, kind):
             check_gradients(model[2], whole[2], second)
 
         run_emulated(size, body)
+
+
+@each_size
+@pytest.mark.parametrize("kind", ["linear", "conv1d", "no bias"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_group_sums_while_it_computes_gradients_of_weights(size, kind, sharded, frozen):
+    whole = nn.ModuleList([layer(kind, HIDDEN, FFN, seed) for seed in range(3)])
+    whole[1].weight.requires_grad_(not frozen)
+    x = x_of().requires_grad_()
+    grad = x_of(5).mean() * torch.ones(2, TOKENS, FFN, dtype=torch.float64)
+    y = x.tanh()
+    (whole[0](y) * whole[1](y) * whole[2](y) * whole[0](y * 2)).backward(grad)
+    by_tokens, by_features = even(-2, TOKENS, size), even(-1, FFN, size)
+
+    def body(ranks):
+        layers = copy.deepcopy(whole)
+        tokens = TokenShards() if sharded else None
+        takes = [cut(each, by_features, ranks.rank, "out") for each in layers]
+        for each in layers:
+            attach_column(each, Edges(ranks, tokens, prepared=True), by_features)
+        started = []
+        for parameter in (layers[1].weight, layers[2].weight):  # the other one's input is changed
+            if parameter.requires_grad:
+                parameter.register_hook(lambda _: started.append(calls(ranks)))
+        x_here = (by_tokens.take(x, ranks.rank) if sharded else x.detach().clone()).requires_grad_()
+        with TokenShards().of(0) if tokens is None else tokens.of(TOKENS):
+            y = enter_group(x_here.tanh(), Edges(ranks, tokens), layers)
+        out = layers[0](y) * layers[1](y) * layers[2](y) * layers[0](y * 2)
+        out.backward(by_features.take(grad, ranks.rank))
+        close(x_here.grad, by_tokens.take(x.grad, ranks.rank) if sharded else x.grad)
+        for each, reference, take in zip(layers, whole, takes, strict=True):
+            for name, parameter in each.named_parameters():
+                if parameter.requires_grad:
+                    close(parameter.grad, take[name](reference.get_parameter(name).grad))
+        assert (layers[1].weight.grad is None) == frozen
+        if size > 1:
+            expected = {"all_gather": 1, "reduce_scatter": 1} if sharded else {"all_reduce": 1}
+            assert calls(ranks) == expected
+            assert started == [expected] * (1 if frozen else 2)
+
+    run_emulated(size, body)
+
+
+def test_a_group_without_gradients_only_enters():
+    module = layer("linear", HIDDEN, FFN, 1)
+
+    def body(ranks):
+        attach_column(twin := copy.deepcopy(module), Edges(ranks, prepared=True), even(-1, FFN, 2))
+        with torch.no_grad():
+            y = enter_group(x_of().requires_grad_(), Edges(ranks), [twin])
+            close(twin(y), module(x_of()))
+        y = enter_group(x_of().requires_grad_(), Edges(ranks), [twin])
+        with torch.no_grad():
+            assert not twin(y).requires_grad
+        twin(enter_group(x_of(), Edges(ranks), [twin])).sum().backward()  # no gradient of x
+        assert twin.weight.grad is not None
+        assert calls(ranks) == {}
+
+    run_emulated(2, body)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sequence"])
@@ -294,19 +355,35 @@ def test_a_shard_without_its_length_is_refused():
 
 
 @pytest.mark.ranks(2)
-def test_real_ranks_do_the_same():
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sequence"])
+def test_real_ranks_do_the_same(sharded):
     world = World.discover(cpu=True)
     ranks = connect(Mesh.build({"tp": 2}, world)["tp"], Traffic(), world.device, world.timeout)
-    whole = nn.Sequential(layer("linear", HIDDEN, FFN, 1), layer("conv1d", FFN, HIDDEN, 2))
+    whole = nn.ModuleList([layer("linear", HIDDEN, FFN, seed) for seed in (1, 2)])
+    whole.append(layer("conv1d", FFN, HIDDEN, 3))
     model, by = copy.deepcopy(whole), even(-1, FFN, 2)
-    takes = cut(model[0], by, ranks.rank, "out"), cut(model[1], by, ranks.rank, "in")
-    attach_column(model[0], Edges(ranks), by)
-    attach_row(model[1], Edges(ranks), by)
-    x, x_here = x_of().requires_grad_(), x_of().requires_grad_()
-    whole(x).square().sum().backward()
-    model(x_here).square().sum().backward()
-    close(x_here.grad, x.grad)
-    for each, reference, take in zip(model, whole, takes, strict=True):
-        check_gradients(each, reference, take)
-    assert calls(ranks) == {"all_reduce": 2}
+    takes = [
+        cut(each, by, ranks.rank, side)
+        for each, side in zip(model, ("out", "out", "in"), strict=True)
+    ]
+    by_tokens, tokens = even(-2, TOKENS, 2), TokenShards() if sharded else None
+    edges = Edges(ranks, tokens)
+    for each in model[:2]:
+        attach_column(each, Edges(ranks, tokens, prepared=True), by)
+    attach_row(model[2], edges, by)
+    x = x_of().requires_grad_()
+    x_here = (by_tokens.take(x, ranks.rank) if sharded else x_of()).requires_grad_()
+    whole[2](whole[0](x) * whole[1](x)).square().sum().backward()
+    for _ in range(2):  # the same every time
+        model.zero_grad()
+        x_here.grad = None
+        ranks.traffic.clear()
+        with (tokens or TokenShards()).of(TOKENS):
+            y = enter_group(x_here, edges, model[:2])
+            model[2](model[0](y) * model[1](y)).square().sum().backward()
+        close(x_here.grad, by_tokens.take(x.grad, ranks.rank) if sharded else x.grad)
+        for each, reference, take in zip(model, whole, takes, strict=True):
+            close(each.weight.grad, take["weight"](reference.weight.grad))
+        pair = {"all_gather": 2, "reduce_scatter": 2}
+        assert calls(ranks) == (pair if sharded else {"all_reduce": 2})
     ranks.close()
