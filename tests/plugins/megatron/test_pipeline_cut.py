@@ -46,6 +46,11 @@ def test_the_largest_stage_is_as_small_as_it_can_be(seed):
     assert sum(c * c for c in found) == pytest.approx(even)
 
 
+def test_evenness_does_not_cost_the_largest_stage():
+    costs = [7.0, 7.0, 4.0, 9.0, 1.0, 5.0]  # 7, 11, 15 has the least sum of squares
+    assert balanced(recording(6), 3, costs).bounds == (0, 2, 4, 6)
+
+
 def test_places_that_dependencies_close_are_not_used():
     kept = Dependency(2, 4, "argument 'skip' of block 'x'")
     for stages in (1, 2, 3, 4):

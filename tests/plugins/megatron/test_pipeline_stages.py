@@ -622,6 +622,32 @@ def test_an_encoder_in_eval_mode_with_padding():
     torch.testing.assert_close(found[real], expected[real], rtol=1e-10, atol=1e-12)
 
 
+def test_proxies_need_no_gradient_where_gradients_are_off():
+    model = build(MODELS["sequential"][0])
+    recording = record(model, (numbers(),), {})
+    stage = split(model, recording, balanced(recording, 2), [0]).stages[0]
+    assert stage.run((numbers(),), {}).output.requires_grad
+    with torch.no_grad():
+        assert not stage.run((numbers(),), {}).output.requires_grad
+
+
+def test_a_copy_inside_of_a_pass_is_no_block_of_it():
+    class Taught(Between):
+        teacher = None
+
+        def forward(self, x):
+            if self.teacher is not None:
+                self.seen = self.teacher[0](x)
+            return super().forward(x)
+
+    model = build(Taught)
+    recording = record(model, (numbers(),), {})
+    stage = split(model, recording, balanced(recording, 2), [0]).stages[0]
+    model.teacher = [copy.deepcopy(model.layers[0])]
+    stage.run((numbers(),), {})
+    assert torch.equal(model.seen, model.layers[0](numbers()))
+
+
 def test_a_copy_of_a_stage_computes_with_its_own_parameters():
     model = build(MODELS["sequential"][0])
     recording = record(model, (numbers(),), {})
