@@ -3,6 +3,10 @@
 A parameter that lives on another stage is a proxy, and whatever it touches is a proxy. A proxy has
 the real shape, strides, dtype and device, takes no memory, and any operation with one among its
 arguments gives proxies and computes nothing. Operations on real tensors alone are not touched.
+
+A function that proxies cannot run, since it communicates or calls a kernel of its own, may have an
+attribute ``without_values``: a function of the same arguments that gives tensors of the same shapes
+and dtypes. It is used when the function hands proxies over (``torch.overrides``).
 """
 
 import operator
@@ -80,7 +84,7 @@ class StageProxy(Tensor):
             return handler(func, args, kwargs or {})
         if getattr(func, "__name__", "") == "__get__":
             return _on_facts(func, args, kwargs or {})
-        return _apply(func, args, kwargs or {})
+        return _apply(getattr(func, "without_values", func), args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

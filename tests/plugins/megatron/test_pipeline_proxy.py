@@ -5,8 +5,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.errors import UsageError
@@ -299,3 +301,24 @@ def test_work_is_counted_once_per_call():
     assert F.linear(proxy(4, 8), real(3, 8)).work == 2 * 4 * 8 * 3
     query = proxy(2, 4, 5, 8)
     assert F.scaled_dot_product_attention(query, query, query).work == 2 * 2 * (2 * 4 * 5 * 5 * 8)
+
+
+def test_a_function_that_communicates_tells_its_shapes():
+    def gather(tensor, ranks):
+        if has_torch_function_unary(tensor):
+            return handle_torch_function(gather, (tensor,), tensor, ranks)
+        raise AssertionError("nothing is sent")
+
+    gather.without_values = lambda tensor, ranks: torch.cat([tensor] * ranks)
+    found = gather(proxy(2, 3), 4)
+    assert (found.shape, found.requires_grad) == ((8, 3), True)
+
+
+def test_collectives_on_proxies_are_refused(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match="c10d.*another pipeline stage"):
+            dist.all_reduce(proxy(2, requires_grad=False))
+    finally:
+        dist.destroy_process_group()
