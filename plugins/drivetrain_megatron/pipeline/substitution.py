@@ -1,7 +1,7 @@
 """Lets a model run once without values: its parameters are proxies until the context ends."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +43,21 @@ def without_values(model: nn.Module) -> Iterator[Substitutes]:
     state = rng.capture()
     try:
         keep_padding(model)
-        yield _substitute(model)
+        with _uncompiled(modules):
+            yield _substitute(model)
     finally:
         for owner, before in saved:
             owner.clear()
             owner.update(before)
         rng.restore(state)
+
+
+def _uncompiled(modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
+    """Run compiled modules eagerly: proxies cannot be compiled."""
+    compiled = any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules
+    )
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def keep_padding(model: nn.Module) -> None:

@@ -658,3 +658,19 @@ def test_a_copy_of_a_stage_computes_with_its_own_parameters():
             parameter.zero_()
     assert torch.equal(copied[1](numbers()), numbers())
     assert not torch.equal(model[1](numbers()), numbers())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+def test_compiled_blocks():
+    model = build(Between)
+    args = (numbers(),)
+    expected = model(*args)
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = torch.compile(layer, backend="eager")
+    recording = record(model, args, {})
+    assert recording.blocks[1].name == "layers.1"
+    first = split(copy.deepcopy(model), recording, balanced(recording, 2), [0]).stages[0]
+    last = split(model, recording, balanced(recording, 2), [1]).stages[0]
+    found = last.run(args, {}, first.run(args, {}).sent).output
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert set(model.state_dict()).isdisjoint(["layers.0._orig_mod.up.weight"])
