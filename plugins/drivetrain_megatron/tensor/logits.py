@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator
@@ -95,7 +95,7 @@ class ShardedLogits(Tensor):
         """Answer from facts, stay cut, compute the loss, or gather and go on."""
         kwargs = kwargs or {}
         name = _name(func)
-        _refuse_writing(name, args, kwargs)
+        _refuse_writing(func, name, args, kwargs)
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -124,6 +124,9 @@ class ShardedLogits(Tensor):
                 each._local if isinstance(each, ShardedLogits) else cut.share(each) for each in args
             )
             return ShardedLogits(func(first, second, **(kwargs or {})), cut)
+        name = func._schema.name
+        if name.endswith("_"):
+            _refuse_if_cut(args[0], name)
         args, kwargs = tree_map(_plain, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 
@@ -172,7 +175,7 @@ def _name(func: Any) -> str:
     return f"{func.__self__.__name__} =" if name == "__set__" else name
 
 
-def _refuse_writing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _refuse_writing(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Let what writes into logits raise: a gathered copy would be written to, and lost.
 
     Raises:
@@ -181,13 +184,18 @@ def _refuse_writing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if name in _FACTS:
         return
     in_place = name.endswith("_") and not name.endswith("__")
-    changes_first = in_place or name in _WRITING or name.endswith(" =")
+    # Collectives of torch.distributed fill their first argument.
+    is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")
+    changes_first = in_place or is_collective or name in _WRITING or name.endswith(" =")
     written = args[0] if changes_first and args else kwargs.get("out")
-    if isinstance(written, ShardedLogits):
+    _refuse_if_cut(written, name)
+
+
+def _refuse_if_cut(written: Any, name: str) -> None:
+    if any(isinstance(each, ShardedLogits) for each in tree_leaves(written)):
         raise UsageError(
-            f"expected logits that are not written to, found {name} on logits of shape "
-            f"{tuple(written.shape)} whose words are cut over ranks; make a new tensor "
-            "(logits = logits / 2), or write to logits.gathered()"
+            f"expected logits that are not written to, found {name} on logits whose words are cut "
+            "over ranks; make a new tensor (logits = logits / 2), or write to logits.gathered()"
         )
 
 
@@ -291,7 +299,8 @@ _FACTS = frozenset({
     "element_size", "itemsize", "nbytes", "is_floating_point", "is_complex", "is_inference",
     "is_contiguous", "stride", "__len__", "__hash__", "register_hook", "retain_grad",
     "retains_grad", "requires_grad_", "requires_grad =", "grad =", "backward", "_backward_hooks",
-    "register_post_accumulate_grad_hook",
+    "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks", "untyped_storage",
+    "storage_offset", "get_device", "is_signed", "is_mkldnn",
 })
 _WRITING = frozenset({
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__",

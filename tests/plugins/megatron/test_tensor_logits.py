@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from drivetrain import communication
 from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import connect
 from drivetrain.parts.traffic import Traffic
@@ -328,4 +329,9 @@ def test_a_head_on_real_ranks():
         close(mine.grad, partition.take(reference.grad, ranks.rank))
     assert calls(ranks) == {"all_reduce": 4}
     assert torch.equal(head(x).argmax(-1), whole(x).argmax(-1))
+    with torch.no_grad():  # by functions that know nothing of it
+        everyone = communication.gather({"logits": head(x)}, group=ranks.axis)["logits"]
+        close(everyone, torch.cat([whole(x)] * 2))
+        with pytest.raises(UsageError, match="all_reduce on logits"):
+            communication.reduce(head(x), "sum", group=ranks.axis)
     ranks.close()
