@@ -27,10 +27,12 @@ class Derivation:
     Attributes:
         plan: how to divide it.
         refused: why groups stay whole, by the name of their row-parallel layer.
+        broken: why not even the whole block may work on shards of the sequence; "" if it may.
     """
 
     plan: BlockPlan = field(default_factory=BlockPlan)
     refused: dict[str, str] = field(default_factory=dict)
+    broken: str = ""
 
 
 def derive(
@@ -58,6 +60,9 @@ def derive(
     for group in find_groups(uses):
         if {*group.columns, group.row} <= allowed:
             _divide_group(found, group, uses, tryout)
+    if sequence_parallel and found.plan == BlockPlan():
+        plan, found.broken = tryout(found.plan)
+        found.plan = plan or found.plan
     return found
 
 

@@ -173,7 +173,16 @@ class TensorParallel:
         return {name.removeprefix(prefix) for name in named if name.startswith(prefix)}
 
     def _check(self, plan: ModelPlan) -> None:
-        """Refuse a plan of the user's of which a part cannot be done."""
+        """Refuse shards where a block needs all tokens, and a user's plan that cannot be done."""
+        for name, derivation in plan.blocks.items():
+            if derivation.broken:
+                refused = "; ".join(f"{k}: {v}" for k, v in derivation.refused.items())
+                raise ConfigError(
+                    f"sequence_parallel: expected blocks of which every layer that mixes tokens "
+                    f"can be divided, found {name or 'the model'!r}, which gives other numbers on "
+                    f"shards of the sequence ({derivation.broken}; {refused}); set "
+                    "sequence_parallel: false"
+                )
         if self._named is None or not self._strict:
             return
         done: dict[str, str] = dict.fromkeys(plan.vocabulary, "vocab")
@@ -207,20 +216,21 @@ class TensorParallel:
         edges: Edges,
         done: set[int],
     ) -> None:
-        rows = module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
+        weight_dim = 1 if is_transposed(module) else 0
+        rows = facts[names[module.weight]].shape[weight_dim]  # type: ignore[index]
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in done:
                 continue  # tied
             done.add(id(parameter))
-            dim = 1 if is_transposed(module) and name == "weight" else 0
-            partition = even(dim, int(rows), self._ranks.size)
+            dim = weight_dim if name == "weight" else 0
+            partition = even(dim, rows, self._ranks.size)
             full = names[parameter]
             facts[full] = replace(facts[full], partition=partition)
             cut(parameter, partition, self._ranks.rank)
         if isinstance(module, nn.Embedding):
-            attach_vocabulary(module, edges, even(0, int(rows), self._ranks.size))
+            attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
         else:
-            attach_column(module, edges, even(-1, int(rows), self._ranks.size), logits=True)
+            attach_column(module, edges, even(-1, rows, self._ranks.size), logits=True)
 
     def _surround(self, blocks: Sequence[NamedModule]) -> None:
         """Cut the activation that enters the first block, and join the one that leaves the last."""

@@ -57,10 +57,9 @@ class LocalSizes(TorchFunctionMode):
             sizes = list(sizes[0])
         if not all(type(size) is int and size >= 0 for size in sizes):
             return args  # a dtype, or a size that torch works out
-        for fit in (self._with_features, self._with_tokens):
-            if prod(sizes) == tensor.numel():
-                break
-            sizes = fit(sizes, tensor.numel())
+        sizes = self._with_tokens(tensor, sizes)
+        if prod(sizes) != tensor.numel():
+            sizes = self._with_features(sizes, tensor.numel())
         return (tensor, sizes)
 
     def _with_features(self, sizes: list[int], found: int) -> list[int]:
@@ -78,13 +77,14 @@ class LocalSizes(TorchFunctionMode):
         index = fitting[-1 - self._place]
         return _replaced(sizes, index, self._numbers[sizes[index]])
 
-    def _with_tokens(self, sizes: list[int], found: int) -> list[int]:
-        """Return the sizes with all tokens, and perhaps this rank's features, if they fit then."""
-        if self._tokens is None or self._dim >= len(sizes) or sizes[self._dim] != self._tokens[0]:
+    def _with_tokens(self, tensor: Tensor, sizes: list[int]) -> list[int]:
+        """Return the sizes with all tokens, where the tensor has them and a shard's were meant."""
+        dim = self._dim
+        if self._tokens is None or dim >= min(tensor.dim(), len(sizes)):
             return sizes
-        longer = _replaced(sizes, self._dim, self._tokens[1])
-        fitting = longer if prod(longer) == found else self._with_features(longer, found)
-        return fitting if prod(fitting) == found else sizes
+        some, every = self._tokens
+        meant = sizes[dim] == some and tensor.shape[dim] == every
+        return _replaced(sizes, dim, every) if meant else sizes
 
 
 def _replaced(sizes: Sequence[int], index: int, size: int) -> list[int]:

@@ -1,6 +1,8 @@
 """Tensor parallelism of whole models: losses, gradients and steps equal those of one process."""
 
 import copy
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,65 +10,104 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
+from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
+
+ROOT = Path(__file__).parents[3]
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
-def llama(**options):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = {
-        "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "vocab_size": 97, "intermediate_size": 40,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**config, **options))
-
-
-def tokens(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, 97, (2, 7), generator=generator)
+def example_gpt(layers=2):
+    """Return the GPT of the example as it stands."""
+    path = ROOT / "examples/train_gpt.py"
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GPT(48, layers, 6, 32).double()
 
 
-def strategy(**options):
-    return {"name": "megatron", **options}
+MODELS = {**ARCHITECTURES, "example": example_gpt}
 
 
-def whole_gradients(accelerator, model):
-    """Return every gradient as the whole model has it, through the strategy's own coordinates."""
-    inner = accelerator.strategy_of(model)
-    return {
-        name: (parameter.grad, inner._facts[name]) for name, parameter in model.named_parameters()
-    }
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.ranks(2)
-def test_llama(sequence_parallel):
+def build(name, **options):
     torch.manual_seed(0)
-    model = llama().double()
+    return MODELS[name](**options)
+
+
+def loss_of(model, ids):
+    logits = logits_of(model(ids))
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1))
+
+
+def check_gradients(accelerator, model, twin):
+    """Compare this rank's part of every gradient with the twin's."""
+    facts = accelerator.strategy_of(model)._facts
+    rank = accelerator.mesh["tp"].rank
+    theirs = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        whole = theirs[name].grad
+        assert (whole is None) == (parameter.grad is None), name
+        if whole is not None:
+            partition = facts[name].partition
+            expected = whole if partition is None else partition.take(whole, rank)
+            torch.testing.assert_close(parameter.grad, expected, **EXACT, msg=lambda m: f"{name} {m}")
+
+
+def check_training(name, steps=3, **options):
+    model = build(name)
     twin = copy.deepcopy(model)
-    accelerator = Accelerator(
-        strategy=strategy(tp=2, sequence_parallel=sequence_parallel), cpu=True
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    other = torch.optim.SGD(twin.parameters(), lr=0.1)
+    accelerator = Accelerator(strategy={"name": "megatron", **options}, cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for step in range(3):
-        ids = tokens(step)
-        loss = model(input_ids=ids, labels=ids).loss
+    dp = accelerator.mesh["dp"]
+    for step in range(steps):
+        loss = loss_of(model, token_batch(dp.size * step + dp.rank))
         accelerator.backward(loss)
-        expected = twin(input_ids=ids, labels=ids).loss
-        expected.backward()
-        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
+        losses = [loss_of(twin, token_batch(dp.size * step + rank)) for rank in range(dp.size)]
+        sum(losses).div(dp.size).backward()
+        torch.testing.assert_close(loss.detach(), losses[dp.rank].detach(), **EXACT)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
         theirs = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        torch.testing.assert_close(norm, theirs, rtol=1e-6, atol=0)
-        rank = accelerator.mesh["tp"].rank
-        mine = dict(twin.named_parameters())
-        for name, (gradient, facts) in whole_gradients(accelerator, model).items():
-            whole = mine[name].grad
-            expected_part = whole if facts.partition is None else facts.partition.take(whole, rank)
-            torch.testing.assert_close(gradient, expected_part, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(norm, theirs, **EXACT)
+        if not options.get("data_parallel"):
+            check_gradients(accelerator, model, twin)
         optimizer.step()
         optimizer.zero_grad()
         other.step()
         other.zero_grad()
+    with accelerator.gathered(model):
+        for (key, mine), whole in zip(
+            model.named_parameters(), twin.parameters(), strict=True
+        ):
+            torch.testing.assert_close(mine, whole, **EXACT, msg=lambda m: f"{key} {m}")
     accelerator.free_memory()
+
+
+EACH = pytest.mark.parametrize("name", list(MODELS))
+SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "shards"])
+
+
+@EACH
+@SEQUENCE
+@pytest.mark.ranks(2)
+def test_two_ranks(name, sequence_parallel):
+    check_training(name, tp=2, sequence_parallel=sequence_parallel)
+
+
+@EACH
+@SEQUENCE
+@pytest.mark.ranks(4)
+def test_four_ranks(name, sequence_parallel):
+    check_training(name, tp=4, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+@pytest.mark.ranks(4)
+def test_over_data_parallel_ranks(name, inner):
+    check_training(name, tp=2, data_parallel={"name": inner})
+
+
+def test_vocabulary_is_no_multiple_of_ranks():
+    assert VOCABULARY % 2
+    assert VOCABULARY % 3

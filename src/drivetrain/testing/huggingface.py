@@ -1,0 +1,150 @@
+"""Tiny random models of Hugging Face, of several architectures, that compute in fp64 throughout.
+
+Their norms and their loss cast to fp32 otherwise, and no two ways to divide a model would agree to
+more than seven digits. Needs the extra ``huggingface``.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 97
+"""Words: no power of two, so that no number of ranks divides them."""
+
+HEADS, WIDTH, FEEDFORWARD = 6, 48, 40
+"""Of each model: six heads of eight features."""
+
+
+def llama(layers: int = 2, *, kv_heads: int = 6, tied: bool = False) -> nn.Module:
+    """Return a Llama; with fewer key-value heads, grouped-query attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads,
+        intermediate_size=FEEDFORWARD,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    return _prepared(LlamaForCausalLM(config))
+
+
+def gpt2(layers: int = 2, *, dropout: float = 0.0) -> nn.Module:
+    """Return a GPT-2: fused and transposed projections, a head tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=WIDTH,
+        n_layer=layers,
+        n_head=HEADS,
+        n_inner=FEEDFORWARD,
+        n_positions=32,
+        vocab_size=VOCABULARY,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return _prepared(GPT2LMHeadModel(config))
+
+
+def bert(layers: int = 2, *, dropout: float = 0.0) -> nn.Module:
+    """Return a BERT: a tied head with a bias of its own, post-norm blocks."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        intermediate_size=FEEDFORWARD,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return _prepared(BertForMaskedLM(config))
+
+
+def neox(layers: int = 2) -> nn.Module:
+    """Return a GPT-NeoX: projections interleaved by head, attention and feed-forward in parallel."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        intermediate_size=FEEDFORWARD,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return _prepared(GPTNeoXForCausalLM(config))
+
+
+class Encoder(nn.Module):
+    """``nn.TransformerEncoder`` with an embedding before it and logits after it."""
+
+    def __init__(self, layers: int = 2, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, FEEDFORWARD, dropout=dropout, batch_first=True, norm_first=True
+        )
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return logits, shape (batch, length, words)."""
+        logits: Tensor = self.head(self.encoder(self.tokens(input_ids)))
+        return logits
+
+
+def encoder(layers: int = 2, *, dropout: float = 0.0) -> nn.Module:
+    """Return ``Encoder`` in fp64, its layers with values of their own."""
+    return _prepared(Encoder(layers, dropout=dropout))
+
+
+ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
+    "llama": llama,
+    "llama-gqa": lambda layers=2: llama(layers, kv_heads=2),
+    "llama-mqa": lambda layers=2: llama(layers, kv_heads=1),
+    "gpt2": gpt2,
+    "bert": bert,
+    "neox": neox,
+    "encoder": encoder,
+}
+"""By name: functions of the number of layers."""
+
+
+def token_batch(seed: int, rows: int = 2, length: int = 7) -> Tensor:
+    """Return tokens, shape (rows, length)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+
+
+def logits_of(outputs: Tensor | object) -> Tensor:
+    """Return the logits of what a model returned."""
+    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits  # type: ignore[attr-defined]
+    return logits
+
+
+def _prepared(model: nn.Module) -> nn.Module:
+    """Return the model in fp64, with values everywhere: zeros would hide what is added twice."""
+    model = model.double()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(module, name, nn.RMSNorm(child.weight.shape, dtype=torch.float64))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
