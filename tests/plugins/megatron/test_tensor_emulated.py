@@ -1,5 +1,6 @@
 """Ranks as threads: collectives, their bytes, errors that end all of them, backward per thread."""
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -70,9 +71,11 @@ def test_the_first_exception_ends_all_ranks():
         ranks.barrier()
         reached.append(ranks.rank)
 
+    begin = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="of rank 2"):
         run_emulated(4, body)
     assert reached == []
+    assert time.monotonic() - begin < 10  # nobody waited for the timeout
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for():

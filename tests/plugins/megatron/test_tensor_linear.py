@@ -191,6 +191,19 @@ def test_a_group_sums_while_it_computes_gradients_of_weights(size, kind, sharded
     run_emulated(size, body)
 
 
+def test_a_group_leaves_a_gradient_that_somebody_else_holds_alone():
+    module = layer("linear", HIDDEN, FFN, 1)
+
+    def body(ranks):
+        attach_column(twin := copy.deepcopy(module), Edges(ranks, prepared=True), even(-1, FFN, 2))
+        x, other = x_of().requires_grad_(), x_of().requires_grad_()
+        (enter_group(x, Edges(ranks), [twin]) + other).sum().backward()  # one tensor for both
+        assert torch.equal(other.grad, torch.ones_like(other))
+        assert torch.equal(x.grad, 2 * torch.ones_like(x))
+
+    run_emulated(2, body)
+
+
 def test_a_group_without_gradients_only_enters():
     module = layer("linear", HIDDEN, FFN, 1)
 
