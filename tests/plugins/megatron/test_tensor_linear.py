@@ -197,7 +197,9 @@ def test_a_group_leaves_a_gradient_that_somebody_else_holds_alone():
     def body(ranks):
         attach_column(twin := copy.deepcopy(module), Edges(ranks, prepared=True), even(-1, FFN, 2))
         x, other = x_of().requires_grad_(), x_of().requires_grad_()
-        (enter_group(x, Edges(ranks), [twin]) + other).sum().backward()  # one tensor for both
+        later = other * 1  # made before, so its backward runs after the sum has started
+        out = enter_group(x, Edges(ranks), [twin]) + later
+        out.backward(torch.ones_like(out))  # one tensor for both
         assert torch.equal(other.grad, torch.ones_like(other))
         assert torch.equal(x.grad, 2 * torch.ones_like(x))
 
