@@ -5,7 +5,7 @@ strategy, which does not know that they are parts.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -14,16 +14,22 @@ from torch.optim import Optimizer
 
 from drivetrain.log import get_logger
 from drivetrain.parts.collectives import connect
+from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.strategy import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.coordinates import GlobalShards, LocalReader
+from drivetrain_megatron.deferred import SharedSource
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.nesting import data_parallel
-from drivetrain_megatron.pipeline.examples import example_inputs
+from drivetrain_megatron.original import Original
+from drivetrain_megatron.pipeline.build import PipelineBuilder, stage_report
+from drivetrain_megatron.pipeline.engine import Pipeline
+from drivetrain_megatron.pipeline.examples import Inputs, example_inputs
+from drivetrain_megatron.pipeline.recording import record
 from drivetrain_megatron.tensor.model import TensorParallel, cut_states
-from drivetrain_megatron.tensor.operators import gathered
+from drivetrain_megatron.tensor.join import joined
 from drivetrain_megatron.tensor.plan import models_plan, users_plan
 from drivetrain_megatron.tensor.report import describe
 
@@ -50,36 +56,69 @@ class Megatron(Strategy[MegatronConfig]):
         )
         self._tensor: TensorParallel | None = None
         self._facts: dict[str, ParameterFacts] = {}
+        self._source: SharedSource | None = None
+        self._builder = PipelineBuilder(config, run, self._pp) if config.pp > 1 else None
+        self._pipeline: Pipeline | None = None
+        self._synchronizing = True
 
     @classmethod
     def axes(cls, config: MegatronConfig, world_size: int) -> Mapping[str, int]:
         """Return the axes tp, dp and pp in the configured order."""
         return config.sizes(world_size)
 
+    def materialize(self, model: nn.Module, source: WeightSource) -> None:
+        """Keep the source: parameters get this rank's share of their values once they are cut."""
+        self._source = SharedSource(source, model)
+
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Divide the model over the cell and hand what is left to the data-parallel strategy."""
         self._model = model
+        self._original = Original(model, optimizers)
         self._facts = {
             name: ParameterFacts(tuple(parameter.shape))
             for name, parameter in named_parameters(model).items()
         }
+        inputs = example_inputs(model) if self.config.tp * self.config.pp > 1 else Inputs()
+        recording = record(model, inputs.args, inputs.kwargs) if self._builder else None
+        cut = self._builder.cut(model, recording, inputs) if self._builder and recording else None
         if self._tp.size > 1:
-            self._facts = self._divide_layers(model)
+            self._facts = self._divide_layers(model, inputs)
             by_parameter = {p: self._facts[name] for name, p in named_parameters(model).items()}
             for optimizer in optimizers:
+                self._original.check_steps_parts(optimizer, self._facts)
                 cut_states(optimizer, by_parameter, self._tp.rank)
+        if self._builder is not None and recording is not None and cut is not None:
+            self._builder.split(model, recording, cut, optimizers)
+            for stage, line in stage_report(recording, cut, self._pp.size).items():
+                logger.announce(f"stage {stage}: {line}")
+        if self._source is not None:
+            self._source.divide(self._facts, self._tp.rank)
+            self._inner.materialize(model, self._source)
+            self._source = None
         prepared = self._inner.prepare(model, optimizers)
         if self._tensor is not None:
             self._tensor.sum_partial(model, self._facts)
+        if self._builder is not None:
+            self._pipeline = self._builder.start(model, self._inner)
         return prepared
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Let the data-parallel strategy take one more optimizer."""
+        self._original.check_steps_parts(optimizer, self._facts)
+        self._original.add(optimizer)
         return self._inner.bind(optimizer)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless accumulating, return with gradients averaged over dp."""
-        self._inner.backward(loss, **options)
+        if self._pipeline is None:
+            self._inner.backward(loss, **options)
+        else:
+            self._pipeline.backward(loss, synchronize=self._synchronizing, **options)
+
+    def publish(self, loss: Tensor) -> None:
+        """Give every stage the value of a loss that the last one has."""
+        if self._pipeline is not None:
+            self._pipeline.publish(loss)
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""
@@ -97,7 +136,8 @@ class Megatron(Strategy[MegatronConfig]):
         only: Collection[nn.Parameter] | None = None,
     ) -> Tensor:
         """Scale gradients to a global norm of at most max_norm; what is replicated counts once."""
-        counted = [parameter for parameter in self._chosen(only) if self._counts(parameter)]
+        names = self._original.names
+        counted = [p for p in self._chosen(only) if self._facts[names[p]].saves(self._tp.rank)]
         mine = self._inner.clip_grad_norm(float("inf"), norm_type, only=counted)
         norm = combine_norms(mine, norm_type, (self._tp, self._pp))
         clip_(list(self._inner.gradients(only)), norm, max_norm)
@@ -109,7 +149,10 @@ class Megatron(Strategy[MegatronConfig]):
 
     def load(self, reader: Reader) -> None:
         """Load this cell's parts of a checkpoint of the whole model."""
+        self._original.check_loads(reader, self._facts)
         names = {**named_parameters(self._model), **persistent_buffers(self._model)}
+        if self._pipeline is not None:
+            self._pipeline.outdate()
         self._inner.load(LocalReader(reader, self._facts, names, self._tp.rank))
 
     @classmethod
@@ -118,13 +161,26 @@ class Megatron(Strategy[MegatronConfig]):
         kind, options = data_parallel(config)
         return kind.cost(options, model, run)
 
-    def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulating(self, enabled: bool = True) -> Iterator[None]:
         """Context in which backward keeps gradients local to the data-parallel rank."""
-        return self._inner.accumulating(enabled)
+        before, self._synchronizing = self._synchronizing, not enabled
+        # A pipeline says itself which of its backwards synchronises.
+        inner = nullcontext() if self._pipeline else self._inner.accumulating(enabled)
+        try:
+            with inner:
+                yield
+        finally:
+            self._synchronizing = before
 
     def stand_in(self, *, synchronize: bool) -> None:
         """Take part in one step of the other data-parallel ranks."""
         self._inner.stand_in(synchronize=synchronize)
+
+    def whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the shape that a parameter or buffer has in the user's model."""
+        name = self._original.names.get(tensor)  # type: ignore[call-overload]
+        return tuple(tensor.shape) if name is None else self._original.shapes[name]
 
     @contextmanager
     def gathered(
@@ -132,21 +188,10 @@ class Megatron(Strategy[MegatronConfig]):
     ) -> Iterator[None]:
         """Context in which these parameters are whole, as in the user's model, on every rank."""
         chosen = list(parameters)
-        names = {p: name for name, p in named_parameters(self._model).items()}
-        cut = [p for p in chosen if p in names and self._facts[names[p]].partition is not None]
+        partitions = {p: self._facts[self._original.names[p]].partition for p in chosen}
         with self._inner.gathered(chosen, modify=modify):
-            local = [(p, p.data, self._facts[names[p]]) for p in cut]
-            for parameter, share, facts in local:
-                parameter.data = gathered(share, self._tp, _partition(facts))
-            try:
+            with joined(self._tp, partitions, modify=modify):
                 yield
-            finally:
-                for parameter, share, facts in local:
-                    if modify:
-                        whole = parameter.data.contiguous()
-                        self._tp.broadcast(whole, label="changed parameters").wait()
-                        share.copy_(_partition(facts).take(whole, self._tp.rank))
-                    parameter.data = share
 
     def names(self) -> Mapping[int, str]:
         """Return names of what optimizers hold, by identity."""
@@ -160,11 +205,13 @@ class Megatron(Strategy[MegatronConfig]):
         """Take hooks off and end threads; layers stay divided."""
         if self._tensor is not None:
             self._tensor.close()
+        if self._builder is not None and self._pipeline is not None:
+            self._builder.close(self._model)
         self._inner.close()
         self._tp.close()
         self._pp.close()
 
-    def _divide_layers(self, model: nn.Module) -> dict[str, ParameterFacts]:
+    def _divide_layers(self, model: nn.Module, inputs: Inputs) -> dict[str, ParameterFacts]:
         own = users_plan(model, self.config.plan) if self.config.plan else None
         self._tensor = TensorParallel(
             self._tp,
@@ -172,7 +219,6 @@ class Megatron(Strategy[MegatronConfig]):
             named=own or models_plan(model),
             strict=own is not None,
         )
-        inputs = example_inputs(model)
         plan = self._tensor.plan(model, inputs.args, inputs.kwargs)
         before = {name: p.nbytes for name, p in named_parameters(model).items()}
         facts = self._tensor.divide(model, plan)
@@ -182,12 +228,3 @@ class Megatron(Strategy[MegatronConfig]):
 
     def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
         return named_parameters(self._model).values() if only is None else only
-
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts a parameter's gradient in the norm: one of those that have it."""
-        names = {p: name for name, p in named_parameters(self._model).items()}
-        return self._facts[names[parameter]].saves(self._tp.rank)
-
-
-def _partition(facts: ParameterFacts) -> Any:
-    return facts.partition

@@ -258,6 +258,10 @@ class Strategy(ABC, Generic[ConfigT]):
         model on some rank. The options are those of ``Tensor.backward``, such as ``retain_graph``.
         """
 
+    def publish(self, loss: Tensor) -> None:
+        """Give ranks that did not compute a loss its value, after backward; by default all did."""
+        return
+
     @abstractmethod
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that the optimizers will read on this rank.
@@ -364,6 +368,13 @@ class Strategy(ABC, Generic[ConfigT]):
             modify: whether they may be changed inside; where ranks differ rank 0's values count.
         """
         return nullcontext()
+
+    def whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the shape that a parameter or buffer has in the user's model.
+
+        By default that which it has: where ranks hold parts of another shape, those of ``gathered``.
+        """
+        return tuple(tensor.shape)
 
     def names(self) -> Mapping[int, str]:
         """Return, by identity, the name of each parameter that an optimizer holds in place of one.

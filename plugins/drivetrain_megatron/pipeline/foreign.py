@@ -114,13 +114,17 @@ def take_away(places: Iterable[Place]) -> None:
 def hidden(places: Iterable[Place]) -> Iterator[None]:
     """Let proxies stand before parameters and buffers that stay; found first by attribute."""
     chosen = list(places)
+    before = [place.module.__dict__.get(place.name) for place in chosen]
     for place in chosen:
         place.module.__dict__[place.name] = place.proxy
     try:
         yield
     finally:
-        for place in chosen:
-            place.module.__dict__.pop(place.name, None)
+        for place, value in zip(chosen, before, strict=True):
+            if value is None:
+                place.module.__dict__.pop(place.name, None)
+            else:  # a copy of a parameter that another rank owns
+                place.module.__dict__[place.name] = value
 
 
 def take_hooks(block: nn.Module) -> None:

@@ -64,22 +64,35 @@ class Interpreter:
         """
         return self.run_actions(schedule.ranks[rank])
 
-    def run_actions(self, actions: Sequence[Action]) -> list[Span]:
-        """Run some actions in order; see ``run``."""
+    def run_actions(
+        self, actions: Sequence[Action], stages: Mapping[int, Worker] | None = None
+    ) -> list[Span]:
+        """Run some actions in order; see ``run``.
+
+        Args:
+            actions: of this rank.
+            stages: other workers for them; None for those of the interpreter.
+        """
         spans = []
+        own, self._stages = self._stages, stages or self._stages
         try:
             for index, action in enumerate(actions):
                 self._expect(action)
                 for following in actions[index + 1 : index + 2]:
                     self._expect(following)
                 spans.append(self._do(action))
-            self._link.flush()
         except BaseException:
             self._arrivals.clear()
             self._link.reset()
             self._link.alarm()
             raise
+        finally:
+            self._stages = own
         return spans
+
+    def flush(self) -> None:
+        """Return when everything that was sent is through."""
+        self._link.flush()
 
     def _expect(self, action: Action) -> None:
         """Post the receive of what an action needs from another rank."""
@@ -96,11 +109,11 @@ class Interpreter:
     def _needed(self, action: Action) -> Message | None:
         if action.kind is Kind.FORWARD:
             first = action.stage == 0
-            return None if first else Message(Direction.FORWARD, action.stage, action.micro_batch)
+            return None if first else Message.input_of(action.stage, action.micro_batch)
         last = action.stage == self._count - 1
         if last or not action.kind.returns:
             return None
-        return Message(Direction.BACKWARD, action.stage, action.micro_batch)
+        return Message.gradient_of(action.stage, action.micro_batch)
 
     def _do(self, action: Action) -> Span:
         message = self._needed(action)
@@ -110,7 +123,7 @@ class Interpreter:
         if action.kind is Kind.FORWARD:
             outputs = stage.forward(micro_batch, given)
             if action.stage + 1 < self._count:
-                self._link.send(Message(Direction.FORWARD, action.stage + 1, micro_batch), outputs)
+                self._link.send(Message.input_of(action.stage + 1, micro_batch), outputs)
         elif action.kind is Kind.WEIGHT:
             stage.backward_weight(micro_batch)
         else:
@@ -122,7 +135,7 @@ class Interpreter:
     def _sender(self, action: Action) -> Send:
         def send(gradients: Sequence[Tensor]) -> None:
             if action.stage:
-                message = Message(Direction.BACKWARD, action.stage - 1, action.micro_batch)
+                message = Message.gradient_of(action.stage - 1, action.micro_batch)
                 self._link.send(message, gradients)
 
         return send

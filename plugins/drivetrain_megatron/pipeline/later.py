@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.errors import UsageError
+
 _DEPTH = 100
 """Operations in a row that an expression keeps; a running sum that is never read stops there."""
 
@@ -89,3 +91,58 @@ def _valued(value: Any) -> Any:
 
 def _copied(found: Any) -> Any:
     return found.clone() if isinstance(found, Tensor) else found
+
+
+def slope(of: Later, by: Later) -> Tensor:
+    """Return the derivative of a value to come by another one that it follows from.
+
+    Args:
+        of: the value.
+        by: 0-d, still to come; where it stands does not matter if the expression is linear.
+
+    Raises:
+        UsageError: it follows from something else, too, or is not linear.
+    """
+    slopes = []
+    for point in (1.0, 2.0):
+        at = torch.full((), point, dtype=torch.float64, requires_grad=True)
+        with torch.enable_grad():
+            value = _at(of, by, at)
+            if value is None or not value.requires_grad:
+                raise _no_slope("one that does not follow from it")
+            slopes.append(torch.autograd.grad(value, at)[0])
+    if not torch.equal(slopes[0], slopes[1]):
+        raise _no_slope("an expression that is not linear")
+    return slopes[0]
+
+
+def _at(of: Later, by: Later, point: Tensor) -> Any:
+    """Return a value with another one assumed; None if it does not follow from known ones."""
+    if of is by:
+        return point
+    if of._function is None:
+        return of._value
+    missing = False
+
+    def valued(value: Any) -> Any:
+        nonlocal missing
+        if isinstance(value, Later):
+            found = _at(value, by, point)
+            missing = missing or found is None
+            return found
+        if isinstance(value, list | tuple):
+            return type(value)(valued(item) for item in value)
+        if isinstance(value, dict):
+            return {key: valued(item) for key, item in value.items()}
+        return value
+
+    args, kwargs = valued(of._args), valued(of._kwargs)
+    return None if missing else of._function(*args, **kwargs)
+
+
+def _no_slope(found: str) -> UsageError:
+    return UsageError(
+        f"expected the model's loss times numbers, found {found}: under pipeline parallelism "
+        "backward begins while forward still runs; make the loss in a function and hand it over "
+        "(accelerator.pipeline_step), or return it from the model"
+    )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.later import Later
+from drivetrain_megatron.pipeline.later import Later, slope
 from drivetrain_megatron.pipeline.shadow import (
     Facts,
     Fresh,
@@ -144,6 +144,20 @@ def proxy_like(
     """
     meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
     return StageProxy(facts_of(meta)._replace(device=device), requires_grad)
+
+
+def slope_of(proxy: StageProxy, by: StageProxy) -> Tensor:
+    """Return the derivative of a 0-d proxy by one that it follows from linearly, fp64.
+
+    Raises:
+        UsageError: it is no multiple of the other.
+    """
+    if proxy._later is None or by._later is None:
+        raise UsageError(
+            f"expected a 0-d loss, found a tensor of shape {proxy.facts.shape} whose values exist "
+            "on another pipeline stage; take its mean() or sum() in the model"
+        )
+    return slope(proxy._later, by._later)
 
 
 def resolve(proxy: StageProxy, value: Tensor) -> None:

@@ -24,12 +24,14 @@ from drivetrain.runtime.mesh import Axis
 
 
 class Direction(IntEnum):
-    """Which way a message goes; the value tells the tags of one stage apart."""
+    """What a message is; the value tells the tags of one stage apart."""
 
     FORWARD = 0
     """Outputs, to the next stage."""
     BACKWARD = 1
     """Gradients of outputs, to the stage before."""
+    TIED = 2
+    """Gradients of a copy of a parameter, to its owner, or its owner's values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +39,38 @@ class Message:
     """What a message is.
 
     Attributes:
-        direction: which way it goes.
+        direction: what it carries.
+        source: the stage that it comes from.
         stage: the stage that it goes to.
-        micro_batch: what it belongs to.
+        number: of the micro-batch, or of the parameter that stages share.
     """
 
     direction: Direction
+    source: int
     stage: int
-    micro_batch: int
+    number: int
 
-    @property
-    def source(self) -> int:
-        """The stage that it comes from."""
-        return self.stage - 1 if self.direction is Direction.FORWARD else self.stage + 1
+    @classmethod
+    def input_of(cls, stage: int, micro_batch: int) -> "Message":
+        """Return the message with a stage's input."""
+        return cls(Direction.FORWARD, stage - 1, stage, micro_batch)
+
+    @classmethod
+    def gradient_of(cls, stage: int, micro_batch: int) -> "Message":
+        """Return the message with the gradient of a stage's output."""
+        return cls(Direction.BACKWARD, stage + 1, stage, micro_batch)
 
     def __str__(self) -> str:
-        what = "input" if self.direction is Direction.FORWARD else "gradient of the output"
-        return f"{what} of stage {self.stage} for micro-batch {self.micro_batch}"
+        what = _WORDS[self.direction].format(self.stage)
+        kind = "parameter" if self.direction is Direction.TIED else "micro-batch"
+        return f"{what} for {kind} {self.number}"
+
+
+_WORDS = {
+    Direction.FORWARD: "input of stage {}",
+    Direction.BACKWARD: "gradient of the output of stage {}",
+    Direction.TIED: "values that stage {} shares with another",
+}
 
 
 class Meta(NamedTuple):

@@ -92,7 +92,9 @@ class Training(Scaling):
             self._window = WindowMean(self.gradient_state, counted=False)
         scaled = self.scaler.scale(self._window.divide(loss, weight))
         self._note_scale()
-        self._owner().backward(scaled, **options)
+        owner = self._owner()
+        owner.backward(scaled, **options)
+        owner.publish(loss)
         if self.sync_gradients:
             factor = self._window.finish(self.mesh["dp"], self.device)
             if factor is not None:

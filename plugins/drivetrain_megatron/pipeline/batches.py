@@ -1,0 +1,107 @@
+"""Cuts a model's inputs into micro-batches along dim 0, and joins what comes out of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from drivetrain.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The inputs of one pass through the pipeline.
+
+    Attributes:
+        args: positional inputs of the model.
+        kwargs: inputs by name.
+        rows: how many rows of the batch it has.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rows: int
+
+
+def cut_batch(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[MicroBatch]:
+    """Return micro-batches of as even a number of rows as can be.
+
+    The rows are those of the first tensor; every tensor of as many is cut, what else there is goes
+    with each micro-batch.
+
+    Args:
+        args: positional inputs of the model.
+        kwargs: inputs by name.
+        count: how many micro-batches; fewer when there are fewer rows.
+
+    Raises:
+        UsageError: there is no tensor with rows, or the batch is empty.
+    """
+    leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
+    rows = next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()), None)
+    if not rows:
+        raise UsageError(
+            f"expected a batch with rows to cut into micro-batches, found inputs of "
+            f"{[tuple(x.shape) for x in leaves if isinstance(x, Tensor)]}; pass tensors with the "
+            "batch on dim 0"
+        )
+    edges = [rows * index // min(count, rows) for index in range(min(count, rows) + 1)]
+    found = []
+    for start, stop in zip(edges, edges[1:], strict=False):
+        some = [
+            x[start:stop] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
+            for x in leaves
+        ]
+        given, named = tree_unflatten(some, tree)
+        found.append(MicroBatch(given, named, stop - start))
+    return found
+
+
+def join_outputs(outputs: Sequence[Any], batches: Sequence[MicroBatch]) -> Any:
+    """Return what the model would have returned for the whole batch.
+
+    Tensors with a row for each of the batch are concatenated; 0-d numbers are averaged by rows; of
+    what else there is, the first micro-batch's counts.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [tree_flatten(output) for output in outputs]
+    trees = {str(tree) for _, tree in flat}
+    if len(trees) > 1:
+        raise UsageError(
+            "expected the model to return the same structure for every micro-batch, found several; "
+            "set micro_batches: 1"
+        )
+    rows = [batch.rows for batch in batches]
+    joined = [_join(leaves, rows) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return tree_unflatten(joined, flat[0][1])
+
+
+def _join(leaves: Sequence[Any], rows: Sequence[int]) -> Any:
+    first = leaves[0]
+    if not isinstance(first, Tensor):
+        return first
+    if all(x.dim() and x.shape[0] == count for x, count in zip(leaves, rows, strict=True)):
+        return torch.cat(list(leaves))
+    if not first.dim() and first.is_floating_point():
+        parts = [x * (count / sum(rows)) for x, count in zip(leaves, rows, strict=True)]
+        return torch.stack(parts).sum()
+    return first
+
+
+def cut_from_graph(output: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
+    """Return an output whose tensors begin a new graph, these, and those that they stand for."""
+    inside: list[Tensor] = []
+    outside: list[Tensor] = []
+
+    def cut(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            return x
+        inside.append(x)
+        outside.append(x.detach().requires_grad_())
+        return outside[-1]
+
+    return tree_map(cut, output), outside, inside

@@ -1,0 +1,129 @@
+"""Makes the pipeline of a model: cuts it, leaves each rank its stages, and takes over its calls."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.errors import ConfigError
+from drivetrain.parts.collectives import Communicator
+from drivetrain.strategy import Run, Strategy
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.pipeline.cut import Cut, balanced, listed
+from drivetrain_megatron.pipeline.engine import Pipeline, Plan
+from drivetrain_megatron.pipeline.examples import Inputs
+from drivetrain_megatron.pipeline.profile import profile, scaled_edges
+from drivetrain_megatron.pipeline.recording import Recording
+from drivetrain_megatron.pipeline.stages import Split, split
+from drivetrain_megatron.pipeline.ties import SharedParameters
+from drivetrain_megatron.pipeline.transfer import Link
+
+
+class PipelineBuilder:
+    """Builds the pipeline of one model, step by step, as ``prepare`` needs it.
+
+    Args:
+        config: of the strategy.
+        run: the run.
+        axis: collectives over the axis ``pp``.
+    """
+
+    def __init__(self, config: MegatronConfig, run: Run, axis: Communicator) -> None:
+        self._config = config
+        self._run = run
+        self._axis = axis
+        self._stages = config.pp * config.chunks
+        self._link = Link(
+            run.mesh["pp"], run.traffic, run.world.device, run.world.timeout, self._stages
+        )
+        self._split: Split | None = None
+        self._shared: SharedParameters | None = None
+
+    def cut(self, model: nn.Module, recording: Recording, inputs: Inputs) -> Cut:
+        """Return where the stages begin.
+
+        Raises:
+            ConfigError: the model or the configured list does not allow it.
+        """
+        how = self._config.cut
+        if how == "cost":
+            return balanced(recording, self._stages)
+        if how == "uniform":
+            return balanced(recording, self._stages, [1.0] * len(recording.blocks), 0.0, 0.0)
+        if how == "profile":
+            seconds = profile(model, recording, inputs.args, inputs.kwargs)
+            return balanced(recording, self._stages, seconds, *scaled_edges(recording, seconds))
+        try:
+            layout = [int(part) for part in how.split(",")]
+        except ValueError:
+            raise ConfigError(
+                f"strategy.cut: expected cost, profile, uniform, or numbers of blocks such as "
+                f"6,8,8,6, found {how!r}"
+            ) from None
+        return listed(recording, self._stages, layout)
+
+    def split(
+        self, model: nn.Module, recording: Recording, cut: Cut, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Leave the model what this rank's stages need, and the optimizers their parameters."""
+        rank = self._axis.rank
+        owned = list(range(rank, self._stages, self._axis.size))
+        self._split = split(model, recording, cut, owned, self._run.world.device)
+        self._shared = SharedParameters(
+            model, self._split.ties, owned, self._axis.size, self._link
+        )
+        here = {id(parameter) for parameter in model.parameters()}
+        for optimizer in optimizers:
+            _keep(optimizer, here)
+
+    def start(self, model: nn.Module, inner: Strategy[Any]) -> Pipeline:
+        """Take over the model's calls, after the data-parallel strategy has prepared it."""
+        if self._split is None or self._shared is None:
+            raise RuntimeError("split() comes before start()")
+        plan = Plan(
+            self._config.schedule,
+            self._config.chunks,
+            self._config.micro_batches,
+            windowed=self._run.accumulation > 1 and not self._config.micro_batches,
+        )
+        pipeline = Pipeline(
+            self._split, self._run, inner, self._link, self._axis, self._shared, plan
+        )
+        forward = type(model).forward
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return pipeline.call(args, kwargs)
+
+        functools.update_wrapper(call, forward)
+        model.__dict__["forward"] = MethodType(call, model)
+        return pipeline
+
+    def close(self, model: nn.Module) -> None:
+        """Give the model's calls back; parameters of other stages stay away."""
+        model.__dict__.pop("forward", None)
+        if self._split is not None:
+            self._split.close()
+
+
+def _keep(optimizer: Optimizer, here: set[int]) -> None:
+    """Leave an optimizer the parameters of this rank."""
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in here]
+    for parameter in [p for p in optimizer.state if id(p) not in here]:
+        del optimizer.state[parameter]
+
+
+def stage_report(recording: Recording, cut: Cut, ranks: int) -> Mapping[int, str]:
+    """Return what each stage holds, in words."""
+    costs = recording.costs()
+    costs[0] += recording.between[0]
+    costs[-1] += recording.between[-1]
+    total = sum(costs) or 1.0
+    return {
+        stage: f"blocks {cut.blocks(stage).start} to {cut.blocks(stage).stop - 1} on pipeline rank "
+        f"{stage % ranks}, {sum(costs[i] for i in cut.blocks(stage)) / total:.0%} of the work"
+        for stage in range(cut.stages)
+    }

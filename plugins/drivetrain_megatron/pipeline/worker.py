@@ -1,0 +1,237 @@
+"""One stage at work: forward and backward of its micro-batches, and what is kept between them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.errors import UsageError
+from drivetrain.strategy import Strategy
+from drivetrain_megatron.pipeline.batches import MicroBatch
+from drivetrain_megatron.pipeline.interpreter import Send
+from drivetrain_megatron.pipeline.seeds import seeded
+from drivetrain_megatron.pipeline.stages import Stage
+from drivetrain_megatron.pipeline.ties import SharedParameters
+from drivetrain_megatron.pipeline.transfer import Meta
+
+LossOf = Callable[[Any], Tensor]
+"""Finds the loss in what the model returned."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is kept of a micro-batch until its backward.
+
+    Attributes:
+        received: leaves that stand for what came in.
+        roots: tensors that backward begins at.
+    """
+
+    received: tuple[Tensor, ...]
+    roots: tuple[Tensor, ...]
+
+
+class StageWorker:
+    """A stage during one step.
+
+    Args:
+        stage: the stage.
+        inner: the data-parallel strategy of the cell.
+        shared: the parameters that are shared with other stages.
+        device: where it computes.
+
+    Attributes:
+        outputs: what the model returned, by micro-batch: real on the last stage only.
+        final: the micro-batch whose backward is the rank's last one and synchronises gradients;
+            None while gradients stay local.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        inner: Strategy[Any],
+        shared: SharedParameters,
+        device: torch.device,
+    ) -> None:
+        self.stage = stage
+        self._inner = inner
+        self._shared = shared
+        self._device = device
+        self._kept: dict[int, _Kept] = {}
+        self.batches: dict[int, MicroBatch] = {}
+        self.outputs: dict[int, Any] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.final: int | None = None
+        self.loss_of: LossOf | None = None
+        self.seeds: dict[int, Tensor] = {}
+        self.losses_to_run: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+        self._begin: dict[int, list[Tensor]] = {}
+
+    # --- what the interpreter asks ---
+
+    def input_metas(self, micro_batch: int) -> list[Meta]:
+        """Return the facts of what comes from the stage before."""
+        batch = self.batches[micro_batch]
+        return [Meta(m.shape, m.dtype) for m in self.stage.receives(batch.args, batch.kwargs)]
+
+    def output_metas(self, micro_batch: int) -> list[Meta]:
+        """Return the facts of the gradients that come back."""
+        batch = self.batches[micro_batch]
+        sent = self.stage.sends(batch.args, batch.kwargs)
+        return [Meta(m.shape, m.dtype) for m in sent if m.requires_grad]
+
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the stage; keep what backward needs."""
+        batch = self.batches[micro_batch]
+        metas = self.stage.receives(batch.args, batch.kwargs)
+        grad = torch.is_grad_enabled()
+        received = tuple(
+            tensor.requires_grad_(grad and meta.requires_grad)
+            for tensor, meta in zip(inputs, metas, strict=True)
+        )
+        # A view, so that what the block changes in place is not the leaf itself.
+        views = tuple(t.view_as(t) if t.requires_grad else t for t in received)
+        found = self.stage.run(batch.args, batch.kwargs, views)
+        roots = found.sent
+        if self.stage.is_last:
+            self.outputs[micro_batch] = found.output
+            roots = ()
+            if self.loss_of is not None:
+                loss = self.loss_of(found.output)
+                self.losses[micro_batch] = loss.detach()
+                self.outputs[micro_batch] = None
+                roots = (loss,)
+        else:
+            self.outputs[micro_batch] = found.output
+        if grad:
+            self._kept[micro_batch] = _Kept(received, roots)
+        return found.sent
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
+        """Run backward of a micro-batch; gradients of inputs are sent as soon as they are there."""
+        if micro_batch in self.losses_to_run:
+            loss, options = self.losses_to_run.pop(micro_batch)
+            self._backward_from(loss, micro_batch, send, options)
+            return
+        kept = self._kept.pop(micro_batch)
+        roots = [root for root in kept.roots if root.requires_grad]
+        given = list(gradients)
+        if self.stage.is_last:
+            given = self._last_gradients(micro_batch, roots)
+        sender = _Sender(kept.received, send)
+        self._run_backward(roots, given, synchronize=self.final == micro_batch)
+        sender.finish()
+
+    def _last_gradients(self, micro_batch: int, roots: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients that the last stage begins with."""
+        if micro_batch in self._begin:
+            return self._begin.pop(micro_batch)
+        return [self.seeds[micro_batch].to(root.dtype) for root in roots]
+
+    def begin_at(
+        self, micro_batch: int, roots: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Say where the backward of a micro-batch of the last stage begins."""
+        self._kept[micro_batch].roots = tuple(roots)
+        self._begin[micro_batch] = list(gradients)
+
+    def _backward_from(
+        self, loss: Tensor, micro_batch: int, send: Send, options: dict[str, Any]
+    ) -> None:
+        """Run backward of the last stage from a loss that the script made of its output."""
+        kept = self._kept.pop(micro_batch)
+        sender = _Sender(kept.received, send)
+        final = self.final == micro_batch
+        with nullcontext() if final else self._inner.accumulating():
+            self._inner.backward(loss, **options)
+        if final:
+            self._shared.send_gradients()
+        sender.finish()
+
+    def backward_input(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
+        """Run the half of backward that makes the gradients of the inputs."""
+        raise UsageError("expected a schedule with whole backwards, found half of one")
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """Run the other half."""
+        raise UsageError("expected a schedule with whole backwards, found half of one")
+
+    # --- inside ---
+
+    @property
+    def waiting(self) -> int:
+        """How many micro-batches wait for their backward."""
+        return len(self._kept)
+
+    def clear(self) -> None:
+        """Forget micro-batches whose backward nobody asked for."""
+        for kept in (self._kept, self.batches, self.outputs, self.losses, self.seeds, self._begin):
+            kept.clear()
+        self.final = None
+
+    def _run_backward(
+        self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, synchronize: bool
+    ) -> None:
+        tensors, given = list(roots), list(gradients)
+        if synchronize:
+            parameters, summed = self._shared.receive_gradients()
+            tensors += parameters
+            given += summed
+        with nullcontext() if synchronize else self._inner.accumulating():
+            if tensors or synchronize:
+                self._inner.backward(seeded(tensors, given, self._device))
+        if synchronize:
+            self._shared.send_gradients()
+
+
+class _Sender:
+    """Sends the gradients of leaves when all of them have come; zeros for those that got none.
+
+    Args:
+        leaves: what a stage received.
+        send: sends the gradients of those that require one.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], send: Send) -> None:
+        self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        self._send = send
+        self._missing = len(self._leaves)
+        for leaf in self._leaves:
+            leaf.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """Send what has not been sent."""
+        if self._missing:
+            self._missing = 0
+            self._send_all()
+
+    def _arrived(self, leaf: Tensor) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self._send_all()
+
+    def _send_all(self) -> None:
+        gradients = [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves
+        ]
+        for leaf in self._leaves:
+            leaf.grad = None
+        self._send(gradients)
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """Return the loss in what a model returned: ``output.loss``, or the output itself if 0-d.
+
+    Returns:
+        A 0-d floating point tensor; None if the model makes none.
+    """
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None:
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        loss = leaves[0] if len(leaves) == 1 else None
+    is_loss = isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point()
+    return loss if is_loss else None

@@ -1,0 +1,131 @@
+"""Pipeline parallelism of whole models: losses, gradients and steps equal those of one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from drivetrain import Accelerator
+from drivetrain.testing.huggingface import ARCHITECTURES, logits_of, token_batch
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def build(name, layers=4):
+    torch.manual_seed(0)
+    return ARCHITECTURES[name](layers)
+
+
+def loss_outside(model, ids):
+    logits = logits_of(model(ids))
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1))
+
+
+class WithLoss(nn.Module):
+    """A model that makes its loss itself, in fp64."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    @property
+    def dummy_inputs(self):
+        return {"input_ids": token_batch(0)}
+
+    def forward(self, input_ids):
+        return {"loss": loss_outside(self.model, input_ids)}
+
+
+def loss_inside(model, ids):
+    return model(ids)["loss"]
+
+
+def check(name, loss_of, *, accumulation=1, rows=4, steps=3, **options):
+    model = build(name)
+    if loss_of is loss_inside:
+        model = WithLoss(model)
+    twin = copy.deepcopy(model)
+    accelerator = Accelerator(
+        strategy={"name": "megatron", **options},
+        gradient_accumulation_steps=accumulation,
+        cpu=True,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(steps):
+        losses = []
+        for micro in range(accumulation):
+            ids = token_batch(accumulation * step + micro, rows=rows)
+            with accelerator.accumulate(model):
+                loss = loss_of(model, ids)
+                accelerator.backward(loss)
+                losses.append(loss)
+                expected = loss_of(twin, ids)
+                (expected / accumulation).backward()
+                losses.append(expected.detach())
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    theirs = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+                    torch.testing.assert_close(norm, theirs, **EXACT)
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine, expected in zip(losses[::2], losses[1::2], strict=True):
+            assert mine.item() == pytest.approx(expected.item(), rel=1e-10)
+        other.step()
+        other.zero_grad()
+    whole = dict(twin.named_parameters())
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, whole[key], **EXACT, msg=lambda m: f"{key} {m}")
+    model.eval()
+    twin.eval()
+    with torch.no_grad():
+        ids = token_batch(99, rows=rows)
+        torch.testing.assert_close(loss_of(model, ids), loss_of(twin, ids), **EXACT)
+    accelerator.free_memory()
+
+
+EACH = pytest.mark.parametrize("name", list(ARCHITECTURES))
+LOSS = pytest.mark.parametrize("loss_of", [loss_outside, loss_inside])
+
+
+@EACH
+@LOSS
+@pytest.mark.ranks(2)
+def test_two_stages(name, loss_of):
+    check(name, loss_of, pp=2, micro_batches=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.ranks(2)
+def test_window(name):
+    check(name, loss_outside, pp=2, accumulation=3)
+
+
+@EACH
+@pytest.mark.parametrize("pp", [3, 4])
+@pytest.mark.ranks(4)
+def test_more_stages(name, pp):
+    if pp == 4:
+        check(name, loss_inside, pp=4, micro_batches=4)
+        check(name, loss_outside, pp=4, micro_batches=3)
+
+
+@pytest.mark.ranks(4)
+def test_window_of_four_stages():
+    check("gpt2", loss_outside, pp=4, accumulation=5)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.ranks(2)
+def test_schedules(schedule):
+    chunks = 2 if schedule == "interleaved" else 1
+    check("gpt2", loss_inside, pp=2, micro_batches=4, schedule=schedule, chunks=chunks)
+
+
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2"])
+@pytest.mark.ranks(4)
+def test_over_data_parallel_ranks(inner):
+    check("gpt2", loss_inside, pp=2, micro_batches=2, data_parallel={"name": inner})
