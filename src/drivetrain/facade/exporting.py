@@ -1,6 +1,7 @@
 """One model's weights as the script sees them: a state dict, or files that others can read."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Exporting(Core):
         entry = self._entry_of(model)
         state = _state(entry)
         copies: dict[int, Tensor] = {}
-        for batch in _batches(list(state), state):
+        for batch in _batches(list(state), state, entry):
             with entry.strategy.gathered(_parameters(batch, state), modify=False):
                 for name in batch:
                     tensor = state[name]
@@ -73,11 +74,14 @@ class Exporting(Core):
                     f"expected trainable parameters in {type(_inner(entry)).__name__} for "
                     "only_trainable=True, found none; export all of it without"
                 )
-        described = [checkpoint.ExportTensor.of(name, tensor) for name, tensor in state.items()]
+        described = [
+            checkpoint.ExportTensor.of(name, tensor, entry.strategy.whole_shape(tensor))
+            for name, tensor in state.items()
+        ]
         plan = checkpoint.plan_export(described, max_shard_size)
 
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-            for batch in _batches(names, state):
+            for batch in _batches(names, state, entry):
                 with entry.strategy.gathered(_parameters(batch, state), modify=False):
                     for name in batch:
                         yield name, state[name].detach()
@@ -102,12 +106,14 @@ def _state(entry: ModelEntry) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-def _batches(names: Sequence[str], state: Mapping[str, Tensor]) -> Iterator[list[str]]:
+def _batches(
+    names: Sequence[str], state: Mapping[str, Tensor], entry: ModelEntry
+) -> Iterator[list[str]]:
     """Yield names in order, as many at a time as may be gathered together."""
     batch: list[str] = []
     filled = 0
     for name in names:
-        size = state[name].numel() * state[name].element_size()
+        size = prod(entry.strategy.whole_shape(state[name])) * state[name].element_size()
         if batch and filled + size > GATHERED_BYTES:
             yield batch
             batch, filled = [], 0

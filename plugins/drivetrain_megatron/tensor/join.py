@@ -1,0 +1,39 @@
+"""Makes divided parameters whole for a while: for reading, surgery and export."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import nn
+
+from drivetrain.parts.collectives import Communicator
+from drivetrain.parts.replicate import replicate
+from drivetrain_megatron.tensor.operators import gathered
+from drivetrain_megatron.tensor.partition import Partition
+
+
+@contextmanager
+def joined(
+    ranks: Communicator, partitions: Mapping[nn.Parameter, Partition | None], *, modify: bool
+) -> Iterator[None]:
+    """Context in which parameters have their global shape and values on every rank. Collective.
+
+    Args:
+        ranks: the axis ``tp``.
+        partitions: how each parameter is cut; None where every rank has the whole.
+        modify: whether changes inside are kept: those of the axis's first rank, for all of them.
+    """
+    if ranks.size == 1:
+        yield
+        return
+    cut = {p: (p.data, partition) for p, partition in partitions.items() if partition is not None}
+    for parameter, (share, partition) in cut.items():
+        parameter.data = gathered(share, ranks, partition)
+    try:
+        yield
+        if modify:
+            replicate(partitions, ranks, "changed parameters")
+            for parameter, (share, partition) in cut.items():
+                share.copy_(partition.take(parameter.data, ranks.rank))
+    finally:
+        for parameter, (share, _) in cut.items():
+            parameter.data = share

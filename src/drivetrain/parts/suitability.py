@@ -1,0 +1,80 @@
+"""Whether an optimizer may step pieces of a parameter: asked of itself, by experiment.
+
+An element-wise optimizer gives the same result for a matrix and for its pieces. One that looks at
+whole matrices (Muon, Shampoo, Adafactor, LAMB) does not, and one that looks at all parameters at
+once (LBFGS) does not even for whole matrices. So a copy of the optimizer steps small tensors both
+ways, and the results are compared. No list of names has to be kept.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_SHAPE = (6, 4)
+_CUT = 10
+_STEPS = 3
+_RATE = 0.1
+
+
+def steps_each_alone(optimizer: Optimizer) -> bool:
+    """Return whether a step needs neither several parameters at once nor a closure."""
+    return _agrees(optimizer, [[0], [1]])
+
+
+def steps_pieces(optimizer: Optimizer) -> bool:
+    """Return whether stepping ranges of a flattened matrix is stepping the matrix."""
+    whole = _train(optimizer, [_matrix(0)])
+    flat = _matrix(0).flatten()
+    pieces = _train(optimizer, [flat[:_CUT], flat[_CUT:]])
+    if whole is None or pieces is None:
+        return False
+    return torch.allclose(whole[0].flatten(), torch.cat(pieces), rtol=1e-5)
+
+
+def _agrees(optimizer: Optimizer, parts: Sequence[Sequence[int]]) -> bool:
+    """Return whether stepping parameters in turn is stepping them together."""
+    together = _train(optimizer, [_matrix(0), _matrix(1)])
+    apart = [_train(optimizer, [_matrix(index) for index in part]) for part in parts]
+    if together is None or any(result is None for result in apart):
+        return False
+    flat = [tensor for result in apart for tensor in result or ()]
+    return all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(together, flat, strict=True))
+
+
+def _train(optimizer: Optimizer, values: Sequence[Tensor]) -> list[Tensor] | None:
+    """Step a copy of the optimizer over these values; None when it cannot."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    probe = _copy(optimizer, parameters)
+    try:
+        for step in range(_STEPS):
+            for parameter in parameters:
+                parameter.grad = torch.cos(parameter.detach() * 3.0 + step)
+            probe.step()
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+        return None
+    return [parameter.detach() for parameter in parameters]
+
+
+def _copy(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """Return an optimizer with the same attributes and options, other parameters, and no state."""
+    probe = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__)
+    probe.__dict__.pop("step", None)  # a scheduler put it there; it steps the original
+    group = dict(optimizer.param_groups[0]) if optimizer.param_groups else {}
+    if "lr" in group:
+        group["lr"] = _RATE  # a warm-up may start at zero, which hides every difference
+    probe.param_groups = [{**group, "params": list(parameters)}]
+    probe.state = defaultdict(dict)
+    probe._optimizer_step_pre_hooks = OrderedDict()
+    probe._optimizer_step_post_hooks = OrderedDict()
+    return probe
+
+
+def _matrix(index: int) -> Tensor:
+    """Return a small matrix whose rows and columns differ in size."""
+    rows, columns = _SHAPE
+    ramp = torch.arange(rows * columns, dtype=torch.float32, device="cpu").view(_SHAPE)
+    return torch.sin(ramp * (0.7 + index)) * (1.0 + 10.0 * index)
