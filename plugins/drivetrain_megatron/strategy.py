@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.log import get_logger
+from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.collectives import connect
 from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.naming import named_parameters, persistent_buffers
@@ -28,6 +29,7 @@ from drivetrain_megatron.pipeline.build import PipelineBuilder, stage_report
 from drivetrain_megatron.pipeline.engine import Pipeline
 from drivetrain_megatron.pipeline.examples import Inputs, example_inputs
 from drivetrain_megatron.pipeline.recording import record
+from drivetrain_megatron.tensor.dropout import Dropout, Source
 from drivetrain_megatron.tensor.model import TensorParallel, cut_states
 from drivetrain_megatron.tensor.join import joined
 from drivetrain_megatron.tensor.plan import models_plan, users_plan
@@ -56,6 +58,8 @@ class Megatron(Strategy[MegatronConfig]):
         )
         self._tensor: TensorParallel | None = None
         self._facts: dict[str, ParameterFacts] = {}
+        source = Source(config.dropout_seed, run.mesh["dp"].rank)
+        self._dropout = Dropout(source, self._tp)
         self._source: SharedSource | None = None
         self._builder = PipelineBuilder(config, run, self._pp) if config.pp > 1 else None
         self._pipeline: Pipeline | None = None
@@ -79,6 +83,7 @@ class Megatron(Strategy[MegatronConfig]):
             for name, parameter in named_parameters(model).items()
         }
         inputs = example_inputs(model) if self.config.tp * self.config.pp > 1 else Inputs()
+        self._dropout.find(model, inputs if self.config.tp * self.config.pp > 1 else None)
         recording = record(model, inputs.args, inputs.kwargs) if self._builder else None
         cut = self._builder.cut(model, recording, inputs) if self._builder and recording else None
         if self._tp.size > 1:
@@ -87,10 +92,14 @@ class Megatron(Strategy[MegatronConfig]):
             for optimizer in optimizers:
                 self._original.check_steps_parts(optimizer, self._facts)
                 cut_states(optimizer, by_parameter, self._tp.rank)
+        self._dropout.attach(model)
         if self._builder is not None and recording is not None and cut is not None:
             self._builder.split(model, recording, cut, optimizers)
             for stage, line in stage_report(recording, cut, self._pp.size).items():
                 logger.announce(f"stage {stage}: {line}")
+        if self._tensor is not None:
+            self._tensor.surround()
+        self._dropout.follow(repeated_blocks(model))
         if self._source is not None:
             self._source.divide(self._facts, self._tp.rank)
             self._inner.materialize(model, self._source)
@@ -205,6 +214,7 @@ class Megatron(Strategy[MegatronConfig]):
         """Take hooks off and end threads; layers stay divided."""
         if self._tensor is not None:
             self._tensor.close()
+        self._dropout.close()
         if self._builder is not None and self._pipeline is not None:
             self._builder.close(self._model)
         self._inner.close()
@@ -221,6 +231,7 @@ class Megatron(Strategy[MegatronConfig]):
         )
         plan = self._tensor.plan(model, inputs.args, inputs.kwargs)
         before = {name: p.nbytes for name, p in named_parameters(model).items()}
+        self._dropout.layouts = plan.layouts
         facts = self._tensor.divide(model, plan)
         for line in describe(plan, facts, before, self._tp.size):
             logger.announce(line)

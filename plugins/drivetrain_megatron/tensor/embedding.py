@@ -14,6 +14,7 @@ from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
 from drivetrain_megatron.tensor.edges import Edges
 from drivetrain_megatron.tensor.operators import gather
+from drivetrain_megatron.tensor.outline import is_outline
 from drivetrain_megatron.tensor.partition import Partition
 
 
@@ -31,6 +32,8 @@ class VocabularyEmbedding(Behavior):
 
     def forward(self, module: Any, words: Tensor) -> Tensor:
         """Return the features of words (...) as (..., features), or a shard of their sequence."""
+        if is_outline(words, module.weight):
+            return self.edges.leave(nn.functional.embedding(words, module.weight))
         vocabulary.check(words, self.words.size, "words")
         return self.edges.leave(self._own(module, words))
 
@@ -63,7 +66,8 @@ class FeatureEmbedding(Behavior):
 
     def forward(self, module: Any, words: Tensor) -> Tensor:
         """Return the features of words (...) as (..., features), or a shard of their sequence."""
-        vocabulary.check(words, module.num_embeddings, "words")
+        if not is_outline(words, module.weight):
+            vocabulary.check(words, module.num_embeddings, "words")
         own = nn.functional.embedding(words, module.weight, module.padding_idx)
         return self.edges.shard(gather(own, self.edges.ranks, self.features))
 

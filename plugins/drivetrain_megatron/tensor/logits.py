@@ -21,6 +21,7 @@ from drivetrain.parts.collectives import Communicator
 from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
 from drivetrain_megatron.tensor.operators import gather, gathered
+from drivetrain_megatron.tensor.outline import is_outline, outlined
 from drivetrain_megatron.tensor.partition import Partition
 
 
@@ -62,6 +63,8 @@ class ShardedLogits(Tensor):
         """
         if ranks.size == 1:
             return local
+        if is_outline(local):
+            return outlined(local, -1, partition.size)
         return _Wrap.apply(local, Cut(ranks, partition))  # type: ignore[no-any-return,no-untyped-call]
 
     def local(self) -> Tensor:

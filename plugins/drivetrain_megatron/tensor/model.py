@@ -29,7 +29,8 @@ from drivetrain_megatron.tensor.operators import gather, scatter
 from drivetrain_megatron.tensor.partition import even
 from drivetrain_megatron.tensor.plan import COLUMN, ROW, VOCABULARY, NamedPlan
 from drivetrain_megatron.tensor.plan import ATTENTION as ATTENTIONS
-from drivetrain_megatron.tensor.verify import Call, make_trial
+from drivetrain_megatron.tensor.sites import Layout, Layouts, Site, find_layouts, open_attentions
+from drivetrain_megatron.tensor.verify import Call, Trial, make_trial
 
 
 @dataclass(slots=True)
@@ -39,10 +40,12 @@ class ModelPlan:
     Attributes:
         blocks: what came of each block, by its name; "" is the model itself, if nothing repeats.
         vocabulary: names of the embeddings and linear layers that are divided by words.
+        layouts: how what blocks drop elements of is divided.
     """
 
     blocks: dict[str, Derivation] = field(default_factory=dict)
     vocabulary: list[str] = field(default_factory=list)
+    layouts: Layouts = field(default_factory=Layouts)
 
 
 class TensorParallel:
@@ -67,6 +70,7 @@ class TensorParallel:
         self._tokens = TokenShards() if sequence_parallel else None
         self._named = named
         self._strict = strict
+        self._blocks: list[NamedModule] = []
         self._handles: list[RemovableHandle] = []
 
     def plan(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelPlan:
@@ -83,20 +87,16 @@ class TensorParallel:
         calls = trace_calls(model, args, kwargs)
         blocks = calls.blocks or [("", model)]
         arguments = calls.arguments or {"": Call(tuple(args), dict(kwargs))}
-        known: dict[Any, Derivation] = {}
+        known: dict[Any, tuple[Derivation, Mapping[Site, Layout]]] = {}
         plan = ModelPlan()
         for name, block in blocks:
             kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
             layers = self._layers_of(name)
             key = (kind, None if layers is None else frozenset(layers))
             if key not in known:
-                known[key] = derive(
-                    make_trial(block, arguments[name]),
-                    self._ranks.size,
-                    sequence_parallel=self._tokens is not None,
-                    layers=layers,
-                )
-            plan.blocks[name] = known[key]
+                known[key] = self._tried(make_trial(block, arguments[name]), layers)
+            plan.blocks[name], found = known[key]
+            plan.layouts.add(name, found)
         if calls.blocks:
             plan.vocabulary = _vocabulary(model, calls)
         self._check(plan)
@@ -125,9 +125,21 @@ class TensorParallel:
         for name in plan.vocabulary:
             self._divide_vocabulary(model.get_submodule(name), names, facts, outside, done)
         keep_padded(model)
-        if self._tokens is not None and blocks:
-            self._surround(blocks)
+        open_attentions(model, self._ranks)
+        self._blocks = blocks
         return facts
+
+    def surround(self) -> None:
+        """Cut the activation that enters the first block, and join the one that leaves the last.
+
+        After the model was cut into stages: every stage must know how many tokens there are.
+        """
+        if self._tokens is None or not self._blocks:
+            return
+        region = _Region(self._ranks, self._tokens)
+        first, last = self._blocks[0][1], self._blocks[-1][1]
+        self._handles.append(first.register_forward_pre_hook(region.enter, with_kwargs=True))
+        self._handles.append(last.register_forward_hook(region.leave))
 
     def sum_partial(self, model: nn.Module, facts: Mapping[str, ParameterFacts]) -> None:
         """Sum the gradients of which each rank has a part, before anybody else sees them."""
@@ -163,6 +175,15 @@ class TensorParallel:
         total = gradient.contiguous().clone()
         self._ranks.all_reduce(total, label="gradients of replicated parameters").wait()
         return total
+
+    def _tried(
+        self, trial: Trial, layers: set[str] | None
+    ) -> tuple[Derivation, Mapping[Site, Layout]]:
+        """Return how a block is divided, and what its dropouts see then."""
+        ranks, tokens = self._ranks.size, self._tokens
+        found = derive(trial, ranks, sequence_parallel=tokens is not None, layers=layers)
+        layouts = {} if found.broken else find_layouts(trial, found.plan, ranks, tokens)
+        return found, layouts
 
     def _layers_of(self, block: str) -> set[str] | None:
         """Return the layers of a block that the plan lets divide, by their names inside of it."""
@@ -231,13 +252,6 @@ class TensorParallel:
             attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
         else:
             attach_column(module, edges, even(-1, rows, self._ranks.size), logits=True)
-
-    def _surround(self, blocks: Sequence[NamedModule]) -> None:
-        """Cut the activation that enters the first block, and join the one that leaves the last."""
-        region = _Region(self._ranks, self._tokens or TokenShards())
-        first, last = blocks[0][1], blocks[-1][1]
-        self._handles.append(first.register_forward_pre_hook(region.enter, with_kwargs=True))
-        self._handles.append(last.register_forward_hook(region.leave))
 
 
 _KINDS = {"colwise": COLUMN, "rowwise": ROW, "vocab": VOCABULARY, "attention": ATTENTIONS}

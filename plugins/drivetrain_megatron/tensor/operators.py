@@ -27,16 +27,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drivetrain.parts.collectives import Communicator, Handle
+from drivetrain_megatron.tensor.outline import is_outline, outlined
 from drivetrain_megatron.tensor.partition import Partition
 
 
 def copy(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the tensor; backward sums its gradients over ranks."""
+    if is_outline(tensor):
+        return tensor
     return tensor if ranks.size == 1 else _Copy.apply(tensor, ranks)  # type: ignore[no-untyped-call]
 
 
 def reduce(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the sum over ranks; backward passes the gradient on, equal on all ranks."""
+    if is_outline(tensor):
+        return tensor
     return tensor if ranks.size == 1 else _Reduce.apply(tensor, ranks)  # type: ignore[no-untyped-call]
 
 
@@ -52,6 +57,8 @@ def gather(
         partial: False: what follows is the same on all ranks, and so are the gradients. True: what
             follows differs, and the gradient is the sum over ranks of theirs.
     """
+    if is_outline(tensor):
+        return outlined(tensor, partition.dim, partition.size)
     if _is_alone(ranks, partition):
         return tensor
     return _Gather.apply(tensor, ranks, partition, partial)  # type: ignore[no-any-return,no-untyped-call]
@@ -59,6 +66,8 @@ def gather(
 
 def scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
     """Return this rank's share of a tensor that is the same on all ranks."""
+    if is_outline(tensor):
+        return outlined(tensor, partition.dim, partition.local_size(ranks.rank))
     if _is_alone(ranks, partition):
         return tensor
     return _Scatter.apply(tensor, ranks, partition)  # type: ignore[no-any-return,no-untyped-call]
@@ -66,6 +75,8 @@ def scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor
 
 def reduce_scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
     """Return this rank's share of the sum over ranks."""
+    if is_outline(tensor):
+        return outlined(tensor, partition.dim, partition.local_size(ranks.rank))
     if _is_alone(ranks, partition):
         return tensor
     return _ReduceScatter.apply(tensor, ranks, partition)  # type: ignore[no-any-return,no-untyped-call]

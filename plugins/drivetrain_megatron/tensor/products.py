@@ -16,11 +16,14 @@ from torch.autograd.function import once_differentiable
 from drivetrain.parts.collectives import Communicator
 from drivetrain_megatron.tensor.operators import (
     Pending,
+    gather,
     gathered,
+    reduce_scatter,
     start_scattered_sum,
     start_sum,
     unviewed,
 )
+from drivetrain_megatron.tensor.outline import is_outline
 from drivetrain_megatron.tensor.partition import Partition
 
 
@@ -69,6 +72,10 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Prod
         bias: this rank's part of it.
         product: how.
     """
+    if is_outline(x, weight):
+        if product.sequence is not None:
+            x = gather(x, product.ranks, product.sequence, partial=True)
+        return product.of(x, weight, bias)
     return _ColumnProduct.apply(x, weight, bias, product)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -80,6 +87,11 @@ def row_product(x: Tensor, weight: Tensor, product: Product) -> Tensor:
         weight: this rank's inputs of the weight.
         product: how.
     """
+    if is_outline(x, weight):
+        out = product.of(x, weight, None)
+        if product.sequence is None:
+            return out
+        return reduce_scatter(out, product.ranks, product.sequence)
     return _RowProduct.apply(x, weight, product)  # type: ignore[no-any-return,no-untyped-call]
 
 

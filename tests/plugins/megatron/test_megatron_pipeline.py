@@ -77,8 +77,9 @@ def check(name, loss_of, *, accumulation=1, rows=4, steps=3, **options):
         other.step()
         other.zero_grad()
     whole = dict(twin.named_parameters())
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, whole[key], **EXACT, msg=lambda m: f"{key} {m}")
+    with accelerator.gathered(model):
+        for key, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter, whole[key], **EXACT, msg=lambda m: f"{key} {m}")
     model.eval()
     twin.eval()
     with torch.no_grad():
@@ -129,3 +130,12 @@ def test_schedules(schedule):
 @pytest.mark.ranks(4)
 def test_over_data_parallel_ranks(inner):
     check("gpt2", loss_inside, pp=2, micro_batches=2, data_parallel={"name": inner})
+
+
+@EACH
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "shards"])
+@pytest.mark.ranks(4)
+def test_tensor_and_pipeline(name, sequence_parallel):
+    options = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "micro_batches": 2}
+    check(name, loss_outside, **options)
+    check(name, loss_inside, **options)
