@@ -40,6 +40,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
 
     def __init__(self, config: ConfigT, run: Run) -> None:
         super().__init__(config, run)
+        self._model = nn.Module()  # until there is one
         world = run.world
         self._communicator: Communicator = connect(
             run.mesh["dp"], run.traffic, world.device, world.timeout, checked=self.checks_order

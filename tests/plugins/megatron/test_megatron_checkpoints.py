@@ -240,21 +240,33 @@ def test_tied_weights_are_saved_once(tmp_path):
     trained.close()
 
 
+class Pair(nn.Module):
+    """A block of two layers."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.up = nn.Linear(8, hidden)
+        self.down = nn.Linear(hidden, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
 class Other(nn.Module):
-    """The model of a checkpoint, with a layer more, and one of another shape."""
+    """A model of blocks, of some width, perhaps with a layer more."""
 
     def __init__(self, hidden, *, extra):
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, 8)
-        self.up = nn.Linear(8, hidden)
-        self.down = nn.Linear(hidden, 8)
+        self.blocks = nn.ModuleList(Pair(hidden) for _ in range(2))
+        self.extra = nn.Linear(8, 8) if extra else nn.Identity()
         self.head = nn.Linear(8, VOCABULARY)
-        if extra:
-            self.extra = nn.Linear(8, 8)
 
     def forward(self, ids):
-        x = self.down(torch.relu(self.up(self.words(ids))))
-        return self.head(self.extra(x) if hasattr(self, "extra") else x)
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.extra(x))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +274,7 @@ class Other(nn.Module):
     [
         ((6, True), (6, False), "2 in the checkpoint only: 'extra.bias', 'extra.weight'"),
         ((6, False), (6, True), "2 missing from the checkpoint: 'extra.weight', 'extra.bias'"),
-        ((6, False), (5, False), r"'up.weight': expected \(5, 8\), found \(6, 8\)"),
+        ((6, False), (5, False), r"'blocks.0.up.weight': expected \(5, 8\), found \(6, 8\)"),
     ],
 )
 @pytest.mark.ranks(2)
