@@ -34,6 +34,10 @@ class MegatronConfig:
         False,
         help="Whether norms, dropouts and residuals are divided over tp by tokens, too.",
     )
+    dropout_seed: int = option(
+        0,
+        help="Seed of the dropout masks, which do not depend on tp or on sequence_parallel.",
+    )
     plan: Mapping[str, str] = mapping(
         help="How layers are divided: patterns of module names (* for any text) and a style for "
         "each; empty takes the model's own plan, or one derived from its structure."

@@ -6,6 +6,7 @@ name. Its attributes, parameters, hooks and its place in the model are untouched
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,25 @@ class Behavior(ABC):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Behavior":
         return self  # communicators have threads and groups
+
+
+class Own(Behavior):
+    """What a module does by itself."""
+
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute by the module's own class."""
+        return original_class(module).forward(module, *args, **kwargs)
+
+
+class Surrounding(Behavior):
+    """Adds something to what a module does.
+
+    Args:
+        inner: how it computes otherwise.
+    """
+
+    def __init__(self, inner: Behavior) -> None:
+        self.inner = inner
 
 
 class Parallel:
@@ -88,6 +108,31 @@ def detach(module: nn.Module) -> None:
         restored: Any = module
         restored.__class__ = module._drivetrain_original
         del module.__dict__[_KEY]
+
+
+def surround(module: nn.Module, make: Callable[[Behavior], Surrounding]) -> None:
+    """Add to what a module does, whether it has a behavior or not; ``release`` takes it away.
+
+    Args:
+        module: the user's module.
+        make: returns what it does from now on; gets what it did.
+    """
+    inner = behavior_of(module)
+    if inner is None:
+        attach(module, make(Own()))
+    else:
+        module.__dict__[_KEY] = make(inner)
+
+
+def release(module: nn.Module) -> None:
+    """Take what ``surround`` added last to a module away."""
+    behavior = behavior_of(module)
+    if not isinstance(behavior, Surrounding):
+        return
+    if isinstance(behavior.inner, Own):
+        detach(module)
+    else:
+        module.__dict__[_KEY] = behavior.inner
 
 
 def behavior_of(module: nn.Module) -> Behavior | None:

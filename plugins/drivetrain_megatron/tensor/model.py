@@ -27,8 +27,8 @@ from drivetrain_megatron.tensor.layers import features_of, is_linear, is_transpo
 from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.operators import gather, scatter
 from drivetrain_megatron.tensor.partition import even
-from drivetrain_megatron.tensor.plan import COLUMN, ROW, VOCABULARY, NamedPlan
 from drivetrain_megatron.tensor.plan import ATTENTION as ATTENTIONS
+from drivetrain_megatron.tensor.plan import COLUMN, ROW, VOCABULARY, NamedPlan
 from drivetrain_megatron.tensor.sites import Layout, Layouts, Site, find_layouts, open_attentions
 from drivetrain_megatron.tensor.verify import Call, Trial, make_trial
 

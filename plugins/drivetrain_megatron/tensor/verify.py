@@ -110,7 +110,7 @@ def make_trial(block: nn.Module, call: Call) -> Trial:
         args, kwargs = wide.copied()
         first = _floating(trial(*args, **kwargs))[0]
     gradient = _random(first.shape, generator)
-    return Trial(trial, wide, gradient, _run(trial, wide, gradient))
+    return Trial(trial, wide, gradient, run_block(trial, wide, gradient))
 
 
 def verify(
@@ -134,7 +134,7 @@ def verify(
         edges = Edges(communicator, tokens)
         block = copy.deepcopy(trial.block)
         facts = divide(block, plan, edges)
-        return _run(block, trial.call, trial.seed_gradient, edges), facts
+        return run_block(block, trial.call, trial.seed_gradient, edges), facts
 
     try:
         found = run_emulated(ranks, one_rank)
@@ -148,10 +148,10 @@ def _compare(
 ) -> tuple[frozenset[str] | None, str]:
     for results in found:
         if len(results.outputs) != len(expected.outputs) or not all(
-            map(_close, results.outputs, expected.outputs)
+            map(is_close, results.outputs, expected.outputs)
         ):
             return None, "outputs differ"
-        if not _close(results.given, expected.given):
+        if not is_close(results.given, expected.given):
             return None, "the gradients of the inputs differ"
     sizes = [g.norm().item() for g in expected.parameters.values() if g is not None]
     noise = NOISE * max(sizes, default=0.0)
@@ -177,13 +177,15 @@ def _kind_of(
         joined = torch.zeros_like(whole)
         for rank, gradient in enumerate(gradients):
             facts.partition.add(joined, gradient, rank)
-        return "equal" if _close(joined, whole, noise) else None
-    if all(_close(gradient, whole, noise) for gradient in gradients):
+        return "equal" if is_close(joined, whole, noise) else None
+    if all(is_close(gradient, whole, noise) for gradient in gradients):
         return "equal"
-    return "partial" if _close(torch.stack(gradients).sum(0), whole, noise) else None
+    return "partial" if is_close(torch.stack(gradients).sum(0), whole, noise) else None
 
 
-def _run(block: nn.Module, call: Call, gradient: Tensor, edges: Edges | None = None) -> Results:
+def run_block(
+    block: nn.Module, call: Call, gradient: Tensor, edges: Edges | None = None
+) -> Results:
     """Run forward and backward; with edges as one of the ranks."""
     args, kwargs = call.copied()
     given = _activation((args, kwargs)).requires_grad_()
@@ -244,7 +246,8 @@ def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, device="cpu", generator=generator)
 
 
-def _close(found: Tensor, expected: Tensor, noise: float = 0.0) -> bool:
+def is_close(found: Tensor, expected: Tensor, noise: float = 0.0) -> bool:
+    """Whether a tensor is what was expected, but for rounding and this much noise."""
     if found.shape != expected.shape:
         return False
     error = torch.linalg.vector_norm(found - expected)
