@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def cut_batch(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> lis
         )
     edges = [rows * index // min(count, rows) for index in range(min(count, rows) + 1)]
     found = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         some = [
             x[start:stop] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
             for x in leaves

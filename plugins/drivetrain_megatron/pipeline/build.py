@@ -20,6 +20,7 @@ from drivetrain_megatron.pipeline.recording import Recording
 from drivetrain_megatron.pipeline.stages import Split, split
 from drivetrain_megatron.pipeline.ties import SharedParameters
 from drivetrain_megatron.pipeline.transfer import Link
+from drivetrain_megatron.pipeline.weights import WeightGradients
 
 
 class PipelineBuilder:
@@ -41,6 +42,8 @@ class PipelineBuilder:
         )
         self._split: Split | None = None
         self._shared: SharedParameters | None = None
+        self._weights = WeightGradients()
+        self._deferring: list[nn.Module] = []
 
     def cut(self, model: nn.Module, recording: Recording, inputs: Inputs) -> Cut:
         """Return where the stages begin.
@@ -72,9 +75,7 @@ class PipelineBuilder:
         rank = self._axis.rank
         owned = list(range(rank, self._stages, self._axis.size))
         self._split = split(model, recording, cut, owned, self._run.world.device)
-        self._shared = SharedParameters(
-            model, self._split.ties, owned, self._axis.size, self._link
-        )
+        self._shared = SharedParameters(model, self._split.ties, owned, self._axis.size, self._link)
         here = {id(parameter) for parameter in model.parameters()}
         for optimizer in optimizers:
             _keep(optimizer, here)
@@ -89,8 +90,10 @@ class PipelineBuilder:
             self._config.micro_batches,
             windowed=self._run.accumulation > 1 and not self._config.micro_batches,
         )
+        if self._config.schedule == "zb-h1":
+            self._deferring = self._weights.attach_to(model)
         pipeline = Pipeline(
-            self._split, self._run, inner, self._link, self._axis, self._shared, plan
+            self._split, self._run, inner, self._link, self._axis, self._shared, self._weights, plan
         )
         forward = type(model).forward
 
@@ -104,6 +107,7 @@ class PipelineBuilder:
     def close(self, model: nn.Module) -> None:
         """Give the model's calls back; parameters of other stages stay away."""
         model.__dict__.pop("forward", None)
+        self._weights.detach_from(self._deferring)
         if self._split is not None:
             self._split.close()
 

@@ -37,9 +37,10 @@ from drivetrain_megatron.pipeline.proxy import (
 )
 from drivetrain_megatron.pipeline.schedules import make_schedule
 from drivetrain_megatron.pipeline.simulate import Span
-from drivetrain_megatron.pipeline.stages import Split
+from drivetrain_megatron.pipeline.stages import Split, Stage
 from drivetrain_megatron.pipeline.ties import SharedParameters
 from drivetrain_megatron.pipeline.transfer import Link
+from drivetrain_megatron.pipeline.weights import WeightGradients
 from drivetrain_megatron.pipeline.worker import LossOf, StageWorker, find_loss
 
 
@@ -93,6 +94,7 @@ class Pipeline:
         link: this rank's end of the pipeline.
         axis: collectives over the axis ``pp``.
         shared: parameters that stages share.
+        weights: products whose weights' gradients are computed later.
         plan: how it runs.
     """
 
@@ -104,6 +106,7 @@ class Pipeline:
         link: Link,
         axis: Communicator,
         shared: SharedParameters,
+        weights: WeightGradients,
         plan: Plan,
     ) -> None:
         self._run = run
@@ -112,9 +115,8 @@ class Pipeline:
         self._shared = shared
         self._plan = plan
         self._device = run.world.device
-        self._workers = {
-            stage.index: StageWorker(stage, inner, shared, self._device) for stage in split.stages
-        }
+        self._weights = weights
+        self._workers = {stage.index: self._worker(stage) for stage in split.stages}
         self._ranks, self._rank = axis.size, axis.rank
         self._stages = axis.size * plan.chunks
         self._interpreter = Interpreter(self._workers, self._stages, link)
@@ -124,6 +126,9 @@ class Pipeline:
         self._stale = False
         self._unpublished: list[Tensor] = []
         self.spans: list[Span] = []
+
+    def _worker(self, stage: Stage) -> StageWorker:
+        return StageWorker(stage, self._inner, self._shared, self._weights, self._device)
 
     @property
     def _last(self) -> StageWorker | None:
@@ -197,10 +202,7 @@ class Pipeline:
     def _evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run forward only, and give every stage what the last one returns."""
         batches = cut_batch(args, kwargs, self._plan.micro_batches or self._ranks)
-        workers = {
-            index: StageWorker(worker.stage, self._inner, self._shared, self._device)
-            for index, worker in self._workers.items()
-        }
+        workers = {index: self._worker(worker.stage) for index, worker in self._workers.items()}
         for worker in workers.values():
             worker.batches = dict(enumerate(batches))
         actions = [
@@ -292,7 +294,11 @@ class Pipeline:
             worker.seeds = {i: factor * share for i, share in enumerate(shares)}
         if synchronize:
             final = next(action for action in reversed(actions) if action.kind.frees)
-            self._workers[final.stage].final = final.micro_batch
+            worker = self._workers[final.stage]
+            if final.kind is Kind.WEIGHT:
+                worker.final_weight = final.micro_batch
+            else:
+                worker.final = final.micro_batch
         with _casting(pending.autocast), torch.enable_grad():
             self.spans = self._interpreter.run_actions(actions)
         total = torch.zeros((), dtype=pending.loss.dtype, device=self._device)  # type: ignore[union-attr]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.errors import UsageError
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.interpreter import Send
@@ -17,6 +16,7 @@ from drivetrain_megatron.pipeline.seeds import seeded
 from drivetrain_megatron.pipeline.stages import Stage
 from drivetrain_megatron.pipeline.ties import SharedParameters
 from drivetrain_megatron.pipeline.transfer import Meta
+from drivetrain_megatron.pipeline.weights import WeightGradients
 
 LossOf = Callable[[Any], Tensor]
 """Finds the loss in what the model returned."""
@@ -42,12 +42,14 @@ class StageWorker:
         stage: the stage.
         inner: the data-parallel strategy of the cell.
         shared: the parameters that are shared with other stages.
+        weights: products whose weights' gradients are computed later.
         device: where it computes.
 
     Attributes:
         outputs: what the model returned, by micro-batch: real on the last stage only.
         final: the micro-batch whose backward is the rank's last one and synchronises gradients;
             None while gradients stay local.
+        final_weight: the same, where the half for the weights is the last one.
     """
 
     def __init__(
@@ -55,17 +57,20 @@ class StageWorker:
         stage: Stage,
         inner: Strategy[Any],
         shared: SharedParameters,
+        weights: WeightGradients,
         device: torch.device,
     ) -> None:
         self.stage = stage
         self._inner = inner
         self._shared = shared
+        self._weights = weights
         self._device = device
         self._kept: dict[int, _Kept] = {}
         self.batches: dict[int, MicroBatch] = {}
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.final: int | None = None
+        self.final_weight: int | None = None
         self.loss_of: LossOf | None = None
         self.seeds: dict[int, Tensor] = {}
         self.losses_to_run: dict[int, tuple[Tensor, dict[str, Any]]] = {}
@@ -154,11 +159,13 @@ class StageWorker:
 
     def backward_input(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
         """Run the half of backward that makes the gradients of the inputs."""
-        raise UsageError("expected a schedule with whole backwards, found half of one")
+        with self._weights.collecting(micro_batch):
+            self.backward(micro_batch, gradients, send)
 
     def backward_weight(self, micro_batch: int) -> None:
         """Run the other half."""
-        raise UsageError("expected a schedule with whole backwards, found half of one")
+        parameters, gradients = self._weights.compute(micro_batch)
+        self._run_backward(parameters, gradients, synchronize=self.final_weight == micro_batch)
 
     # --- inside ---
 
@@ -171,7 +178,8 @@ class StageWorker:
         """Forget micro-batches whose backward nobody asked for."""
         for kept in (self._kept, self.batches, self.outputs, self.losses, self.seeds, self._begin):
             kept.clear()
-        self.final = None
+        self.final = self.final_weight = None
+        self._weights.clear()
 
     def _run_backward(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, synchronize: bool

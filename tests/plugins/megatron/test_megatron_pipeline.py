@@ -119,17 +119,20 @@ def test_window_of_four_stages():
     check("gpt2", loss_outside, pp=4, accumulation=5)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
 @pytest.mark.ranks(2)
 def test_schedules(schedule):
     chunks = 2 if schedule == "interleaved" else 1
     check("gpt2", loss_inside, pp=2, micro_batches=4, schedule=schedule, chunks=chunks)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2"])
 @pytest.mark.ranks(4)
-def test_over_data_parallel_ranks(inner):
-    check("gpt2", loss_inside, pp=2, micro_batches=2, data_parallel={"name": inner})
+def test_over_data_parallel_ranks(inner, schedule):
+    check(
+        "gpt2", loss_inside, pp=2, micro_batches=3, data_parallel={"name": inner}, schedule=schedule
+    )
 
 
 @EACH
