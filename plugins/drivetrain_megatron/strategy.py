@@ -4,7 +4,7 @@ The cell's parameters, what is left of the user's model on this rank, are handed
 strategy, which does not know that they are parts.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -123,6 +123,19 @@ class Megatron(Strategy[MegatronConfig]):
             self._inner.backward(loss, **options)
         else:
             self._pipeline.backward(loss, synchronize=self._synchronizing, **options)
+
+    def loss(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        targets: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+    ) -> Tensor:
+        """Return the loss of a batch; in a pipeline it is computed with its backward."""
+        if self._pipeline is None:
+            return super().loss(model, args, kwargs, targets, loss_fn)
+        return self._pipeline.loss(args, kwargs, targets, loss_fn)
 
     def publish(self, loss: Tensor) -> None:
         """Give every stage the value of a loss that the last one has."""

@@ -5,7 +5,7 @@ object per prepared model, so nothing about a run is global, and it never asks w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
@@ -257,6 +257,25 @@ class Strategy(ABC, Generic[ConfigT]):
         Inside ``accumulating()`` they stay local. Must work with a loss that does not reach this
         model on some rank. The options are those of ``Tensor.backward``, such as ``retain_graph``.
         """
+
+    def loss(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        targets: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+    ) -> Tensor:
+        """Return the mean loss of a batch, which ``backward`` is given next.
+
+        Args:
+            model: the prepared model.
+            args: its positional inputs.
+            kwargs: its inputs by name.
+            targets: the second argument of the loss function.
+            loss_fn: of (output, targets); 0-d.
+        """
+        return loss_fn(model(*args, **kwargs), targets)
 
     def publish(self, loss: Tensor) -> None:
         """Give ranks that did not compute a loss its value, after backward; by default all did."""

@@ -20,14 +20,18 @@ class MicroBatch:
         args: positional inputs of the model.
         kwargs: inputs by name.
         rows: how many rows of the batch it has.
+        targets: what a loss function compares the output with.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     rows: int
+    targets: Any = None
 
 
-def cut_batch(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[MicroBatch]:
+def cut_batch(
+    args: Sequence[Any], kwargs: Mapping[str, Any], count: int, targets: Any = None
+) -> list[MicroBatch]:
     """Return micro-batches of as even a number of rows as can be.
 
     The rows are those of the first tensor; every tensor of as many is cut, what else there is goes
@@ -37,11 +41,12 @@ def cut_batch(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> lis
         args: positional inputs of the model.
         kwargs: inputs by name.
         count: how many micro-batches; fewer when there are fewer rows.
+        targets: cut as the inputs are.
 
     Raises:
         UsageError: there is no tensor with rows, or the batch is empty.
     """
-    leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
+    leaves, tree = tree_flatten((tuple(args), dict(kwargs), targets))
     rows = next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()), None)
     if not rows:
         raise UsageError(
@@ -56,8 +61,8 @@ def cut_batch(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> lis
             x[start:stop] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
             for x in leaves
         ]
-        given, named = tree_unflatten(some, tree)
-        found.append(MicroBatch(given, named, stop - start))
+        given, named, wanted = tree_unflatten(some, tree)
+        found.append(MicroBatch(given, named, stop - start, wanted))
     return found
 
 

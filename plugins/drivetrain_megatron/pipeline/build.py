@@ -13,7 +13,7 @@ from drivetrain.parts.collectives import Communicator
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import Cut, balanced, listed
-from drivetrain_megatron.pipeline.engine import Pipeline, Plan
+from drivetrain_megatron.pipeline.engine import Parts, Pipeline, Plan
 from drivetrain_megatron.pipeline.examples import Inputs
 from drivetrain_megatron.pipeline.profile import profile, scaled_edges
 from drivetrain_megatron.pipeline.recording import Recording
@@ -92,9 +92,8 @@ class PipelineBuilder:
         )
         if self._config.schedule == "zb-h1":
             self._deferring = self._weights.attach_to(model)
-        pipeline = Pipeline(
-            self._split, self._run, inner, self._link, self._axis, self._shared, self._weights, plan
-        )
+        parts = Parts(self._link, self._axis, self._shared, self._weights)
+        pipeline = Pipeline(self._split, self._run, inner, parts, plan)
         forward = type(model).forward
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -61,6 +61,23 @@ class Plan:
     windowed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What connects the stages of a pipeline, and what they share.
+
+    Attributes:
+        link: this rank's end of the pipeline.
+        axis: collectives over the axis ``pp``.
+        shared: parameters that several stages use.
+        weights: products whose weights' gradients are computed later.
+    """
+
+    link: Link
+    axis: Communicator
+    shared: SharedParameters
+    weights: WeightGradients
+
+
 @dataclass(slots=True)
 class _Pending:
     """A call whose backward has not come.
@@ -91,10 +108,7 @@ class Pipeline:
         split: the stages.
         run: the run.
         inner: the data-parallel strategy of the cell.
-        link: this rank's end of the pipeline.
-        axis: collectives over the axis ``pp``.
-        shared: parameters that stages share.
-        weights: products whose weights' gradients are computed later.
+        parts: what connects the stages.
         plan: how it runs.
     """
 
@@ -103,23 +117,20 @@ class Pipeline:
         split: Split,
         run: Run,
         inner: Strategy[Any],
-        link: Link,
-        axis: Communicator,
-        shared: SharedParameters,
-        weights: WeightGradients,
+        parts: Parts,
         plan: Plan,
     ) -> None:
         self._run = run
         self._inner = inner
-        self._axis = axis
-        self._shared = shared
+        self._axis = axis = parts.axis
+        self._shared = parts.shared
         self._plan = plan
         self._device = run.world.device
-        self._weights = weights
+        self._weights = parts.weights
         self._workers = {stage.index: self._worker(stage) for stage in split.stages}
         self._ranks, self._rank = axis.size, axis.rank
         self._stages = axis.size * plan.chunks
-        self._interpreter = Interpreter(self._workers, self._stages, link)
+        self._interpreter = Interpreter(self._workers, self._stages, parts.link)
         self._pending: list[_Pending] = []
         self._window = 0
         self._behind = 0
@@ -149,12 +160,28 @@ class Pipeline:
             return self._promise(batches, outline)
         return self._forward_all(batches)
 
-    def loss(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_fn: LossOf) -> Tensor:
-        """Return the loss of a batch, whose value comes with its backward (L3)."""
+    def loss(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, loss_fn: LossOf
+    ) -> Tensor:
+        """Return the loss of a batch, whose value comes with its backward (L3).
+
+        Args:
+            args: positional inputs of the model.
+            kwargs: inputs by name.
+            targets: cut into micro-batches with the inputs.
+            loss_fn: of (output, targets) of a micro-batch: the mean over its rows.
+        """
         self._refresh()
-        batches = cut_batch(args, kwargs, self._plan.micro_batches or self._ranks)
+        count = self._plan.micro_batches or self._ranks
         loss = self._promised(torch.float32)
-        self._pending.append(_Pending(batches, loss, loss_fn, autocast=_autocast(self._device)))
+        self._pending.append(
+            _Pending(
+                cut_batch(args, kwargs, count, targets),
+                loss,
+                loss_fn,
+                autocast=_autocast(self._device),
+            )
+        )
         return loss
 
     def _outline(self, batches: Sequence[MicroBatch]) -> Any:
@@ -382,7 +409,7 @@ class Pipeline:
         self._stale = True
 
 
-def _loss_in(output: Any) -> Tensor:
+def _loss_in(output: Any, targets: Any) -> Tensor:
     loss = find_loss(output)
     if loss is None:
         raise UsageError("expected a model that returns its loss for every micro-batch, found none")

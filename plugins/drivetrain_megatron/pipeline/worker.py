@@ -18,8 +18,8 @@ from drivetrain_megatron.pipeline.ties import SharedParameters
 from drivetrain_megatron.pipeline.transfer import Meta
 from drivetrain_megatron.pipeline.weights import WeightGradients
 
-LossOf = Callable[[Any], Tensor]
-"""Finds the loss in what the model returned."""
+LossOf = Callable[[Any, Any], Tensor]
+"""Makes the loss of what the model returned and of the micro-batch's targets."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class StageWorker:
             self.outputs[micro_batch] = found.output
             roots = ()
             if self.loss_of is not None:
-                loss = self.loss_of(found.output)
+                loss = self.loss_of(found.output, batch.targets)
                 self.losses[micro_batch] = loss.detach()
                 self.outputs[micro_batch] = None
                 roots = (loss,)

@@ -1,6 +1,6 @@
 """The verbs of the training step: accumulate, backward, clip, and what belongs between them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,45 @@ class Training(Scaling):
             if factor is not None:
                 for entry in self._entries:
                     entry.strategy.scale_gradients(factor)
+
+    def pipeline_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        weight: float | Tensor | None = None,
+    ) -> Tensor:
+        """Run forward and backward of a batch, in whatever order the strategy is fastest with.
+
+        The same loop works under every strategy; a pipeline may use any schedule, since it has the
+        whole batch at once.
+
+        Args:
+            model: a prepared model.
+            inputs: a mapping of inputs by name, a tuple of positional ones, or one tensor.
+            targets: the second argument of the loss function; cut into micro-batches as inputs are.
+            loss_fn: of (output, targets), the mean over the rows; None where the model returns its
+                loss.
+            weight: what this batch counts for, see ``backward``.
+
+        Returns:
+            The loss, 0-d, detached, with its value on every rank.
+        """
+        entry = self._entry_of(model)
+        args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (args, {})
+        if loss_fn is None:
+            output = model(*args, **kwargs)
+            loss = (
+                output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
+            )
+        else:
+            loss = entry.strategy.loss(entry.model, args, kwargs, targets, loss_fn)
+            self._last_run = entry
+        self.backward(loss, weight=weight)
+        return loss.detach()
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.testing.huggingface import ARCHITECTURES, logits_of, token_batch
+from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -142,3 +142,28 @@ def test_tensor_and_pipeline(name, sequence_parallel):
     options = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "micro_batches": 2}
     check(name, loss_outside, **options)
     check(name, loss_inside, **options)
+
+
+def step_loss(output, targets):
+    return F.cross_entropy(logits_of(output).view(-1, VOCABULARY), targets.view(-1))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+@pytest.mark.ranks(2)
+def test_explicit_step(schedule):
+    """A loss function is handed over: any schedule, and the loss has its value everywhere."""
+    model = build("llama")
+    twin = copy.deepcopy(model)
+    chunks = 2 if schedule == "interleaved" else 1
+    options = {"pp": 2, "micro_batches": 3, "schedule": schedule, "chunks": chunks}
+    accelerator = Accelerator(strategy={"name": "megatron", **options}, cpu=True)
+    model = accelerator.prepare(model)
+    ids = token_batch(1, rows=5)
+    loss = accelerator.pipeline_step(model, {"input_ids": ids}, ids, loss_fn=step_loss)
+    expected = step_loss(twin(ids), ids)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)  # the loss travels in fp32
+    whole = dict(twin.named_parameters())
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[key].grad, **EXACT)
+    accelerator.free_memory()
