@@ -1,0 +1,123 @@
+"""Real pipelines take the time that their formulas promise, and keep as few micro-batches.
+
+Layers sleep instead of computing, so that four ranks fit on any machine.
+"""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain_megatron.pipeline import weights
+from drivetrain_megatron.pipeline.worker import StageWorker
+
+UNIT_S = 0.1
+"""What a forward takes; a backward takes two, or one for each half."""
+
+RANKS, MICRO_BATCHES = 4, 8
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds, backward_seconds):
+        ctx.seconds = backward_seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient.clone(), None, None
+
+
+class Layer(nn.Module):
+    """Sleeps in forward and backward; shares are of one unit."""
+
+    def __init__(self, forward, backward):
+        super().__init__()
+        self.seconds = forward * UNIT_S, backward * UNIT_S
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return Sleep.apply(self.linear(x), *self.seconds)
+
+
+class Model(nn.Module):
+    def __init__(self, layers, forward, backward):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(forward, backward) for _ in range(layers))
+
+    @property
+    def dummy_inputs(self):
+        return (torch.zeros(MICRO_BATCHES, 4),)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def run(monkeypatch, schedule, *, chunks=1, halves=False):
+    """Return seconds of one step, and how many micro-batches were kept at most."""
+    kept = []
+    forward = StageWorker.forward
+
+    def counted(worker, micro_batch, inputs):
+        result = forward(worker, micro_batch, inputs)
+        kept.append(worker.waiting)
+        return result
+
+    monkeypatch.setattr(StageWorker, "forward", counted)
+    if halves:
+        compute = weights.Product.compute
+
+        def slow(product):
+            time.sleep(UNIT_S)
+            return compute(product)
+
+        monkeypatch.setattr(weights.Product, "compute", slow)
+    model = Model(RANKS * chunks, 1 / chunks, (1 if halves else 2) / chunks)
+    options = {"pp": RANKS, "micro_batches": MICRO_BATCHES, "schedule": schedule, "chunks": chunks}
+    accelerator = Accelerator(strategy={"name": "megatron", "cut": "uniform", **options}, cpu=True)
+    model = accelerator.prepare(model)
+    took = 0.0
+    for _ in range(2):  # the first step learns shapes
+        kept.clear()
+        x = torch.randn(MICRO_BATCHES, 4)
+        accelerator.wait_for_everyone()
+        started = time.perf_counter()
+        loss = model(x)["loss"]
+        accelerator.backward(loss)
+        accelerator.wait_for_everyone()
+        took = time.perf_counter() - started
+    rank = accelerator.mesh["pp"].rank
+    pipeline = accelerator.strategy_of(model)._pipeline
+    assert all(worker.waiting == 0 for worker in pipeline._workers.values())
+    accelerator.free_memory()
+    return took, max(kept), rank
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.ranks(RANKS)
+def test_whole_backwards(monkeypatch, schedule):
+    took, kept, rank = run(monkeypatch, schedule)
+    promised = (MICRO_BATCHES + RANKS - 1) * 3 * UNIT_S
+    assert took == pytest.approx(promised, rel=0.05)
+    assert kept <= (MICRO_BATCHES if schedule == "gpipe" else min(MICRO_BATCHES, RANKS - rank))
+
+
+@pytest.mark.ranks(RANKS)
+def test_interleaved(monkeypatch):
+    took, _, _ = run(monkeypatch, "interleaved", chunks=2)
+    promised = (MICRO_BATCHES * 3 + (RANKS - 1) * 3 / 2) * UNIT_S
+    assert took == pytest.approx(promised, rel=0.05)
+
+
+@pytest.mark.ranks(RANKS)
+def test_zero_bubble(monkeypatch):
+    took, kept, _ = run(monkeypatch, "zb-h1", halves=True)
+    promised = (3 * MICRO_BATCHES + RANKS - 1) * UNIT_S
+    assert took == pytest.approx(promised, rel=0.05)
+    assert kept <= RANKS

@@ -1,0 +1,73 @@
+"""A rank that fails in a pipeline: the others end soon, and say where they were."""
+
+import time
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from drivetrain import Accelerator
+from drivetrain.errors import CollectiveError, UsageError
+from drivetrain.testing.huggingface import VOCABULARY, gpt2, logits_of, token_batch
+
+SOON_S = 20
+
+
+def loss_of(output, targets):
+    return F.cross_entropy(logits_of(output).view(-1, VOCABULARY), targets.view(-1))
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["forward", "loss"])
+@pytest.mark.ranks(4)
+def test_an_exception_on_one_stage(place, kind):
+    torch.manual_seed(0)
+    model = gpt2(4)
+    accelerator = Accelerator(
+        strategy={"name": "megatron", "pp": 4, "micro_batches": 4},
+        config={"launch": {"timeout_s": 3 * SOON_S}},
+        cpu=True,
+    )
+    model = accelerator.prepare(model)
+    rank = accelerator.mesh["pp"].rank
+    odd = rank == (2 if place == "forward" else 3)
+    ids = token_batch(0, rows=4)
+    accelerator.pipeline_step(model, ids, ids, loss_fn=loss_of)
+
+    def fail(*_):
+        raise kind("sprung")
+
+    if odd and place == "forward":
+        model.transformer.h[2].mlp.register_forward_hook(fail)
+    started = time.monotonic()
+    with pytest.raises(kind if odd else CollectiveError) as caught:
+        accelerator.pipeline_step(
+            model, ids, ids, loss_fn=fail if odd and place == "loss" else loss_of
+        )
+    assert time.monotonic() - started < SOON_S
+    if not odd:
+        assert "stage" in str(caught.value)
+        assert "micro-batch" in str(caught.value)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_calls_that_do_not_fit():
+    torch.manual_seed(0)
+    model = gpt2(2)
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
+    model = accelerator.prepare(model)
+    ids = token_batch(0, rows=2)
+    with pytest.raises(UsageError, match="expected a batch with rows"):
+        model(ids[:0])
+    output = model(input_ids=ids, labels=ids)
+    with pytest.raises(UsageError, match="times numbers"):
+        accelerator.backward(output.loss.square())
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_more_stages_than_blocks():
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
+    with pytest.raises(Exception, match="between 1 and 1 stages for a model of 1 blocks|repeated"):
+        accelerator.prepare(gpt2(1))
