@@ -17,7 +17,8 @@ def data_parallel(config: MegatronConfig) -> tuple[type[Strategy[Any]], Any]:
     registry = strategies()
     name = config.data_parallel.name or registry.default()
     kind: type[Strategy[Any]] = registry.load(name)
-    options = kind.Config() if config.data_parallel.options is None else config.data_parallel.options
+    given = config.data_parallel.options
+    options = kind.Config() if given is None else given
     axes = set(kind.axes(options, 1))
     if axes != {"dp"}:
         raise ConfigError(

@@ -55,7 +55,7 @@ class Original:
         divided = [n for n in self._held_by(optimizer) if facts[n].partition is not None]
         if divided and not (steps_each_alone(optimizer) and steps_pieces(optimizer)):
             raise UsageError(
-                "expected an element-wise optimizer under tensor parallelism, such as AdamW or SGD, "
+                "expected an element-wise optimizer under tensor parallelism, such as AdamW, "
                 f"found {type(optimizer).__name__}, whose step needs whole matrices or all "
                 f"parameters at once, and holds {divided[0]!r}, of which each rank has a part; "
                 "take another optimizer, or set tp: 1"

@@ -5,7 +5,7 @@ layer may. In both cases the structure says which layers belong together and whe
 the trial decides.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -27,11 +27,13 @@ class Derivation:
     Attributes:
         plan: how to divide it.
         refused: why groups stay whole, by the name of their row-parallel layer.
+        groups: all groups that the structure shows, also those that no plan lets divide.
         broken: why not even the whole block may work on shards of the sequence; "" if it may.
     """
 
     plan: BlockPlan = field(default_factory=BlockPlan)
     refused: dict[str, str] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
     broken: str = ""
 
 
@@ -44,12 +46,12 @@ def derive(
         trial: of the block.
         ranks: how many ranks.
         sequence_parallel: whether activations between groups are shards.
-        layers: names of the layers that may be divided; None for all.
+        layers: names of the layers that may be divided, or of modules around them; None for all.
     """
     uses = trace_linears(trial.block, *trial.call.copied())
-    allowed = set(uses) if layers is None else set(layers)
+    allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
     tryout = _Tryout(trial, ranks, sequence_parallel)
-    found = Derivation()
+    found = Derivation(groups=find_groups(uses))
     for name, module in trial.block.named_modules():
         if isinstance(module, nn.MultiheadAttention) and (layers is None or name in layers):
             plan, reason = tryout(replace(found.plan, attentions=(*found.plan.attentions, name)))
@@ -57,13 +59,18 @@ def derive(
                 found.refused[name] = reason
             else:
                 found.plan = plan
-    for group in find_groups(uses):
+    for group in found.groups:
         if {*group.columns, group.row} <= allowed:
             _divide_group(found, group, uses, tryout)
     if sequence_parallel and found.plan == BlockPlan():
         plan, found.broken = tryout(found.plan)
         found.plan = plan or found.plan
     return found
+
+
+def is_named(layer: str, names: Container[str]) -> bool:
+    """Whether a layer, or a module around it, is among these names."""
+    return layer in names or ("." in layer and is_named(_parent(layer), names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +96,7 @@ def _divide_group(
     reasons = []
     for division in ways(group, uses, tryout.ranks):
         for attempt in _attempts(tryout.trial.block, group, division, tryout.sequence_parallel):
-            plan, reason = tryout(
-                replace(found.plan, groups=(*found.plan.groups, attempt))
-            )
+            plan, reason = tryout(replace(found.plan, groups=(*found.plan.groups, attempt)))
             if plan is not None:
                 found.plan = _with_fewest_numbers(plan, tryout)
                 return

@@ -46,21 +46,21 @@ class Division:
 def find_groups(uses: Mapping[str, LinearUse]) -> list[Group]:
     """Return the groups of a block.
 
-    In the order of calls a layer that others feed becomes their row, unless one of them is a row
-    already: then it may become a column of a later one. Layers that are called more than once in a
-    block stay whole.
+    A layer that others feed becomes their row, unless one of them, or it, is in a group already.
+    Layers that more of them feed come first, then the order of calls decides: what is added to a
+    query (LoRA) is a column with it, not a pair by itself. Layers that are called more than once in
+    a block stay whole.
     """
     groups: list[Group] = []
-    rows: set[str] = set()
-    columns: set[str] = set()
-    for use in uses.values():
-        feeders = use.fed_by
-        once = use.calls == 1 and all(uses[name].calls == 1 for name in feeders)
-        if feeders and once and not feeders & (rows | columns):
-            groups.append(Group(tuple(name for name in uses if name in feeders), use.name))
-            rows.add(use.name)
-            columns |= feeders
-    return groups
+    taken: set[str] = set()
+    for use in sorted(uses.values(), key=lambda use: -len(use.fed_by)):
+        members = {*use.fed_by, use.name}
+        once = all(uses[name].calls == 1 for name in members)
+        if use.fed_by and once and not members & taken:
+            groups.append(Group(tuple(name for name in uses if name in use.fed_by), use.name))
+            taken |= members
+    order = list(uses)
+    return sorted(groups, key=lambda group: order.index(group.row))
 
 
 def ways(group: Group, uses: Mapping[str, LinearUse], ranks: int) -> Iterator[Division]:

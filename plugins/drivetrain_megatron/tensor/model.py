@@ -23,12 +23,13 @@ from drivetrain_megatron.tensor.derive import Derivation, derive
 from drivetrain_megatron.tensor.divide import cut, divide
 from drivetrain_megatron.tensor.edges import Edges, TokenShards
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
+from drivetrain_megatron.tensor.fulfilled import check_fulfilled
 from drivetrain_megatron.tensor.layers import features_of, is_linear, is_transposed
 from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.operators import gather, scatter
 from drivetrain_megatron.tensor.partition import even
 from drivetrain_megatron.tensor.plan import ATTENTION as ATTENTIONS
-from drivetrain_megatron.tensor.plan import COLUMN, ROW, VOCABULARY, NamedPlan
+from drivetrain_megatron.tensor.plan import COLUMN, ROW, VOCABULARY, WHOLE, NamedPlan
 from drivetrain_megatron.tensor.sites import Layout, Layouts, Site, find_layouts, open_attentions
 from drivetrain_megatron.tensor.verify import Call, Trial, make_trial
 
@@ -98,8 +99,10 @@ class TensorParallel:
             plan.blocks[name], found = known[key]
             plan.layouts.add(name, found)
         if calls.blocks:
-            plan.vocabulary = _vocabulary(model, calls)
+            plan.vocabulary = _vocabulary(model, calls, self._words())
         self._check(plan)
+        if self._named is not None and self._strict:
+            check_fulfilled(model, self._named, plan.vocabulary, plan.blocks)
         return plan
 
     def divide(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
@@ -145,8 +148,11 @@ class TensorParallel:
         """Sum the gradients of which each rank has a part, before anybody else sees them."""
         for name, parameter in model.named_parameters():
             summed = self._summed(facts[name]) if name in facts else None
-            if summed is not None and parameter.requires_grad:
+            if summed is not None:
+                trained = parameter.requires_grad
+                parameter.requires_grad_()  # a hook waits for the day when a frozen one is trained
                 self._handles.append(parameter.register_hook(summed))
+                parameter.requires_grad_(trained)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -193,8 +199,17 @@ class TensorParallel:
         named = self._named.named(COLUMN | ROW | ATTENTIONS)
         return {name.removeprefix(prefix) for name in named if name.startswith(prefix)}
 
+    def _words(self) -> Callable[[str], bool]:
+        """Return whether the plan lets a layer be divided by words."""
+        if self._named is None:
+            return lambda name: True
+        if self._strict:
+            return self._named.named(VOCABULARY).__contains__
+        whole = self._named.named(WHOLE)
+        return lambda name: name not in whole
+
     def _check(self, plan: ModelPlan) -> None:
-        """Refuse shards where a block needs all tokens, and a user's plan that cannot be done."""
+        """Refuse shards where a block needs all tokens."""
         for name, derivation in plan.blocks.items():
             if derivation.broken:
                 refused = "; ".join(f"{k}: {v}" for k, v in derivation.refused.items())
@@ -203,30 +218,6 @@ class TensorParallel:
                     f"can be divided, found {name or 'the model'!r}, which gives other numbers on "
                     f"shards of the sequence ({derivation.broken}; {refused}); set "
                     "sequence_parallel: false"
-                )
-        if self._named is None or not self._strict:
-            return
-        done: dict[str, str] = dict.fromkeys(plan.vocabulary, "vocab")
-        for block, derivation in plan.blocks.items():
-            prefix = f"{block}." if block else ""
-            for group in derivation.plan.groups:
-                done.update({prefix + name: "colwise" for name in group.columns})
-                done[prefix + group.row] = "rowwise"
-            done.update({prefix + name: "attention" for name in derivation.plan.attentions})
-        reasons = {
-            f"{block}.{row}": reason
-            for block, derivation in plan.blocks.items()
-            for row, reason in derivation.refused.items()
-        }
-        for name, style in self._named.styles.items():
-            wanted = next((kind for kind, of in _KINDS.items() if style in of), None)
-            if wanted is not None and done.get(name) != wanted:
-                found = done.get(name, "a layer that cannot be divided")
-                why = next((reasons[row] for row in reasons if row == name), "")
-                raise ConfigError(
-                    f"plan: expected {name!r} to be {style}, found {found}"
-                    f"{': ' + why if why else ''}; name all layers of its group (the columns, and "
-                    "the row that they feed), or leave it out"
                 )
 
     def _divide_vocabulary(
@@ -252,9 +243,6 @@ class TensorParallel:
             attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
         else:
             attach_column(module, edges, even(-1, rows, self._ranks.size), logits=True)
-
-
-_KINDS = {"colwise": COLUMN, "rowwise": ROW, "vocab": VOCABULARY, "attention": ATTENTIONS}
 
 
 class _Region:
@@ -291,7 +279,7 @@ def _is_activation(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
 
 
-def _vocabulary(model: nn.Module, calls: Calls) -> list[str]:
+def _vocabulary(model: nn.Module, calls: Calls, allowed: Callable[[str], bool]) -> list[str]:
     """Return the layers outside of blocks that make logits, and the embeddings of the same words.
 
     A weight that something else uses, too, stays whole.
@@ -309,7 +297,8 @@ def _vocabulary(model: nn.Module, calls: Calls) -> list[str]:
         if is_linear(m) and any(features_of(m)[1] == e.num_embeddings for _, e in embeddings)
     ]
     rows = {features_of(module)[1] for _, module in heads}
-    chosen = [*[(n, e) for n, e in embeddings if e.num_embeddings in rows], *heads]
+    found = [*[(n, e) for n, e in embeddings if e.num_embeddings in rows], *heads]
+    chosen = [(name, module) for name, module in found if allowed(name)]
     return [name for name, module in chosen if _is_only_used_by(module, model, chosen, calls)]
 
 

@@ -5,6 +5,7 @@ they are. A plan says which layers may be divided, and as what; which of them be
 where heads begin, is found from the structure.
 """
 
+import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,13 +14,24 @@ from typing import Any
 from torch import nn
 
 from drivetrain.errors import ConfigError
+from drivetrain.log import get_logger
+
+logger = get_logger(__name__)
 
 COLUMN = frozenset({"colwise", "packed_colwise"})
 ROW = frozenset({"rowwise", "packed_rowwise"})
-VOCABULARY = frozenset({"vocab", "embedding_rowwise", "colwise_gather_output"})
+VOCABULARY = frozenset({"vocab", "embedding_rowwise", "colwise_gather_output", "colwise_rep"})
 """The rows of embeddings, and of the layer that makes logits, which stay divided until needed."""
 
-WHOLE = frozenset({"replicate", "sequence", "replicated_with_grad_allreduce", "all_reduce"})
+WHOLE = frozenset(
+    {
+        "replicate",
+        "sequence",
+        "sequence_parallel",
+        "replicated_with_grad_allreduce",
+        "all_reduce",
+    }
+)
 """What stays whole on every rank. Whether gradients must be summed is found by the trial."""
 
 ATTENTION = frozenset({"attention"})
@@ -61,7 +73,8 @@ def users_plan(model: nn.Module, patterns: Mapping[str, str]) -> NamedPlan:
     if unknown:
         pattern, style = next(iter(unknown.items()))
         raise ConfigError(
-            f"plan: expected a style of {sorted(STYLES)}, found {style!r} for {pattern!r}"
+            f"plan: expected one of the styles {', '.join(sorted(STYLES))}, found {style!r} for "
+            f"{pattern!r}{_nearest(style, STYLES)}"
         )
     names = [name for name, _ in model.named_modules() if name]
     styles: dict[str, str] = {}
@@ -70,8 +83,8 @@ def users_plan(model: nn.Module, patterns: Mapping[str, str]) -> NamedPlan:
         if not matching:
             raise ConfigError(
                 f"plan: expected a pattern of module names, found {pattern!r}, which matches none "
-                f"of {len(names)} modules of {type(model).__name__}, such as {names[-1]!r}; "
-                "write * for any text"
+                f"of the {len(names)} modules of {type(model).__name__}"
+                f"{_nearest(pattern, names)}; write * for any text"
             )
         styles.update(dict.fromkeys(matching, style))
     return NamedPlan("plan", styles)
@@ -80,12 +93,18 @@ def users_plan(model: nn.Module, patterns: Mapping[str, str]) -> NamedPlan:
 def models_plan(model: nn.Module) -> NamedPlan | None:
     """Return the plan that the model itself brings; None without one, or one that we cannot read.
 
-    Hugging Face models carry it as ``_tp_plan``, by full names.
+    Hugging Face models carry it as ``_tp_plan``, by full names. A plan with styles that are not
+    known here (experts, say) does not count, and a line says so.
     """
     patterns: Any = getattr(model, "_tp_plan", None)
     if not isinstance(patterns, Mapping) or not patterns:
         return None
-    if any(style not in STYLES for style in patterns.values()):
+    unknown = sorted({str(style) for style in patterns.values() if style not in STYLES})
+    if unknown:
+        logger.announce(
+            f"the plan that {type(model).__name__} brings is not used, it has the styles "
+            f"{', '.join(unknown)}: what can be divided is found from the structure"
+        )
         return None
     names = [name for name, _ in model.named_modules() if name]
     styles = {
@@ -95,3 +114,9 @@ def models_plan(model: nn.Module) -> NamedPlan | None:
         if fnmatchcase(name, pattern)
     }
     return NamedPlan(f"the plan of {type(model).__name__}", styles) if styles else None
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """Return the hint at the end of a message: what may have been meant."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; the nearest is {near[0]!r}" if near else ""

@@ -6,6 +6,9 @@ from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.tensor.derive import Derivation
 from drivetrain_megatron.tensor.model import ModelPlan
 
+SHOWN = 3
+"""How many of the parameters that stay whole are named, the largest."""
+
 
 def describe(
     plan: ModelPlan, facts: Mapping[str, ParameterFacts], nbytes: Mapping[str, int], ranks: int
@@ -31,6 +34,11 @@ def describe(
         yield f"{_span(names)}: {_groups(derivation) or 'whole'}"
         for row, reason in derivation.refused.items():
             yield f"{_span(names)}: {row} stays whole: {reason[:200]}"
+    if kept:
+        largest = sorted(whole, key=lambda name: -nbytes[name])[:SHOWN]
+        rest = f" and {len(whole) - SHOWN} more" if len(whole) > SHOWN else ""
+        named = ", ".join(f"{name} ({nbytes[name]:,} bytes)" for name in largest)
+        yield f"whole on each rank: {named}{rest}"
     if plan.vocabulary:
         yield f"by words: {', '.join(plan.vocabulary)}"
 

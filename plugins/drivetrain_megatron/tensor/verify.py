@@ -103,6 +103,8 @@ def make_trial(block: nn.Module, call: Call) -> Trial:
     trial = trial.double().eval()
     with torch.no_grad():
         for parameter in trial.parameters():
+            # Also what is frozen now: it may be trained later.
+            parameter.requires_grad_(parameter.is_floating_point())
             spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
             parameter.copy_(_random(parameter.shape, generator) * spread + (parameter.dim() < 2))
     wide = _wide(call, generator)
