@@ -30,8 +30,8 @@ from drivetrain_megatron.pipeline.engine import Pipeline
 from drivetrain_megatron.pipeline.examples import Inputs, example_inputs
 from drivetrain_megatron.pipeline.recording import record
 from drivetrain_megatron.tensor.dropout import Dropout, Source
-from drivetrain_megatron.tensor.model import TensorParallel, cut_states
 from drivetrain_megatron.tensor.join import joined
+from drivetrain_megatron.tensor.model import TensorParallel, cut_states
 from drivetrain_megatron.tensor.plan import models_plan, users_plan
 from drivetrain_megatron.tensor.report import describe
 
@@ -211,9 +211,11 @@ class Megatron(Strategy[MegatronConfig]):
         """Context in which these parameters are whole, as in the user's model, on every rank."""
         chosen = list(parameters)
         partitions = {p: self._facts[self._original.names[p]].partition for p in chosen}
-        with self._inner.gathered(chosen, modify=modify):
-            with joined(self._tp, partitions, modify=modify):
-                yield
+        with (
+            self._inner.gathered(chosen, modify=modify),
+            joined(self._tp, partitions, modify=modify),
+        ):
+            yield
 
     def names(self) -> Mapping[int, str]:
         """Return names of what optimizers hold, by identity."""

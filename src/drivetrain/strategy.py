@@ -391,7 +391,7 @@ class Strategy(ABC, Generic[ConfigT]):
     def whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the shape that a parameter or buffer has in the user's model.
 
-        By default that which it has: where ranks hold parts of another shape, those of ``gathered``.
+        By default that which it has. Ranks may hold parts of another shape outside of ``gathered``.
         """
         return tuple(tensor.shape)
 

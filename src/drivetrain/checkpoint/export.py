@@ -52,9 +52,7 @@ class ExportTensor:
     identity: Hashable
 
     @classmethod
-    def of(
-        cls, name: str, tensor: Tensor, shape: tuple[int, ...] | None = None
-    ) -> "ExportTensor":
+    def of(cls, name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> "ExportTensor":
         """Describe a parameter or buffer; tied names share the very same object.
 
         Its memory is not looked at: a sharded parameter may have none between uses.
