@@ -13,6 +13,7 @@ Three levels, chosen by what the loop does:
 On every stage but the last a loss is a proxy; after backward it has the last stage's value.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from drivetrain_megatron.pipeline.proxy import (
     value_of,
 )
 from drivetrain_megatron.pipeline.schedules import make_schedule
+from drivetrain_megatron.pipeline.shares import shares_of
 from drivetrain_megatron.pipeline.simulate import Span
 from drivetrain_megatron.pipeline.stages import Split, Stage
 from drivetrain_megatron.pipeline.ties import SharedParameters
@@ -191,6 +193,12 @@ class Pipeline:
             found = [worker.stage.run_ambient(b.args, b.kwargs) for b in batches[:1]]
         return found[0]
 
+    def _loss_outline(self, pending: _Pending, batch: MicroBatch) -> Any:
+        """Make the loss of a micro-batch without computing any block."""
+        worker = next(iter(self._workers.values()))
+        output = worker.stage.run_ambient(batch.args, batch.kwargs)
+        return pending.loss_of(output, batch.targets) if pending.loss_of else output
+
     def _promise(self, batches: list[MicroBatch], outline: Any) -> Any:
         """Return proxies; the schedule runs in backward."""
         found = find_loss(outline)
@@ -310,15 +318,14 @@ class Pipeline:
 
     def _run_schedule(self, pending: _Pending, loss: Tensor, synchronize: bool) -> None:
         count = len(pending.batches)
-        rows = sum(batch.rows for batch in pending.batches)
         factor = _factor(loss, pending.loss)
-        shares = [batch.rows / rows for batch in pending.batches]
+        shares = shares_of(pending.batches, functools.partial(self._loss_outline, pending))
         schedule = make_schedule(self._plan.schedule, self._ranks, count, self._plan.chunks)
         actions = schedule.ranks[self._rank]
         for worker in self._workers.values():
             worker.batches = dict(enumerate(pending.batches))
             worker.loss_of = pending.loss_of
-            worker.seeds = {i: factor * share for i, share in enumerate(shares)}
+            worker.seeds = {i: factor * share for i, share in enumerate(shares) if share}
         if synchronize:
             final = next(action for action in reversed(actions) if action.kind.frees)
             worker = self._workers[final.stage]
@@ -331,7 +338,8 @@ class Pipeline:
         total = torch.zeros((), dtype=pending.loss.dtype, device=self._device)  # type: ignore[union-attr]
         if self._last is not None:
             for index, share in enumerate(shares):
-                total += self._last.losses[index] * share
+                if share:
+                    total += self._last.losses[index] * share
         self._axis.broadcast(
             total, (self._stages - 1) % self._ranks, label="value of the loss"
         ).wait()

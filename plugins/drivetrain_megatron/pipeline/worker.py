@@ -126,16 +126,20 @@ class StageWorker:
         roots = [root for root in kept.roots if root.requires_grad]
         given = list(gradients)
         if self.stage.is_last:
-            given = self._last_gradients(micro_batch, roots)
+            roots, given = self._last_roots(micro_batch, roots)
         sender = _Sender(kept.received, send)
         self._run_backward(roots, given, synchronize=self.final == micro_batch)
         sender.finish()
 
-    def _last_gradients(self, micro_batch: int, roots: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients that the last stage begins with."""
+    def _last_roots(
+        self, micro_batch: int, roots: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return where backward of the last stage begins, and with which gradients."""
         if micro_batch in self._begin:
-            return self._begin.pop(micro_batch)
-        return [self.seeds[micro_batch].to(root.dtype) for root in roots]
+            return roots, self._begin.pop(micro_batch)
+        if micro_batch not in self.seeds:
+            return [], []  # its loss does not count, and may be no number
+        return roots, [self.seeds[micro_batch].to(root.dtype) for root in roots]
 
     def begin_at(
         self, micro_batch: int, roots: Sequence[Tensor], gradients: Sequence[Tensor]

@@ -167,3 +167,36 @@ def test_explicit_step(schedule):
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, whole[key].grad, **EXACT)
     accelerator.free_memory()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.ranks(4)
+def test_ignored_labels(tp):
+    """The mean is over all tokens that count, however they fall into micro-batches."""
+    if tp == 1:
+        options = {"pp": 4, "micro_batches": 4}
+    else:
+        options = {"pp": 2, "tp": 2, "micro_batches": 4}
+    model = build("gpt2")
+    twin = copy.deepcopy(model)
+    accelerator = Accelerator(strategy={"name": "megatron", **options}, cpu=True)
+    model = accelerator.prepare(model)
+    ids = token_batch(3, rows=4)
+    labels = ids.clone()
+    labels[0, 2:] = -100
+    labels[1, :5] = -100
+    labels[3] = -100  # a micro-batch without any target
+    loss = model(input_ids=ids, labels=labels).loss
+    accelerator.backward(loss)
+    expected = twin(input_ids=ids, labels=labels).loss
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    whole = dict(twin.named_parameters())
+    facts = accelerator.strategy_of(model)._facts
+    for key, parameter in model.named_parameters():
+        partition = facts[key].partition
+        gradient = whole[key].grad
+        if partition is not None:
+            gradient = partition.take(gradient, accelerator.mesh["tp"].rank)
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-8)
+    accelerator.free_memory()
