@@ -5,6 +5,7 @@ name. Its attributes, parameters, hooks and its place in the model are untouched
 """
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -91,15 +92,18 @@ def attach(module: nn.Module, behavior: Behavior, **members: Any) -> None:
             f"expected a module that is not divided yet, found {module!r} with "
             f"{behavior_of(module)}; detach() first"
         )
-    original: type[nn.Module] = type(module)
-    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = type(
-        original.__name__,
-        (Parallel, original),
-        {**names, "_drivetrain_original": original, **members},
-    )
-    module.__class__ = made
+    module.__class__ = _made(type(module), tuple(members.items()))
     module.__dict__[_KEY] = behavior
+
+
+@functools.lru_cache(maxsize=256)
+def _made(original: type[nn.Module], members: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
+    """Return the class of modules with a behavior; one for all, so that blocks remain alike."""
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (Parallel, original)
+    return type(
+        original.__name__, bases, {**names, "_drivetrain_original": original, **dict(members)}
+    )
 
 
 def detach(module: nn.Module) -> None:
