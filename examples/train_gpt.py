@@ -131,10 +131,12 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> float:
 def sample(model: nn.Module, prompt: bytes, length: int, context: int, device: torch.device) -> str:
     """Continue a prompt byte by byte."""
     model.eval()
+    generator = torch.Generator(device).manual_seed(0)  # every rank draws the same
     tokens = torch.tensor([list(prompt)], device=device)
     for _ in range(length):
         probabilities = model(tokens[:, -context:])[0, -1].div(0.8).softmax(dim=-1)
-        tokens = torch.cat([tokens, torch.multinomial(probabilities, 1)[None]], dim=1)
+        drawn = torch.multinomial(probabilities, 1, generator=generator)
+        tokens = torch.cat([tokens, drawn[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
@@ -230,8 +232,8 @@ def main() -> None:
 
     final = evaluate(accelerator, model, held_out_loader)
     accelerator.print(f"held-out loss {final:.3f} nats per byte after {counter.step} steps")
-    if accelerator.is_main_process:
-        print("sample:\n" + sample(model, b"def ", 200, args.length, accelerator.device))
+    # On every rank: under some strategies a forward needs them all.
+    accelerator.print("sample:\n" + sample(model, b"def ", 200, args.length, accelerator.device))
     accelerator.end_training()
 
 
