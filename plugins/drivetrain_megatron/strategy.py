@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.log import get_logger
 from drivetrain.parts.blocks import repeated_blocks
@@ -19,6 +20,7 @@ from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.strategy import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy
+from drivetrain_megatron.batches import SameBatch
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.coordinates import GlobalShards, LocalReader
 from drivetrain_megatron.deferred import SharedSource
@@ -61,6 +63,7 @@ class Megatron(Strategy[MegatronConfig]):
         source = Source(config.dropout_seed, run.mesh["dp"].rank)
         self._dropout = Dropout(source, self._tp)
         self._source: SharedSource | None = None
+        self._handles: list[RemovableHandle] = []
         self._builder = PipelineBuilder(config, run, self._pp) if config.pp > 1 else None
         self._pipeline: Pipeline | None = None
         self._synchronizing = True
@@ -109,6 +112,9 @@ class Megatron(Strategy[MegatronConfig]):
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
             self._pipeline = self._builder.start(model, self._inner)
+        same = SameBatch((self._tp, self._pp), self.run.world)
+        if same.matters:
+            self._handles.append(model.register_forward_pre_hook(same, with_kwargs=True))
         return prepared
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
@@ -227,6 +233,8 @@ class Megatron(Strategy[MegatronConfig]):
 
     def close(self) -> None:
         """Take hooks off and end threads; layers stay divided."""
+        for handle in self._handles:
+            handle.remove()
         if self._tensor is not None:
             self._tensor.close()
         self._dropout.close()

@@ -109,7 +109,7 @@ def check_equal(found, expected, *, bits=False):
             assert torch.equal(tensor, expected[name]), name
         else:
             torch.testing.assert_close(
-                tensor, expected[name], **EXACT, msg=lambda text: f"{name}: {text}"
+                tensor, expected[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}"
             )
 
 
