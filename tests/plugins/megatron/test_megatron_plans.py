@@ -1,0 +1,406 @@
+"""Plans of the user and of the model: done as written, or refused on every rank with the reason."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain.errors import ConfigError
+from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.huggingface import ARCHITECTURES, llama, logits_of, token_batch
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+ATTENTION = {
+    "*.self_attn.q_proj": "colwise",
+    "*.self_attn.k_proj": "colwise",
+    "*.self_attn.v_proj": "colwise",
+    "*.self_attn.o_proj": "rowwise",
+}
+FEEDFORWARD = {
+    "*.mlp.gate_proj": "colwise",
+    "*.mlp.up_proj": "colwise",
+    "*.mlp.down_proj": "rowwise",
+}
+WORDS = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+
+
+def build(name="llama", **options):
+    torch.manual_seed(0)
+    return ARCHITECTURES[name](**options)
+
+
+def prepared(model, **options):
+    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2, **options}, cpu=True)
+    return accelerator, accelerator.prepare(model)
+
+
+def divided(accelerator, model):
+    """Return the names of the parameters of which this rank has a part."""
+    facts = accelerator.strategy_of(model)._facts
+    return {name for name, known in facts.items() if known.partition is not None}
+
+
+def check_equals(accelerator, model, twin, ids=None):
+    """Compare logits, and gradients after backward, with those of one process."""
+    ids = token_batch(0) if ids is None else ids
+    loss = F.cross_entropy(logits_of(model(ids)).flatten(0, 1), ids.flatten())
+    accelerator.backward(loss)
+    theirs = F.cross_entropy(logits_of(twin(ids)).flatten(0, 1), ids.flatten())
+    theirs.backward()
+    torch.testing.assert_close(loss.detach(), theirs.detach(), **EXACT)
+    facts = accelerator.strategy_of(model)._facts
+    rank = accelerator.mesh["tp"].rank
+    for (name, mine), whole in zip(model.named_parameters(), twin.parameters(), strict=True):
+        partition = facts[name].partition
+        expected = whole.grad
+        assert (expected is None) == (mine.grad is None), name
+        if expected is not None:
+            expected = expected if partition is None else partition.take(expected, rank)
+            torch.testing.assert_close(
+                mine.grad, expected, **EXACT, msg=lambda m, name=name: f"{name} {m}"
+            )
+
+
+def refused(match, model, **options):
+    """Check that every rank refuses a plan with the same words; nobody waits for anybody."""
+    with pytest.raises(ConfigError, match=match) as found:
+        prepared(model, **options)
+    assert len(set(everyone(str(found.value)))) == 1
+
+
+@pytest.mark.ranks(2)
+def test_plan_of_the_user():
+    """What it names is divided, what it does not name stays whole."""
+    model = build()
+    twin = copy.deepcopy(model)
+    accelerator, model = prepared(model, plan=FEEDFORWARD)
+    names = divided(accelerator, model)
+    assert names
+    assert all(".mlp." in name for name in names)
+    check_equals(accelerator, model, twin)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_styles_of_hugging_face():
+    """A model's own plan, written out, is the same as none."""
+    model = build("llama-gqa")
+    plan = dict(model._tp_plan)
+    assert set(plan.values()) >= {"colwise", "rowwise", "embedding_rowwise"}
+    accelerator, own = prepared(copy.deepcopy(model), plan=plan)
+    expected = divided(accelerator, own)
+    check_equals(accelerator, own, copy.deepcopy(model))
+    accelerator.free_memory()
+    accelerator, none = prepared(model)
+    assert divided(accelerator, none) == expected
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_later_patterns_override():
+    model = build()
+    twin = copy.deepcopy(model)
+    plan = {**ATTENTION, **FEEDFORWARD, **WORDS, "model.layers.1.mlp.*": "replicate"}
+    accelerator, model = prepared(model, plan=plan)
+    names = divided(accelerator, model)
+    assert "model.layers.0.mlp.up_proj.weight" in names
+    assert "model.layers.1.self_attn.q_proj.weight" in names
+    assert not any(name.startswith("model.layers.1.mlp") for name in names)
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= names
+    check_equals(accelerator, model, twin)
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("words", ["*.wte", "lm_head", "both"])
+@pytest.mark.ranks(2)
+def test_tied_words(words):
+    plan = {
+        "*.attn.c_attn": "packed_colwise",
+        "*.attn.c_proj": "rowwise",
+    }
+    plan |= {"*.wte": "vocab", "lm_head": "vocab"} if words == "both" else {words: "vocab"}
+    model = build("gpt2")
+    if words != "both":
+        refused("share a weight, the plan must name both", model, plan=plan)
+        return
+    twin = copy.deepcopy(model)
+    accelerator, model = prepared(model, plan=plan)
+    assert "transformer.wte.weight" in divided(accelerator, model)
+    assert not any(".mlp." in name for name in divided(accelerator, model))
+    check_equals(accelerator, model, twin)
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [
+        ({"*.q_prj": "colwise"}, r"'\*.q_prj', which matches none of the .* nearest is '.*q_proj'"),
+        ({"*.q_proj": "colwize"}, r"'colwize' for '\*.q_proj'; the nearest is 'colwise'"),
+        (
+            {"*.q_proj": "colwise"},
+            r"'model.layers.0.self_attn.q_proj' to be colwise.*leaves out "
+            r"'model.layers.0.self_attn.k_proj', .*'model.layers.0.self_attn.o_proj', and only",
+        ),
+        ({"*.o_proj": "rowwise"}, r"leaves out 'model.layers.0.self_attn.q_proj', .*v_proj'"),
+        (
+            {**ATTENTION, "*.o_proj": "colwise"},
+            r"'model.layers.0.self_attn.o_proj' to be colwise.*its place in the model makes it row",
+        ),
+        ({**ATTENTION, "*norm": "colwise"}, r"norm' to be colwise.*RMSNorm, which is no linear"),
+        ({"*.mlp": "attention"}, r"mlp' to be attention"),
+        ({"lm_head": "colwise"}, r"'lm_head' to be colwise.*it is in no block"),
+        ({"model.norm": "vocab"}, r"RMSNorm, neither an embedding nor a linear layer"),
+        ({**FEEDFORWARD, "*.mlp.up_proj": "vocab"}, r"leaves out 'model.layers.0.mlp.up_proj'"),
+        ({"*.mlp.up_proj": "vocab"}, r"up_proj' to be vocab.*no head that makes"),
+    ],
+)
+@pytest.mark.ranks(2)
+def test_plan_that_cannot_be_done(plan, match):
+    refused(match, build(), plan=plan)
+
+
+@pytest.mark.ranks(4)
+def test_key_value_heads_that_do_not_fit():
+    refused("take one of .* ranks", llama(kv_heads=3), tp=4)
+
+
+@pytest.mark.parametrize("options", [{"tp": 3}, {"tp": 2, "pp": 2}])
+@pytest.mark.ranks(2)
+def test_world_that_does_not_fit(options):
+    refused(r"multiple of tp x pp = .* found 2; change tp, pp", build(), **options)
+
+
+@pytest.mark.parametrize("order", ["tp,dp", "tp,tp,dp", "tp,dp,pp,cp", ""])
+@pytest.mark.ranks(2)
+def test_order_that_is_none(order):
+    refused(r"order of the axes tp, dp, pp, each once", build(), order=order)
+
+
+@pytest.mark.ranks(2)
+def test_cells_inside_of_cells():
+    refused(
+        "data_parallel: expected a strategy over the axis dp alone, found 'megatron'",
+        build(),
+        data_parallel={"name": "megatron"},
+    )
+
+
+@pytest.mark.ranks(2)
+def test_unknown_data_parallel_strategy():
+    refused("zero1", build(), data_parallel={"name": "zero7"})
+
+
+class Two(nn.Module):
+    """Two heads per block: fewer than ranks."""
+
+    def __init__(self, hidden=3):
+        super().__init__()
+        self.words = nn.Embedding(5, 8)
+        layer = nn.TransformerEncoderLayer(
+            8, 2, hidden, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, ids):
+        return self.head(self.encoder(self.words(ids)))
+
+
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3"])
+@pytest.mark.ranks(4)
+def test_more_ranks_than_heads(inner, tmp_path):
+    """Ranks without a head, or without a feature, compute nothing there; numbers are right."""
+    torch.manual_seed(0)
+    model = Two().double()
+    twin = copy.deepcopy(model)
+    accelerator = Accelerator(
+        strategy={"name": "megatron", "tp": 4, "data_parallel": {"name": inner}}, cpu=True
+    )
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    other = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    ids = torch.arange(14).view(2, 7) % 5
+    for step in range(3):
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        accelerator.backward(loss)
+        theirs = F.cross_entropy(twin(ids).flatten(0, 1), ids.flatten())
+        theirs.backward()
+        torch.testing.assert_close(loss.detach(), theirs.detach(), **EXACT)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        torch.testing.assert_close(norm, expected, **EXACT)
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+        if step == 1:
+            accelerator.save_state(tmp_path / "state")
+    names = divided(accelerator, model)
+    assert any("self_attn.in_proj_weight" in name for name in names)
+    found = accelerator.get_state_dict(model)
+    for name, tensor in twin.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-9)
+    accelerator.load_state(tmp_path / "state")
+    loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    torch.testing.assert_close(loss.detach(), theirs.detach(), **EXACT)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(4)
+def test_more_ranks_than_heads_of_hugging_face():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=12,
+        vocab_size=13,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).double()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(module, name, nn.RMSNorm(child.weight.shape, dtype=torch.float64))
+    twin = copy.deepcopy(model)
+    accelerator, model = prepared(model, tp=4)
+    check_equals(accelerator, model, twin, token_batch(0) % 13)
+    accelerator.free_memory()
+
+
+class Lines(logging.Handler):
+    """Keeps what was said."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def said(model, **options):
+    """Return what the library said while it prepared a model."""
+    root = logging.getLogger("drivetrain_megatron")
+    handler = Lines()
+    root.addHandler(handler)
+    level = root.level
+    root.setLevel(logging.INFO)
+    try:
+        accelerator, model = prepared(model, **options)
+        names = divided(accelerator, model)
+        accelerator.free_memory()
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    return "\n".join(everyone(handler.lines)[0]), names
+
+
+@pytest.mark.ranks(2)
+def test_plan_of_a_model_with_unknown_styles():
+    model = build()
+    _, expected = said(copy.deepcopy(model))
+    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"}
+    text, names = said(model)
+    assert "LlamaForCausalLM brings is not used, it has the styles moe_tp_experts" in text
+    assert names == expected
+
+
+class Mixing(nn.Module):
+    """A norm over the features between a column and a row: no rank can compute it alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 6)
+        self.norm = nn.LayerNorm(6)
+        self.down = nn.Linear(6, 8)
+        self.one = nn.Linear(8, 4)
+        self.two = nn.Linear(4, 8)
+
+    def forward(self, x):
+        x = x + self.down(torch.relu(self.norm(self.up(x))))
+        return x + self.two(torch.relu(self.one(x)))
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Mixing() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_report_says_what_was_refused_and_why():
+    torch.manual_seed(0)
+    text, names = said(Mixed().double())
+    assert "tensor parallel over 2 ranks: 9 of 30 parameters divided" in text
+    assert "3 blocks layers.0 to layers.2: one -> two" in text
+    assert "3 blocks layers.0 to layers.2: down stays whole: " in text
+    assert "whole on each rank: layers.0.up.weight (384 bytes)" in text
+    assert {name.split(".")[2] for name in names} == {"one", "two"}
+    refused(
+        r"'layers.0.up' to be colwise.*cannot be: .*(differ|RuntimeError)",
+        Mixed().double(),
+        plan={"*.up": "colwise", "*.down": "rowwise"},
+    )
+
+
+class Added(nn.Module):
+    """A linear layer with a small pair of layers beside it."""
+
+    def __init__(self, base, rank=3):
+        super().__init__()
+        self.base = base
+        outputs, inputs = base.weight.shape
+        self.down = nn.Linear(inputs, rank, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(rank, outputs, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted(model, names):
+    """Freeze a model and put adapters beside these of its layers."""
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if name.endswith(names):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, Added(module))
+    return model
+
+
+@pytest.mark.parametrize("plan", [{}, {**ATTENTION, **FEEDFORWARD, **WORDS}], ids=["own", "users"])
+@pytest.mark.ranks(2)
+def test_adapters_of_columns_are_divided_with_them(plan):
+    """Queries and values are still divided; what is added to them enters the ranks narrow."""
+    model = adapted(build(), ("q_proj", "v_proj", "up_proj"))
+    twin = copy.deepcopy(model)
+    accelerator, model = prepared(model, plan=plan)
+    names = divided(accelerator, model)
+    layer = "model.layers.1.self_attn"
+    assert {f"{layer}.q_proj.base.weight", f"{layer}.q_proj.up.weight"} <= names
+    assert {f"{layer}.k_proj.weight", f"{layer}.o_proj.weight"} <= names
+    assert f"{layer}.q_proj.down.weight" not in names
+    check_equals(accelerator, model, twin)
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("names", [("o_proj",), ("q_proj", "o_proj", "down_proj")])
+@pytest.mark.ranks(2)
+def test_adapters_of_rows(names):
+    """Two layers read the divided features: that group stays whole, numbers are right."""
+    model = adapted(build(), names)
+    twin = copy.deepcopy(model)
+    accelerator, model = prepared(model)
+    check_equals(accelerator, model, twin)
+    accelerator.free_memory()
