@@ -1,7 +1,7 @@
-"""Megatron: tensor, sequence and pipeline parallelism for an unmodified model, over data parallelism.
+"""Megatron: tensor, sequence and pipeline parallelism for an unmodified model.
 
-``tensor/`` divides the layers of a block over the axis ``tp``, ``pipeline/`` divides the blocks over
-the axis ``pp``. What is left on a rank, its cell, is trained by any data-parallel strategy on the
+``tensor/`` divides the layers of a block over the axis ``tp``, ``pipeline/`` divides the blocks
+over the axis ``pp``. What is left on a rank, its cell, is trained by any data-parallel strategy on the
 axis ``dp``, found by name.
 """
 

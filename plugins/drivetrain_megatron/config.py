@@ -73,8 +73,8 @@ class MegatronConfig:
         names = [name.strip() for name in self.order.split(",")]
         if sorted(names) != sorted(AXES):
             raise ConfigError(
-                f"expected an order of the axes {', '.join(AXES)}, each once, found {self.order!r}; "
-                "write for example order: tp,dp,pp"
+                f"expected an order of the axes {', '.join(AXES)}, each once, found "
+                f"{self.order!r}; write for example order: tp,dp,pp"
             )
         cell = self.tp * self.pp
         if world_size % cell:

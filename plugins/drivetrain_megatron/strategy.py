@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -85,6 +84,7 @@ class Megatron(Strategy[MegatronConfig]):
             name: ParameterFacts(tuple(parameter.shape))
             for name, parameter in named_parameters(model).items()
         }
+        blocks = repeated_blocks(model)
         inputs = example_inputs(model) if self.config.tp * self.config.pp > 1 else Inputs()
         self._dropout.find(model, inputs if self.config.tp * self.config.pp > 1 else None)
         recording = record(model, inputs.args, inputs.kwargs) if self._builder else None
@@ -95,14 +95,14 @@ class Megatron(Strategy[MegatronConfig]):
             for optimizer in optimizers:
                 self._original.check_steps_parts(optimizer, self._facts)
                 cut_states(optimizer, by_parameter, self._tp.rank)
-        self._dropout.attach(model)
+        self._dropout.attach(model, counting=self._builder is None)
         if self._builder is not None and recording is not None and cut is not None:
             self._builder.split(model, recording, cut, optimizers)
             for stage, line in stage_report(recording, cut, self._pp.size).items():
                 logger.announce(f"stage {stage}: {line}")
         if self._tensor is not None:
             self._tensor.surround()
-        self._dropout.follow(repeated_blocks(model))
+        self._dropout.follow(blocks)
         if self._source is not None:
             self._source.divide(self._facts, self._tp.rank)
             self._inner.materialize(model, self._source)
@@ -111,7 +111,7 @@ class Megatron(Strategy[MegatronConfig]):
         if self._tensor is not None:
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
-            self._pipeline = self._builder.start(model, self._inner)
+            self._pipeline = self._builder.start(model, self._inner, self._dropout)
         same = SameBatch((self._tp, self._pp), self.run.world)
         if same.matters:
             self._handles.append(model.register_forward_pre_hook(same, with_kwargs=True))
@@ -180,7 +180,7 @@ class Megatron(Strategy[MegatronConfig]):
         self._original.check_loads(reader, self._facts)
         names = {**named_parameters(self._model), **persistent_buffers(self._model)}
         if self._pipeline is not None:
-            self._pipeline.outdate()
+            self._pipeline.stages.outdate()
         self._inner.load(LocalReader(reader, self._facts, names, self._tp.rank))
 
     @classmethod

@@ -1,7 +1,7 @@
 """Cuts a model's inputs into micro-batches along dim 0, and joins what comes out of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,12 +21,18 @@ class MicroBatch:
         kwargs: inputs by name.
         rows: how many rows of the batch it has.
         targets: what a loss function compares the output with.
+        number: which forward of the model it is, counted over all calls: its dropout's, too.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     rows: int
     targets: Any = None
+    number: int = 0
+
+    def numbered(self, number: int) -> "MicroBatch":
+        """Return it as another forward of the model."""
+        return replace(self, number=number)
 
 
 def cut_batch(

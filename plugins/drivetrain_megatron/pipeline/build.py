@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -13,14 +14,17 @@ from drivetrain.parts.collectives import Communicator
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import Cut, balanced, listed
-from drivetrain_megatron.pipeline.engine import Parts, Pipeline, Plan
+from drivetrain_megatron.pipeline.engine import Pipeline, Plan
 from drivetrain_megatron.pipeline.examples import Inputs
+from drivetrain_megatron.pipeline.local import LocalStages, Parts
 from drivetrain_megatron.pipeline.profile import profile, scaled_edges
 from drivetrain_megatron.pipeline.recording import Recording
 from drivetrain_megatron.pipeline.stages import Split, split
 from drivetrain_megatron.pipeline.ties import SharedParameters
+from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.pipeline.weights import WeightGradients
+from drivetrain_megatron.pipeline.worker import Forwards
 
 
 class PipelineBuilder:
@@ -80,20 +84,20 @@ class PipelineBuilder:
         for optimizer in optimizers:
             _keep(optimizer, here)
 
-    def start(self, model: nn.Module, inner: Strategy[Any]) -> Pipeline:
+    def start(self, model: nn.Module, inner: Strategy[Any], forwards: Forwards) -> Pipeline:
         """Take over the model's calls, after the data-parallel strategy has prepared it."""
         if self._split is None or self._shared is None:
             raise RuntimeError("split() comes before start()")
         plan = Plan(
             self._config.schedule,
-            self._config.chunks,
             self._config.micro_batches,
             windowed=self._run.accumulation > 1 and not self._config.micro_batches,
         )
         if self._config.schedule == "zb-h1":
             self._deferring = self._weights.attach_to(model)
-        parts = Parts(self._link, self._axis, self._shared, self._weights)
-        pipeline = Pipeline(self._split, self._run, inner, parts, plan)
+        parts = Parts(self._link, self._axis, self._shared, self._weights, forwards)
+        stages = LocalStages(self._split, inner, parts, self._run.world.device)
+        pipeline = Pipeline(stages, plan, self._trace())
         forward = type(model).forward
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +106,14 @@ class PipelineBuilder:
         functools.update_wrapper(call, forward)
         model.__dict__["forward"] = MethodType(call, model)
         return pipeline
+
+    def _trace(self) -> StepTrace | None:
+        """Return what writes traces, if they are asked for: for one pipeline, others are alike."""
+        if not self._config.trace_dir:
+            return None
+        others = "-".join(f"{name}{self._run.mesh[name].rank}" for name in ("dp", "tp"))
+        folder = Path(self._config.trace_dir)
+        return StepTrace(folder, f"pipeline-{others}", self._axis, self._run.world.device)
 
     def close(self, model: nn.Module) -> None:
         """Give the model's calls back; parameters of other stages stay away."""

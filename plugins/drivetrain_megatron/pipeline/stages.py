@@ -96,6 +96,10 @@ class Stage:
         """Return what ``run`` will give for the next stage for these inputs, in order."""
         return () if self.is_last else self._parts.shapes.of(args, kwargs)[self.blocks.stop - 1]
 
+    def ends(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
+        """Return what the last block of the model returns for these inputs, in order."""
+        return self._parts.shapes.of(args, kwargs)[-1]
+
     def run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], received: Sequence[Tensor] = ()
     ) -> StageOutput:

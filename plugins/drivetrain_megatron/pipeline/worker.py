@@ -1,9 +1,9 @@
 """One stage at work: forward and backward of its micro-batches, and what is kept between them."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,16 @@ from drivetrain_megatron.pipeline.weights import WeightGradients
 
 LossOf = Callable[[Any, Any], Tensor]
 """Makes the loss of what the model returned and of the micro-batch's targets."""
+
+
+class Forwards(Protocol):
+    """Counts the forwards of a model; what one of them draws at random depends on its number."""
+
+    def take(self, count: int) -> int:
+        """Return the number of the first of some forwards that are about to be run."""
+
+    def forward(self, number: int) -> AbstractContextManager[None]:
+        """Context in which a forward of a number runs."""
 
 
 @dataclass(slots=True)
@@ -43,6 +53,7 @@ class StageWorker:
         inner: the data-parallel strategy of the cell.
         shared: the parameters that are shared with other stages.
         weights: products whose weights' gradients are computed later.
+        forwards: counts the model's forwards.
         device: where it computes.
 
     Attributes:
@@ -58,12 +69,14 @@ class StageWorker:
         inner: Strategy[Any],
         shared: SharedParameters,
         weights: WeightGradients,
+        forwards: Forwards,
         device: torch.device,
     ) -> None:
         self.stage = stage
         self._inner = inner
         self._shared = shared
         self._weights = weights
+        self._forwards = forwards
         self._device = device
         self._kept: dict[int, _Kept] = {}
         self.batches: dict[int, MicroBatch] = {}
@@ -100,7 +113,8 @@ class StageWorker:
         )
         # A view, so that what the block changes in place is not the leaf itself.
         views = tuple(t.view_as(t) if t.requires_grad else t for t in received)
-        found = self.stage.run(batch.args, batch.kwargs, views)
+        with self._forwards.forward(batch.number):
+            found = self.stage.run(batch.args, batch.kwargs, views)
         roots = found.sent
         if self.stage.is_last:
             self.outputs[micro_batch] = found.output

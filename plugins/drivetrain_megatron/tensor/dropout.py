@@ -2,7 +2,7 @@
 
 Every module that drops gets masks that count (``masks``) in place of torch's. The key of a call
 comes from the state of a chain: a forward starts it from (seed, data-parallel rank, number of the
-forward, micro-batch), every dropout and every block moves it on. The chain is kept as the seed of
+forward), every dropout and every block moves it on. The chain is kept as the seed of
 torch's default CPU generator, because whoever computes a block again in backward (our recompute,
 torch's checkpoint) brings back the state that this generator had: so it brings back the masks.
 After a block the chain does not depend on what the block dropped, so that pipeline stages, which
@@ -13,7 +13,7 @@ cell; afterwards they are as before.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,6 +67,7 @@ class Dropout:
 
     Attributes:
         layouts: how the ranks divide what blocks drop elements of; all else is whole on each.
+        forwards: how many dropped something so far.
     """
 
     def __init__(self, source: Source, ranks: Communicator) -> None:
@@ -74,10 +75,12 @@ class Dropout:
         self._source = source
         self._ranks = ranks
         self._names: frozenset[str] = frozenset()
-        self._number = 0
+        self.forwards = 0
+        self._counting = True
+        self._numbered = False
+        self._dropped = False
         self._modules: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
-        self._running: list[ExitStack] = []
         self._entered: dict[nn.Module, int] = {}
 
     def find(self, model: nn.Module, inputs: Inputs | None) -> None:
@@ -96,12 +99,14 @@ class Dropout:
         else:
             self._names = dropping_modules(model, given.args, given.kwargs)
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module, *, counting: bool = True) -> None:
         """Let modules of a model drop by these masks; a model that drops nothing is left alone.
 
         Args:
             model: divided; its forward is one forward of the chain.
+            counting: whether each of them counts; if not, whoever runs them numbers them.
         """
+        self._counting = counting
         if not self._names:
             return
         open_attentions(model, self._ranks)
@@ -109,10 +114,8 @@ class Dropout:
             if name in self._names or isinstance(module, nn.Dropout):
                 surround(module, partial(_Masked, name, self))
                 self._modules.append(module)
-        self._handles += [
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        surround(model, partial(_Chained, self))
+        self._modules.append(model)
 
     def follow(self, blocks: Iterable[NamedModule]) -> None:
         """Let the chain not depend on what these blocks drop."""
@@ -121,21 +124,34 @@ class Dropout:
             self._handles.append(block.register_forward_hook(self._leave_block))
 
     @contextmanager
-    def forward(self, number: int, micro_batch: int = 0) -> Iterator[None]:
-        """Context of one forward, for whoever calls it in parts or in another order.
+    def forward(self, number: int | None = None) -> Iterator[None]:
+        """Context of one forward of the model, which begins a chain.
 
         Args:
-            number: of the forward; ``begin`` counts those of the model.
-            micro_batch: its part of the batch.
+            number: of the forward, from ``take``. Without one, that of the forward around, else
+                the next one, which counts if it drops something: not in evaluation.
         """
-        state = combine(self._source.seed, self._source.replica, number, micro_batch)
-        with rng.fork(_packed(state)):
+        if self._numbered or not self._trains():
             yield
+            return
+        self._numbered, self._dropped = number is not None, False
+        own = self.forwards if number is None else number
+        state = combine(self._source.seed, self._source.replica, own)
+        try:
+            with rng.fork(_packed(state)):
+                yield
+        finally:
+            self._numbered = False
+            self.forwards += self._counting and self._dropped
 
-    def begin(self) -> int:
-        """Return the number of the forward that begins."""
-        self._number += 1
-        return self._number
+    def take(self, count: int) -> int:
+        """Return the number of the first of some forwards; in evaluation they do not count."""
+        first = self.forwards
+        self.forwards += count * self._trains()
+        return first
+
+    def _trains(self) -> bool:
+        return any(module.training for module in self._modules)
 
     def key(self) -> int:
         """Return the key of the next dropout.
@@ -171,6 +187,7 @@ class Dropout:
         key = self.key()
         if isinstance(x, StageProxy):
             return x  # its values are on another stage
+        self._dropped = True
         if p == 1.0:
             return x * 0.0
         partition = partition_of(site, self.layouts, self._ranks)
@@ -187,14 +204,6 @@ class Dropout:
             release(module)
         self._handles, self._modules = [], []
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        self._running.append(ExitStack())
-        if any(module.training for module in self._modules):  # evaluation does not count
-            self._running[-1].enter_context(self.forward(self.begin()))
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running.pop().close()
-
     def _enter_block(self, module: nn.Module, args: Any) -> None:
         self._entered[module] = torch.initial_seed()
 
@@ -205,6 +214,19 @@ class Dropout:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Dropout":
         return self  # copies of the model drop as it does
+
+
+class _Chained(Surrounding):
+    """A model whose forward is one forward of a ``Dropout``; a stage's, of each micro-batch."""
+
+    def __init__(self, dropout: Dropout, inner: Behavior) -> None:
+        super().__init__(inner)
+        self._dropout = dropout
+
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute as the model does."""
+        with self._dropout.forward():
+            return self.inner.forward(module, *args, **kwargs)
 
 
 class _Masked(Surrounding):

@@ -120,9 +120,7 @@ class TensorParallel:
             blocks.append((name, block))
             own = {id(p): n for n, p in block.named_parameters()}
             found = divide(block, derivation.plan, edges)
-            facts.update(
-                {names[p]: found[own[id(p)]] for p in block.parameters() if id(p) in own}
-            )
+            facts.update({names[p]: found[own[id(p)]] for p in block.parameters() if id(p) in own})
         outside = Edges(self._ranks)
         done: set[int] = set()
         for name in plan.vocabulary:

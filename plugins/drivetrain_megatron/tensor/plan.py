@@ -123,7 +123,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _nearest_name(pattern: str, names: Iterable[str]) -> str:
-    """Return the same hint for a pattern: a module whose own name is like the pattern's last one."""
+    """Return the same hint for a pattern: a module whose own name is like its last part."""
     by_last = {name.rpartition(".")[2]: name for name in names}
     near = difflib.get_close_matches(pattern.rpartition(".")[2], list(by_last), n=1, cutoff=0.5)
     return f"; the nearest is {by_last[near[0]]!r}" if near else ""

@@ -4,13 +4,15 @@ A layer cut by columns sums the gradient of its input over ranks while it comput
 its weight (Shoeybi et al. 2019, arXiv 1909.08053, section 3; the overlap is Narayanan et al. 2021,
 arXiv 2104.04473). A layer cut by rows sums its product in place, nobody else holds it yet.
 
+The gradient of a weight may also be left for later: nobody waits for it.
+
 Shapes: x (..., in), weight (out, in) or transposed (in, out), product (..., out).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from drivetrain.parts.collectives import Communicator
@@ -27,6 +29,38 @@ from drivetrain_megatron.tensor.outline import is_outline
 from drivetrain_megatron.tensor.partition import Partition
 
 
+class WeightHalf(NamedTuple):
+    """The half of a layer's backward that nobody waits for: the gradients of weight and bias.
+
+    Attributes:
+        parameters: weight and bias; None for what wants no gradient.
+        x: the input that was multiplied.
+        grad: the gradient of the product.
+        transposed: whether the weight is (in, out).
+    """
+
+    parameters: tuple[nn.Parameter | None, nn.Parameter | None]
+    x: Tensor
+    grad: Tensor
+    transposed: bool
+
+    def compute(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of weight and bias; None for what wants none."""
+        weight, bias = self.parameters
+        rows, grads = _rows(self.x), _rows(self.grad)
+        found = None
+        if weight is not None:
+            found = rows.t().mm(grads) if self.transposed else grads.t().mm(rows)
+        return found, None if bias is None else grads.sum(0)
+
+
+class Deferral(Protocol):
+    """Who may want gradients of weights at another time than backward's."""
+
+    def keep(self, half: WeightHalf) -> bool:
+        """Keep what they are computed from; False where they are wanted at once."""
+
+
 class Product(NamedTuple):
     """How a product is computed, and over which ranks.
 
@@ -34,11 +68,17 @@ class Product(NamedTuple):
         ranks: the axis.
         transposed: whether the weight is (in, out), as that of ``Conv1D``, and not (out, in).
         sequence: None: the activation outside is whole on every rank; else how it is cut.
+        weight: whose gradient the weight's is; under autocast the weight is cast before.
+        bias: likewise.
+        deferral: who may want their gradients later.
     """
 
     ranks: Communicator
     transposed: bool = False
     sequence: Partition | None = None
+    weight: nn.Parameter | None = None
+    bias: nn.Parameter | None = None
+    deferral: Deferral | None = None
 
     def of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x times the weight, plus the bias."""
@@ -52,14 +92,15 @@ class Product(NamedTuple):
         matrix = weight if self.transposed else weight.t()
         return torch.mm(_rows(grad), matrix.t()).view(*grad.shape[:-1], matrix.shape[0])
 
-    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the weight, in the weight's layout."""
-        rows, grads = _rows(x), _rows(grad)
-        return rows.t().mm(grads) if self.transposed else grads.t().mm(rows)
-
-    def bias_grad(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the bias."""
-        return _rows(grad).sum(0)
+    def weight_grads(
+        self, grad: Tensor, x: Tensor, *, for_weight: bool = True, for_bias: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of weight and bias; None for what wants none, or gets it later."""
+        parameters = (self.weight if for_weight else None, self.bias if for_bias else None)
+        half = WeightHalf(parameters, x, grad, self.transposed)
+        if self.deferral is not None and self.deferral.keep(half):
+            return None, None
+        return half.compute()
 
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:

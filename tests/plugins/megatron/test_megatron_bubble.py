@@ -94,7 +94,7 @@ def run(monkeypatch, schedule, *, chunks=1, halves=False):
         took = time.perf_counter() - started
     rank = accelerator.mesh["pp"].rank
     pipeline = accelerator.strategy_of(model)._pipeline
-    assert all(worker.waiting == 0 for worker in pipeline._workers.values())
+    assert all(worker.waiting == 0 for worker in pipeline.stages.workers.values())
     accelerator.free_memory()
     return took, max(kept), rank
 
