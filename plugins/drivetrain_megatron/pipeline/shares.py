@@ -35,8 +35,9 @@ def shares_of(
     counts = [float(batch.rows) for batch in batches]
     if len(batches) > 1 and any(map(_may_ignore, batches)):
         counted = [_counted(batch, loss_without_blocks) for batch in batches]
-        if all(count is not None for count in counted) and sum(filter(None, counted)):
-            counts = [count or 0.0 for count in counted]
+        known: list[float] = [count for count in counted if count is not None]
+        if len(known) == len(batches) and sum(known, 0.0):
+            counts = known
     return [count / sum(counts) for count in counts]
 
 

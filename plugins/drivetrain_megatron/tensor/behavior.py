@@ -92,7 +92,8 @@ def attach(module: nn.Module, behavior: Behavior, **members: Any) -> None:
             f"expected a module that is not divided yet, found {module!r} with "
             f"{behavior_of(module)}; detach() first"
         )
-    module.__class__ = _made(type(module), tuple(members.items()))
+    original: Any = type(module)
+    module.__class__ = _made(original, tuple(members.items()))
     module.__dict__[_KEY] = behavior
 
 
@@ -112,6 +113,11 @@ def detach(module: nn.Module) -> None:
         restored: Any = module
         restored.__class__ = module._drivetrain_original
         del module.__dict__[_KEY]
+
+
+def exchange(module: nn.Module, behavior: Behavior) -> None:
+    """Let a module that has a behavior compute by another one."""
+    module.__dict__[_KEY] = behavior
 
 
 def surround(module: nn.Module, make: Callable[[Behavior], Surrounding]) -> None:

@@ -1,5 +1,7 @@
 """Which modules are linear layers: torch's own, and the transposed one of GPT-2."""
 
+from typing import Any
+
 from torch import nn
 
 
@@ -24,5 +26,6 @@ def is_transposed(module: nn.Module) -> bool:
 
 def features_of(module: nn.Module) -> tuple[int, int]:
     """Return how many features go into a linear layer and come out of it."""
-    outputs, inputs = module.weight.shape
+    weight: Any = module.weight
+    outputs, inputs = weight.shape
     return (int(outputs), int(inputs)) if is_transposed(module) else (int(inputs), int(outputs))

@@ -149,7 +149,8 @@ class TensorParallel:
             if summed is not None:
                 trained = parameter.requires_grad
                 parameter.requires_grad_()  # a hook waits for the day when a frozen one is trained
-                self._handles.append(parameter.register_hook(summed))
+                hooked: Any = parameter
+                self._handles.append(hooked.register_hook(summed))
                 parameter.requires_grad_(trained)
 
     def close(self) -> None:
@@ -308,7 +309,7 @@ def _is_only_used_by(
     weight = module.weight
     owners = sum(1 for _, m in chosen if m.weight is weight)
     places = sum(1 for m in model.modules() for p in m.parameters(False) if p is weight)
-    name = first[id(weight)]  # type: ignore[index]
+    name = first[id(weight)]
     return owners == places and calls.uses[name] <= owners
 
 
@@ -317,7 +318,8 @@ def cut_states(
 ) -> None:
     """Cut the state that an optimizer has already of parameters that are cut."""
     for parameter, state in optimizer.state.items():
-        known = facts.get(parameter)
+        held: Any = parameter
+        known = facts.get(held)
         if known is None or known.partition is None:
             continue
         for key, value in state.items():

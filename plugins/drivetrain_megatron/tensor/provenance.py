@@ -5,7 +5,7 @@ A layer's own output also remembers what becomes of its features: into how many 
 reshaped, into which packed parts (query, key and value in one matrix) they are cut.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -89,8 +89,10 @@ class _Notes(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.uses: dict[str, LinearUse] = {}
-        self._sources = WeakIdKeyDictionary()  # tensor -> names of linear layers
-        self._features = WeakIdKeyDictionary()  # tensor -> _Features
+        # torch's mapping by identity has no types.
+        by_identity: Any = WeakIdKeyDictionary
+        self._sources: MutableMapping[Tensor, frozenset[str]] = by_identity()
+        self._features: MutableMapping[Tensor, _Features] = by_identity()
 
     def linear(self, name: str, module: nn.Module, given: Tensor, output: Tensor) -> None:
         """Note a call of a linear layer."""
@@ -148,4 +150,4 @@ class _Notes(TorchFunctionMode):
 
 
 def _is_view(made: Tensor, source: Tensor) -> bool:
-    return made.untyped_storage()._cdata == source.untyped_storage()._cdata
+    return bool(made.untyped_storage()._cdata == source.untyped_storage()._cdata)

@@ -10,7 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ from drivetrain_megatron.tensor.partition import Partition, even
 from drivetrain_megatron.tensor.verify import Trial, is_close, run_block
 
 
-class Site(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Site:
     """One place in the code that drops elements.
 
     Attributes:
@@ -61,8 +62,8 @@ class Layouts:
     def add(self, block: str, found: Mapping[Site, Layout]) -> None:
         """Add what was found of a block; sites have names inside of it."""
         self.blocks = (*self.blocks, block)
-        for (module, index), layout in found.items():
-            self.found[Site(f"{block}.{module}".strip("."), index)] = layout
+        for site, layout in found.items():
+            self.found[Site(f"{block}.{site.module}".strip("."), site.index)] = layout
 
 
 def partition_of(site: Site, layouts: Layouts, ranks: Communicator) -> Partition | None:

@@ -131,7 +131,7 @@ class Training(Scaling):
         args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (args, {})
         if loss_fn is None:
             output = model(*args, **kwargs)
-            loss = (
+            loss: Tensor = (
                 output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
             )
         else:

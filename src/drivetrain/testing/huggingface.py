@@ -73,7 +73,7 @@ def bert(layers: int = 2, *, dropout: float = 0.0) -> nn.Module:
 
 
 def neox(layers: int = 2) -> nn.Module:
-    """Return a GPT-NeoX: projections interleaved by head, attention and feed-forward in parallel."""
+    """Return a GPT-NeoX: projections interleaved by head, attention beside feed-forward."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     config = GPTNeoXConfig(

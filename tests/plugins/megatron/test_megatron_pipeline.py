@@ -79,7 +79,9 @@ def check(name, loss_of, *, accumulation=1, rows=4, steps=3, **options):
     whole = dict(twin.named_parameters())
     with accelerator.gathered(model):
         for key, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter, whole[key], **EXACT, msg=lambda m: f"{key} {m}")
+            torch.testing.assert_close(
+                parameter, whole[key], **EXACT, msg=lambda m, key=key: f"{key} {m}"
+            )
     model.eval()
     twin.eval()
     with torch.no_grad():
@@ -173,10 +175,7 @@ def test_explicit_step(schedule):
 @pytest.mark.ranks(4)
 def test_ignored_labels(tp):
     """The mean is over all tokens that count, however they fall into micro-batches."""
-    if tp == 1:
-        options = {"pp": 4, "micro_batches": 4}
-    else:
-        options = {"pp": 2, "tp": 2, "micro_batches": 4}
+    options = {"pp": 4 // tp, "tp": tp, "micro_batches": 4}
     model = build("gpt2")
     twin = copy.deepcopy(model)
     accelerator = Accelerator(strategy={"name": "megatron", **options}, cpu=True)

@@ -49,7 +49,9 @@ def check_gradients(accelerator, model, twin):
         if whole is not None:
             partition = facts[name].partition
             expected = whole if partition is None else partition.take(whole, rank)
-            torch.testing.assert_close(parameter.grad, expected, **EXACT, msg=lambda m: f"{name} {m}")
+            torch.testing.assert_close(
+                parameter.grad, expected, **EXACT, msg=lambda m, name=name: f"{name} {m}"
+            )
 
 
 def check_training(name, steps=3, **options):
@@ -76,10 +78,8 @@ def check_training(name, steps=3, **options):
         other.step()
         other.zero_grad()
     with accelerator.gathered(model):
-        for (key, mine), whole in zip(
-            model.named_parameters(), twin.parameters(), strict=True
-        ):
-            torch.testing.assert_close(mine, whole, **EXACT, msg=lambda m: f"{key} {m}")
+        for (key, mine), whole in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, whole, **EXACT, msg=lambda m, key=key: f"{key} {m}")
     accelerator.free_memory()
 
 
