@@ -15,7 +15,8 @@ from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicas import ReplicatedState
 from drivetrain.parts.replicate import ForwardHook, replicate
-from drivetrain.strategy import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy
+from drivetrain.shards import Reader, Shard
+from drivetrain.strategy import Cost, ModelSpec, Prepared, Run, Strategy
 from drivetrain_ddp.compression import choose_hook
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_ddp.cost import estimate

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint.assembly import boxes
 from drivetrain.errors import CheckpointError
-from drivetrain.strategy import Part, Reader, Shard
+from drivetrain.shards import Part, Reader, Shard
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.tensor.partition import Partition
 

@@ -13,7 +13,7 @@ from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import check_fits
 from drivetrain.parts.suitability import steps_each_alone, steps_pieces
-from drivetrain.strategy import Reader
+from drivetrain.shards import Reader
 from drivetrain_megatron.facts import ParameterFacts
 
 

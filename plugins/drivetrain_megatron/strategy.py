@@ -18,7 +18,8 @@ from drivetrain.parts.collectives import connect
 from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, combine_norms
-from drivetrain.strategy import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy
+from drivetrain.shards import Reader, Shard
+from drivetrain.strategy import Cost, ModelSpec, Prepared, Run, Strategy
 from drivetrain_megatron.batches import SameBatch
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.coordinates import GlobalShards, LocalReader

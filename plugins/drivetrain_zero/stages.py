@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.parts.collectives import Communicator, connect
-from drivetrain.strategy import Prepared, Reader, Run
+from drivetrain.shards import Reader
+from drivetrain.strategy import Prepared, Run
 from drivetrain_zero.binding import Bound
 from drivetrain_zero.config import Zero1Config, Zero2Config, Zero3Config
 from drivetrain_zero.gathering import Gatherer

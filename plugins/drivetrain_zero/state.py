@@ -16,7 +16,7 @@ from drivetrain.checkpoint.assembly import boxes
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import allocate_state, check_fits, group_of, state_keys
-from drivetrain.strategy import Part, Reader, Shard
+from drivetrain.shards import Part, Reader, Shard
 from drivetrain_zero.unit import Slot
 
 _SCALARS = frozenset({"step", "mu_product", "mu", "eta"})

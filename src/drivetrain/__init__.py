@@ -90,17 +90,9 @@ _HOMES = {
     "drivetrain.runtime.data.order": ("SeedableRandomSampler",),
     "drivetrain.runtime.gradient_state": ("GradientState",),
     "drivetrain.runtime.rng": ("set_seed", "synchronize_rng_states"),
+    "drivetrain.shards": ("Part", "Reader", "Shard"),
     "drivetrain.store": ("TensorStore",),
-    "drivetrain.strategy": (
-        "Cost",
-        "ModelSpec",
-        "Part",
-        "Prepared",
-        "Reader",
-        "Run",
-        "Shard",
-        "Strategy",
-    ),
+    "drivetrain.strategy": ("Cost", "ModelSpec", "Prepared", "Run", "Strategy"),
     "drivetrain.tracking": ("Tracker",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+from drivetrain.shards import Reader, Shard
 
 ConfigT = TypeVar("ConfigT")
 
@@ -48,68 +49,6 @@ class Prepared(NamedTuple):
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Which part of a global tensor a shard holds.
-
-    Attributes:
-        offsets: first index of the box, per dim.
-        sizes: extent of the box, per dim.
-        flat: None for the whole box, or a half-open range of the flattened box: a flat range
-            inside a tensor-parallel shard is a box with a range.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    flat: tuple[int, int] | None = None
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Part":
-        """Return the part that is the whole tensor of this shape."""
-        return cls((0,) * len(shape), tuple(shape))
-
-    @classmethod
-    def range_of(cls, shape: Sequence[int], start: int, stop: int) -> "Part":
-        """Return a half-open range of the flattened tensor of this shape."""
-        return cls((0,) * len(shape), tuple(shape), (start, stop))
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One piece of the training state, in global coordinates.
-
-    Attributes:
-        name: the parameter's or buffer's name in the user's model.
-        state: "" for the parameter or buffer itself, else ``INDEX.KEY``: the optimizer's index in
-            ``prepare`` and its state key, for example ``0.exp_avg``.
-        tensor: the data of the part; its shape is ``part.sizes``, or 1-D for a flat range.
-        shape: the global shape.
-        part: which part of the global tensor ``tensor`` is.
-    """
-
-    name: str
-    state: str
-    tensor: Tensor
-    shape: tuple[int, ...]
-    part: Part
-
-
-class Reader(Protocol):
-    """Reads a checkpoint of any strategy and any number of ranks, only the bytes asked for."""
-
-    def keys(self) -> Iterable[tuple[str, str]]:
-        """The (name, state) pairs that the checkpoint holds."""
-
-    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
-        """Global shape of one tensor."""
-
-    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
-        """Return one part of a tensor (default: all of it), on the CPU, in the saved dtype."""
-
-    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
-        """Return the optimizer state of a parameter that is no tensor (numbers, bools, None)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from drivetrain.checkpoint import Contents, ModelReader, assembly, read_export, save_checkpoint
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Part, Shard
+from drivetrain.shards import Part, Shard
 
 WEIGHT = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 

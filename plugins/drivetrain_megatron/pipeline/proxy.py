@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.later import Later, slope
+from drivetrain_megatron.pipeline.refusals import refuse_assignment, refuse_backward, refuse_write
 from drivetrain_megatron.pipeline.shadow import (
     Facts,
     Fresh,
@@ -199,7 +200,8 @@ def _apply(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     later = all(proxy._later is not None for proxy in proxies)
     if later and all(value_of(proxy) is not None for proxy in reversed(proxies)):
         return _on_values(func, args, kwargs)
-    _refuse_write(func, args, kwargs)
+    written = targets(getattr(func, "__name__", ""), args, kwargs)
+    refuse_write(func, [t for t in written if isinstance(t, Tensor) and type(t) is not StageProxy])
     device = next((proxy.facts.device for proxy in proxies if proxy.dim()), proxies[0].facts.device)
     cast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     found = _outcome(func, frozen, named, (cast, torch.get_default_dtype()))
@@ -279,19 +281,6 @@ def _stand_in(value: Any) -> Any:
     return value
 
 
-def _refuse_write(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse to write values that are not there into a real tensor."""
-    name = getattr(func, "__name__", "")
-    for tensor in targets(name, args, kwargs):
-        if isinstance(tensor, Tensor) and not isinstance(tensor, StageProxy):
-            raise UsageError(
-                f"expected values for {name}() to write, found a tensor whose values exist on "
-                f"another pipeline stage, and a real tensor of shape {tuple(tensor.shape)} as the "
-                "target: make a new tensor instead (torch.where, torch.cat, a + b), or do this "
-                "inside of one of the model's blocks"
-            )
-
-
 def _on_facts(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -356,20 +345,6 @@ def _iterate(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return iter(_apply(Tensor.unbind, args, {}))
 
 
-def _refuse_backward(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    raise UsageError(
-        "expected accelerator.backward(loss), found a backward of its own on a loss whose values "
-        "exist on another pipeline stage: the pipeline runs backward on all stages together"
-    )
-
-
-def _refuse_assignment(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    raise UsageError(
-        "expected to read .data, found an assignment to the .data of a tensor whose values exist "
-        "on another pipeline stage: change it before accelerator.prepare()"
-    )
-
-
 def _handlers() -> dict[Any, Handler]:
     """Return what is done with functions that are no operations on values."""
     handlers: dict[Any, Handler] = {
@@ -379,16 +354,16 @@ def _handlers() -> dict[Any, Handler]:
         Tensor.detach: _detached,
         torch.detach: _detached,
         Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
-        Tensor.data.__set__: _refuse_assignment,  # type: ignore[attr-defined]
+        Tensor.data.__set__: refuse_assignment,  # type: ignore[attr-defined]
         Tensor.requires_grad.__set__: _on_facts,  # type: ignore[attr-defined]
         Tensor.grad.__set__: _on_facts,  # type: ignore[union-attr]
         Tensor.T.__get__: _derived(Tensor.t),  # type: ignore[attr-defined]
         Tensor.mT.__get__: _derived(_transposed),  # type: ignore[attr-defined]
         Tensor.real.__get__: _derived(torch.real),  # type: ignore[attr-defined]
         Tensor.imag.__get__: _derived(torch.imag),  # type: ignore[attr-defined]
-        Tensor.backward: _refuse_backward,
-        torch.autograd.backward: _refuse_backward,
-        torch.autograd.grad: _refuse_backward,
+        Tensor.backward: refuse_backward,
+        torch.autograd.backward: refuse_backward,
+        torch.autograd.grad: refuse_backward,
     }
     handlers |= dict.fromkeys(CONSTANTS, _constant)
     handlers |= dict.fromkeys(READERS, _on_values)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.parts.collectives.volume import chunk_bounds
-from drivetrain.strategy import Part
+from drivetrain.shards import Part
 
 Range: TypeAlias = tuple[int, int]
 """A half-open range of indices, (start, stop)."""

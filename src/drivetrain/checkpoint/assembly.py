@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from drivetrain.strategy import Part
+from drivetrain.shards import Part
 
 Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a box."""

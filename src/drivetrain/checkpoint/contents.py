@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint.plain import decode, encode
 from drivetrain.checkpoint.scalars import Scalars
-from drivetrain.strategy import Shard
+from drivetrain.shards import Shard
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from drivetrain.checkpoint.scalars import Scalars
 from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Part
+from drivetrain.shards import Part
 
 _TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 
@@ -139,7 +139,7 @@ class CheckpointReader:
 
 
 class ModelReader:
-    """Reads one model of a checkpoint: implements ``drivetrain.strategy.Reader``.
+    """Reads one model of a checkpoint: implements ``drivetrain.shards.Reader``.
 
     Attributes:
         aliases: further names of tied parameters -> the name they are saved under.

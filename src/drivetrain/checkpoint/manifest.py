@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from drivetrain.checkpoint.assembly import fits, numel
 from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
 from drivetrain.errors import CheckpointError
-from drivetrain.strategy import Part
+from drivetrain.shards import Part
 
 FILE_NAME = "manifest.json"
 FORMAT = "drivetrain-checkpoint"

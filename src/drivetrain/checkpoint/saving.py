@@ -56,7 +56,7 @@ from drivetrain.checkpoint.tensorfile import (
 )
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Shard
+from drivetrain.shards import Shard
 
 FILE_BYTES = 4 * 2**30
 """A rank starts another file of a kind when the current one would hold more than this."""

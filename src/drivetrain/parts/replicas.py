@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import allocate_state, check_fits, group_of, state_keys
-from drivetrain.strategy import Part, Reader, Shard
+from drivetrain.shards import Part, Reader, Shard
 
 
 class ReplicatedState:

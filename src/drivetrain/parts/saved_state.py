@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint import describe_difference
 from drivetrain.errors import CheckpointError
-from drivetrain.strategy import Reader
+from drivetrain.shards import Reader
 
 
 def check_fits(

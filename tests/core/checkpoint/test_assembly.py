@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.checkpoint.assembly import boxes, copy_overlap, fits, numel
-from drivetrain.strategy import Part
+from drivetrain.shards import Part
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 shapes_with_empty = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -12,7 +12,7 @@ import torch
 from drivetrain.checkpoint import Contents, commit, open_checkpoint, save_checkpoint, saving
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Part, Shard
+from drivetrain.shards import Part, Shard
 
 WORLD = World()
 

@@ -9,7 +9,7 @@ import torch
 from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Part, Shard
+from drivetrain.shards import Part, Shard
 
 WORLD = World()
 WEIGHTS = "model-0-weights-00000-of-00001.safetensors"

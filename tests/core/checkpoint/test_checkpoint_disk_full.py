@@ -19,7 +19,7 @@ from drivetrain.checkpoint import (
 )
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Part, Shard
+from drivetrain.shards import Part, Shard
 
 
 @pytest.fixture

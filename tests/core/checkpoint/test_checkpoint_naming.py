@@ -6,7 +6,7 @@ import torch
 from drivetrain.checkpoint import Contents, latest, next_name, prune, save_checkpoint
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Part, Shard
+from drivetrain.shards import Part, Shard
 
 
 def save(directory):

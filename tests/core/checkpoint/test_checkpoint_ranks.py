@@ -22,7 +22,7 @@ from drivetrain.checkpoint import (
 from drivetrain.checkpoint.agreement import together
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Part, Shard
+from drivetrain.shards import Part, Shard
 
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 

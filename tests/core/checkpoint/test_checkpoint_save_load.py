@@ -9,7 +9,7 @@ import torch
 from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint, saving
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Part, Reader, Shard
+from drivetrain.shards import Part, Reader, Shard
 
 WORLD = World()
 

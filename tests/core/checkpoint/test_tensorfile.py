@@ -131,7 +131,7 @@ from pathlib import Path
 import torch
 from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Part, Shard
+from drivetrain.shards import Part, Shard
 t = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
 shard = Shard("t", "", t, (2, 3), Part.whole((2, 3)))
 target = Path(sys.argv[1])

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.config import option
-from drivetrain.strategy import Cost, ModelSpec, Part, Prepared, Reader, Run, Shard, Strategy
+from drivetrain.shards import Part, Reader, Shard
+from drivetrain.strategy import Cost, ModelSpec, Prepared, Run, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,8 @@ from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Part, Run, Shard
+from drivetrain.shards import Part, Shard
+from drivetrain.strategy import Run
 from drivetrain_ddp import Ddp, DdpConfig
 
 

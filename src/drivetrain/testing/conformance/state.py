@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.strategy import Shard
+from drivetrain.shards import Shard
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, weights
 from drivetrain.testing.models import CASES

@@ -7,7 +7,8 @@ import torch
 from drivetrain.parts.collectives import connect, sent_elements
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, global_norm
-from drivetrain.strategy import Cost, Part, Prepared, Shard, Strategy
+from drivetrain.shards import Part, Shard
+from drivetrain.strategy import Cost, Prepared, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,69 @@
+"""Pieces of training state in coordinates of whole tensors: what strategies save and load."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a global tensor a shard holds.
+
+    Attributes:
+        offsets: first index of the box, per dim.
+        sizes: extent of the box, per dim.
+        flat: None for the whole box, or a half-open range of the flattened box: a flat range
+            inside a tensor-parallel shard is a box with a range.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Part":
+        """Return the part that is the whole tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def range_of(cls, shape: Sequence[int], start: int, stop: int) -> "Part":
+        """Return a half-open range of the flattened tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape), (start, stop))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One piece of the training state, in global coordinates.
+
+    Attributes:
+        name: the parameter's or buffer's name in the user's model.
+        state: "" for the parameter or buffer itself, else ``INDEX.KEY``: the optimizer's index in
+            ``prepare`` and its state key, for example ``0.exp_avg``.
+        tensor: the data of the part; its shape is ``part.sizes``, or 1-D for a flat range.
+        shape: the global shape.
+        part: which part of the global tensor ``tensor`` is.
+    """
+
+    name: str
+    state: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    part: Part
+
+
+class Reader(Protocol):
+    """Reads a checkpoint of any strategy and any number of ranks, only the bytes asked for."""
+
+    def keys(self) -> Iterable[tuple[str, str]]:
+        """The (name, state) pairs that the checkpoint holds."""
+
+    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
+        """Global shape of one tensor."""
+
+    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
+        """Return one part of a tensor (default: all of it), on the CPU, in the saved dtype."""
+
+    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
+        """Return the optimizer state of a parameter that is no tensor (numbers, bools, None)."""
