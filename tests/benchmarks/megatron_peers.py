@@ -188,7 +188,9 @@ def torch_tensor(model: nn.Module, options: argparse.Namespace) -> Step:
             name: ColwiseParallel()
             for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
         }
-        rows = {name: RowwiseParallel(output_layouts=outside) for name in ("attention.o", "mlp.down")}
+        rows = {
+            name: RowwiseParallel(output_layouts=outside) for name in ("attention.o", "mlp.down")
+        }
         norms = {name + suffix: norm["norm"] for name in norm for suffix in ("_1", "_2")}
         entrances = {"attention": entrance, "mlp": entrance}
         parallelize_module(block, mesh, {**norms, **entrances, **columns, **rows})

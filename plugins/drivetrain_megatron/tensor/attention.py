@@ -19,10 +19,9 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.parts.collectives import Communicator
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
 from drivetrain_megatron.tensor.edges import Edges
-from drivetrain_megatron.tensor.linear import as_computed
 from drivetrain_megatron.tensor.operators import gather, reduce
 from drivetrain_megatron.tensor.partition import Partition, even, packed, units
-from drivetrain_megatron.tensor.products import Product, row_product
+from drivetrain_megatron.tensor.products import Product, as_computed, row_product
 
 
 class Call(NamedTuple):

@@ -4,7 +4,7 @@ The block stays the user's object and computes the user's code; only its linear 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
 from drivetrain_megatron.tensor.edges import Edges
+from drivetrain_megatron.tensor.grouped import enter_group
 from drivetrain_megatron.tensor.layers import is_transposed
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
 from drivetrain_megatron.tensor.partition import Partition
@@ -129,15 +130,15 @@ def _attach(block: nn.Module, group: GroupPlan, edges: Edges) -> None:
     rank = edges.ranks.rank
     inside = replace(edges, prepared=True)
     entrance = block.get_submodule(group.entrance) if group.entrance else None
-    alone = len(group.columns) == 1 and entrance is None
-    shared = SharedEntrance(edges, len(group.columns))
-    for name, outputs in group.columns.items():
-        layer = block.get_submodule(name)
+    layers = [block.get_submodule(name) for name in group.columns]
+    alone = len(layers) == 1 and entrance is None
+    shared = SharedEntrance(edges, layers)
+    for layer, outputs in zip(layers, group.columns.values(), strict=True):
         attach_column(layer, edges if alone else inside, replace(outputs, dim=-1))
         if entrance is None and not alone:
             layer.register_forward_pre_hook(shared, with_kwargs=True)
     if entrance is not None:
-        entrance.register_forward_pre_hook(ModuleEntrance(edges), with_kwargs=True)
+        entrance.register_forward_pre_hook(ModuleEntrance(edges, layers), with_kwargs=True)
     attach_row(block.get_submodule(group.row), edges, replace(group.inputs, dim=-1))
     for number, values in group.numbers.items():
         _set(block.get_submodule(number.module), number.attribute, values[rank])
@@ -162,14 +163,19 @@ def _set(module: nn.Module, attribute: str, value: int) -> None:
 
 
 class ModuleEntrance:
-    """A forward pre-hook: the first activation among a module's arguments enters.
+    """A forward pre-hook: the first activation among a module's arguments enters a group's layers.
+
+    Where layers get the very activation that entered, the gradients of their weights are computed
+    while the sum of its gradient travels.
 
     Args:
         edges: how it comes in.
+        layers: the column-parallel layers that it is for.
     """
 
-    def __init__(self, edges: Edges) -> None:
+    def __init__(self, edges: Edges, layers: Sequence[nn.Module]) -> None:
         self._edges = edges
+        self._layers = layers
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments that the module sees."""
@@ -182,7 +188,7 @@ class ModuleEntrance:
         return args, kwargs
 
     def _enter(self, x: Tensor) -> Tensor:
-        return self._edges.enter(x)
+        return enter_group(x, self._edges, self._layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleEntrance":
         return self  # communicators have threads and groups
@@ -193,19 +199,18 @@ class SharedEntrance(ModuleEntrance):
 
     Args:
         edges: how it comes in.
-        layers: how many layers take it.
+        layers: those that take it.
     """
 
-    def __init__(self, edges: Edges, layers: int) -> None:
-        super().__init__(edges)
-        self._layers = layers
+    def __init__(self, edges: Edges, layers: Sequence[nn.Module]) -> None:
+        super().__init__(edges, layers)
         self._given: Tensor | None = None
         self._entered: Tensor | None = None
         self._left = 0
 
     def _enter(self, x: Tensor) -> Tensor:
         if self._given is not x or self._entered is None:
-            self._given, self._entered, self._left = x, self._edges.enter(x), self._layers
+            self._given, self._entered, self._left = x, super()._enter(x), len(self._layers)
         entered = self._entered
         self._left -= 1
         if not self._left:  # nothing must outlive its use

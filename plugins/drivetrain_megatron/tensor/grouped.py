@@ -20,14 +20,16 @@ from torch.autograd.function import once_differentiable
 
 from drivetrain_megatron.tensor.behavior import behavior_of
 from drivetrain_megatron.tensor.edges import Edges
+from drivetrain_megatron.tensor.halves import deferral_of, rows_of
 from drivetrain_megatron.tensor.operators import (
     Pending,
     gathered,
     start_scattered_sum,
     start_sum,
 )
+from drivetrain_megatron.tensor.outline import is_outline
 from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.products import Product
+from drivetrain_megatron.tensor.products import Product, as_computed, dtype_computed
 
 _KEY = "_drivetrain_later"
 
@@ -68,7 +70,8 @@ def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
         The whole input, with what the layers need beside it.
     """
     trained = [layer for layer in layers if layer.weight.requires_grad]
-    if edges.ranks.size == 1 or not (x.requires_grad and torch.is_grad_enabled() and trained):
+    has_gradients = x.requires_grad and torch.is_grad_enabled() and trained
+    if edges.ranks.size == 1 or not has_gradients or is_outline(x):
         return edges.enter(x)
     shared = _Sum(edges, edges.sequence)
     x = _Wait.apply(x, shared)  # type: ignore[no-untyped-call]
@@ -80,20 +83,24 @@ def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
     return entered
 
 
-def grouped_product(
-    x: Tensor, layer: nn.Module, weight: Tensor, bias: Tensor | None
-) -> Tensor | None:
+def grouped_product(x: Tensor, layer: nn.Module) -> Tensor | None:
     """Return a layer's product of what ``enter_group`` returned; None if it is anything else."""
     later: Later | None = getattr(x, _KEY, {}).get(id(layer))
     if later is None or not torch.is_grad_enabled():
         return None
-    return _InputNow.apply(x, later.token, weight.detach(), bias, later.product)  # type: ignore[no-any-return,no-untyped-call]
+    x, weight, bias = as_computed(x, layer.weight.detach(), layer.bias)
+    return _InputNow.apply(x, later.token, weight, bias, later.product)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _later(layer: nn.Module, whole: Tensor, edges: Edges) -> Later:
     behavior: Any = behavior_of(layer)
-    product = Product(edges.ranks, behavior.transposed)
-    return Later(_WeightLater.apply(layer.weight, whole.detach(), product), product)  # type: ignore[no-untyped-call]
+    product = Product(
+        edges.ranks, behavior.transposed, deferral=deferral_of(behavior.keeper, layer)
+    )
+    # Not the weight's own extent: it may be elsewhere until the layer runs.
+    outputs = behavior.outputs.local_size(edges.ranks.rank)
+    token: Tensor = _WeightLater.apply(layer.weight, whole, outputs, product)  # type: ignore[no-untyped-call]
+    return Later(token, product)
 
 
 class _Wait(torch.autograd.Function):
@@ -137,17 +144,18 @@ class _WeightLater(torch.autograd.Function):
     """A token of the product's shape, whose gradient becomes that of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor, product: Product) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, x: Tensor, outputs: int, product: Product) -> Tensor:
         ctx.product = product
         ctx.save_for_backward(x)
-        outputs = weight.shape[1] if product.transposed else weight.shape[0]
-        return x.new_zeros(()).expand(*x.shape[:-1], outputs)
+        zero = x.new_zeros((), dtype=dtype_computed(x))
+        return zero.expand(*x.shape[:-1], outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
-        return ctx.product.weight_grad(grad, x), None, None
+        grad_weight, _ = ctx.product.weight_grads(grad, x.to(grad.dtype))
+        return grad_weight, None, None, None
 
 
 class _InputNow(torch.autograd.Function):
@@ -165,5 +173,5 @@ class _InputNow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None, None]:
         (weight,) = ctx.saved_tensors
-        grad_bias = ctx.product.bias_grad(grad) if ctx.needs_input_grad[3] else None
+        grad_bias = rows_of(grad).sum(0) if ctx.needs_input_grad[3] else None
         return ctx.product.input_grad(grad, weight), grad, None, grad_bias, None

@@ -9,18 +9,23 @@ forward and one in backward. ``in_features`` and ``out_features`` stay those of 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
 from drivetrain_megatron.tensor.edges import Edges
 from drivetrain_megatron.tensor.grouped import grouped_product
+from drivetrain_megatron.tensor.halves import Keeper, deferral_of, linear
 from drivetrain_megatron.tensor.layers import is_transposed
 from drivetrain_megatron.tensor.logits import ShardedLogits
 from drivetrain_megatron.tensor.operators import gather, scatter
 from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.products import Product, column_product, row_product
+from drivetrain_megatron.tensor.products import (
+    Product,
+    as_computed,
+    column_product,
+    row_product,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class ColumnLinear(Behavior):
         transposed: whether the weight is (in, out), as that of ``Conv1D``.
         gather_output: whether every rank gets all output features.
         logits: whether the output is a tensor of global shape that knows its loss, see ``logits``.
+        keeper: who may want gradients of weight and bias later.
     """
 
     edges: Edges
@@ -40,21 +46,23 @@ class ColumnLinear(Behavior):
     transposed: bool = False
     gather_output: bool = False
     logits: bool = False
+    keeper: Keeper | None = None
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the local output features, or all of them, shape (..., features)."""
-        x, weight, bias = as_computed(x, module.weight, module.bias)
-        out = self._product(module, x, weight, bias)
+        out = self._product(module, x)
         if self.logits:
             return ShardedLogits.of(out, self.edges.ranks, self.outputs)
         return gather(out, self.edges.ranks, self.outputs) if self.gather_output else out
 
-    def _product(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, module: Any, x: Tensor) -> Tensor:
+        if (out := grouped_product(x, module)) is not None:
+            return out
+        x, weight, bias = as_computed(x, module.weight, module.bias)
+        deferral = deferral_of(self.keeper, module)
         if self.edges.prepared or self.edges.ranks.size == 1:
-            if (out := grouped_product(x, module, weight, bias)) is not None:
-                return out
-            return nn.functional.linear(x, weight.t() if self.transposed else weight, bias)
-        product = Product(self.edges.ranks, self.transposed, self.edges.sequence)
+            return linear(x, weight, bias, transposed=self.transposed, deferral=deferral)
+        product = Product(self.edges.ranks, self.transposed, self.edges.sequence, deferral)
         return column_product(x, weight, bias, product)
 
 
@@ -67,19 +75,22 @@ class RowLinear(Behavior):
         inputs: how the input features are cut, in dim -1 of the input.
         transposed: whether the weight is (in, out), as that of ``Conv1D``.
         split_input: whether the input has all features, equal on all ranks, and is cut here.
+        keeper: who may want the gradient of the weight later.
     """
 
     edges: Edges
     inputs: Partition
     transposed: bool = False
     split_input: bool = False
+    keeper: Keeper | None = None
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the whole output, or this rank's shard of its sequence, shape (..., out)."""
         if self.split_input:
             x = scatter(x, self.edges.ranks, self.inputs)
         x, weight, bias = as_computed(x, module.weight, module.bias)
-        product = Product(self.edges.ranks, self.transposed, self.edges.sequence)
+        deferral = deferral_of(self.keeper, module)
+        product = Product(self.edges.ranks, self.transposed, self.edges.sequence, deferral)
         out = row_product(x, weight, product)
         # Once, after the sum: each rank would add it otherwise.
         return out if bias is None else out + bias
@@ -111,20 +122,6 @@ def attach_row(
         ConfigError: the module is no linear layer, or one with a forward of its own.
     """
     attach(module, RowLinear(edges, inputs, _is_transposed(module), split_input))
-
-
-def as_computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Any]:
-    """Return input, weight and bias in the dtype in which autocast would multiply them."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(tensor: Tensor) -> Tensor:
-        is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64
-        return tensor.to(dtype) if is_cast else tensor
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -4,18 +4,17 @@ A layer cut by columns sums the gradient of its input over ranks while it comput
 its weight (Shoeybi et al. 2019, arXiv 1909.08053, section 3; the overlap is Narayanan et al. 2021,
 arXiv 2104.04473). A layer cut by rows sums its product in place, nobody else holds it yet.
 
-The gradient of a weight may also be left for later: nobody waits for it.
-
 Shapes: x (..., in), weight (out, in) or transposed (in, out), product (..., out).
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drivetrain.parts.collectives import Communicator
+from drivetrain_megatron.tensor.halves import Deferral, WeightHalf, rows_of
 from drivetrain_megatron.tensor.operators import (
     Pending,
     gather,
@@ -29,38 +28,6 @@ from drivetrain_megatron.tensor.outline import is_outline
 from drivetrain_megatron.tensor.partition import Partition
 
 
-class WeightHalf(NamedTuple):
-    """The half of a layer's backward that nobody waits for: the gradients of weight and bias.
-
-    Attributes:
-        parameters: weight and bias; None for what wants no gradient.
-        x: the input that was multiplied.
-        grad: the gradient of the product.
-        transposed: whether the weight is (in, out).
-    """
-
-    parameters: tuple[nn.Parameter | None, nn.Parameter | None]
-    x: Tensor
-    grad: Tensor
-    transposed: bool
-
-    def compute(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of weight and bias; None for what wants none."""
-        weight, bias = self.parameters
-        rows, grads = _rows(self.x), _rows(self.grad)
-        found = None
-        if weight is not None:
-            found = rows.t().mm(grads) if self.transposed else grads.t().mm(rows)
-        return found, None if bias is None else grads.sum(0)
-
-
-class Deferral(Protocol):
-    """Who may want gradients of weights at another time than backward's."""
-
-    def keep(self, half: WeightHalf) -> bool:
-        """Keep what they are computed from; False where they are wanted at once."""
-
-
 class Product(NamedTuple):
     """How a product is computed, and over which ranks.
 
@@ -68,39 +35,32 @@ class Product(NamedTuple):
         ranks: the axis.
         transposed: whether the weight is (in, out), as that of ``Conv1D``, and not (out, in).
         sequence: None: the activation outside is whole on every rank; else how it is cut.
-        weight: whose gradient the weight's is; under autocast the weight is cast before.
-        bias: likewise.
-        deferral: who may want their gradients later.
+        deferral: takes the half of backward that nobody waits for, if it wants to.
     """
 
     ranks: Communicator
     transposed: bool = False
     sequence: Partition | None = None
-    weight: nn.Parameter | None = None
-    bias: nn.Parameter | None = None
     deferral: Deferral | None = None
 
     def of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x times the weight, plus the bias."""
         matrix = weight if self.transposed else weight.t()
-        rows = _rows(x)
+        rows = rows_of(x)
         product = torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
         return unviewed(product.view(*x.shape[:-1], matrix.shape[1]))
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of x, without what other ranks add."""
         matrix = weight if self.transposed else weight.t()
-        return torch.mm(_rows(grad), matrix.t()).view(*grad.shape[:-1], matrix.shape[0])
+        return torch.mm(rows_of(grad), matrix.t()).view(*grad.shape[:-1], matrix.shape[0])
 
     def weight_grads(
         self, grad: Tensor, x: Tensor, *, for_weight: bool = True, for_bias: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of weight and bias; None for what wants none, or gets it later."""
-        parameters = (self.weight if for_weight else None, self.bias if for_bias else None)
-        half = WeightHalf(parameters, x, grad, self.transposed)
-        if self.deferral is not None and self.deferral.keep(half):
-            return None, None
-        return half.compute()
+        half = WeightHalf(x, grad, self.transposed, for_weight, for_bias)
+        return half.settled(self.deferral)
 
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
@@ -136,6 +96,21 @@ def row_product(x: Tensor, weight: Tensor, product: Product) -> Tensor:
     return _RowProduct.apply(x, weight, product)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def as_computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+    """Return input, weight and bias in the dtype in which autocast would multiply them."""
+    cast = [None if each is None else each.to(dtype_computed(each)) for each in (x, weight, bias)]
+    return cast[0], cast[1], cast[2]  # type: ignore[return-value]
+
+
+def dtype_computed(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast would multiply a tensor; its own without autocast."""
+    device = tensor.device.type
+    is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64
+    if is_cast and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
+
+
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -156,7 +131,6 @@ class _ColumnProduct(torch.autograd.Function):
         product: Product = ctx.product
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         pending: Pending | None = None
-        grad_weight = grad_bias = None
         if needs_x:
             own = product.input_grad(grad, weight)
             if product.sequence is None:
@@ -165,10 +139,9 @@ class _ColumnProduct(torch.autograd.Function):
                 pending = start_scattered_sum(own, product.ranks, product.sequence, own=True)
             del own
         # While the input's gradient is on its way:
-        if needs_weight:
-            grad_weight = product.weight_grad(grad, x)
-        if needs_bias:
-            grad_bias = product.bias_grad(grad)
+        grad_weight, grad_bias = product.weight_grads(
+            grad, x, for_weight=needs_weight, for_bias=needs_bias
+        )
         grad_x = None if pending is None else pending.result()
         return grad_x, grad_weight, grad_bias, None
 
@@ -192,10 +165,5 @@ class _RowProduct(torch.autograd.Function):
             grad = gathered(grad, product.ranks, product.sequence)
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_x = product.input_grad(grad, weight) if needs_x else None
-        grad_weight = product.weight_grad(grad, x) if needs_weight else None
+        grad_weight, _ = product.weight_grads(grad, x, for_weight=needs_weight)
         return grad_x, grad_weight, None
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Return a view or copy of shape (all leading dims together, last); either may be 0."""
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
