@@ -19,7 +19,7 @@ from drivetrain.parts.collectives import Communicator
 from drivetrain.runtime.world import World
 
 FORWARDS = 2
-"""How many training forwards are checked: a loader that is wrong is wrong at once."""
+"""How many forwards of each kind are checked: a loader that is wrong is wrong at once."""
 
 _TEXT_BYTES = 8192
 """What a rank tells of its batch when batches differ; the rest is cut off."""
@@ -36,7 +36,7 @@ class SameBatch:
     def __init__(self, cell: Sequence[Communicator], world: World) -> None:
         self._cell = [axis for axis in cell if axis.size > 1]
         self._world = world
-        self._left = FORWARDS
+        self._left = dict.fromkeys((True, False), FORWARDS)
 
     @property
     def matters(self) -> bool:
@@ -44,15 +44,17 @@ class SameBatch:
         return bool(self._cell)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compare the arguments of one of the first training forwards.
+        """Compare the first forwards: arguments of those for training, else only what they are for.
 
         Raises:
             RankMismatchError: ranks of the cell got different ones; on each of them.
         """
-        recomputing = torch._C._current_graph_task_id() != -1
-        if self._left and module.training and torch.is_grad_enabled() and not recomputing:
-            self._left -= 1
-            self._compare(_described(args, kwargs))
+        if torch._C._current_graph_task_id() != -1:
+            return  # a backward that computes once more
+        trains = module.training and torch.is_grad_enabled()
+        if self._left[trains]:
+            self._left[trains] -= 1
+            self._compare([*_mode(module), *(_described(args, kwargs) if trains else [])])
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert, ()
@@ -81,6 +83,11 @@ class SameBatch:
             rank, *theirs = bytes(text).rstrip(b"\0").decode(errors="replace").split("\n")
             texts[int(rank)] = theirs
         return texts
+
+
+def _mode(module: nn.Module) -> list[str]:
+    """Return what a forward computes for, a fact a line."""
+    return [f"training: {module.training}", f"gradients enabled: {torch.is_grad_enabled()}"]
 
 
 def _described(args: Any, kwargs: Any) -> list[str]:
@@ -124,7 +131,8 @@ def _message(texts: dict[int, list[str]]) -> str:
         f"expected ranks {', '.join(map(str, sorted(texts)))}, which share the layers of one "
         f"replica, to get the same batch, found that rank {first} has {mine}, and rank {other} "
         f"has {theirs}; let accelerator.prepare() divide the loader, or choose rows by "
-        "accelerator.mesh['dp'].rank, and seed random changes of the data alike on these ranks"
+        "accelerator.mesh['dp'].rank, seed random changes of the data alike on these ranks, and "
+        "train or evaluate on all of them together"
     )
 
 

@@ -24,6 +24,7 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain_megatron.pipeline.batches import MicroBatch, cut_batch
 from drivetrain_megatron.pipeline.local import LocalStages
+from drivetrain_megatron.pipeline.origins import Origin, origins_of, refuse_options, running
 from drivetrain_megatron.pipeline.promised import PromisedLoss
 from drivetrain_megatron.pipeline.proxy import StageProxy, resolve, value_of
 from drivetrain_megatron.pipeline.timing import StepTrace
@@ -63,7 +64,7 @@ class Pipeline:
         self._plan = plan
         self._trace = trace
         self._window = Window(stages)
-        self._pending: list[WholeBatch | PromisedLoss] = []
+        self._pending: dict[Origin, WholeBatch | PromisedLoss] = {}
         self._started = 0
         self._synchronized = False
         self._unpublished: list[Tensor] = []
@@ -76,7 +77,7 @@ class Pipeline:
         self.stages.refresh()
         if not torch.is_grad_enabled():
             return self.stages.evaluate(self._cut(args, kwargs))
-        self._synchronized = False
+        self._begin()
         if self._plan.windowed:
             self._announce("L1b", "1F1B over the accumulation window")
             return self._window.call(*self._cut(args, kwargs, count=1))
@@ -89,7 +90,7 @@ class Pipeline:
             return self._forward_all(batches)
         self._announce("L2", f"the model makes its loss: {self._plan.schedule}")
         promised = PromisedLoss(self.stages, batches, loss.dtype)
-        self._pending.append(promised)
+        self._pending[promised.origin] = promised
         return tree_map(lambda x: promised.loss if x is loss else x, outline)
 
     def loss(
@@ -105,11 +106,20 @@ class Pipeline:
         """
         self._announce("L3", f"a loss function was handed over: {self._plan.schedule}")
         self.stages.refresh()
-        self._synchronized = False
+        self._begin()
         batches = self._cut(args, kwargs, targets)
         promised = PromisedLoss(self.stages, batches, self.stages.dtype(batches[0]), loss_fn)
-        self._pending.append(promised)
+        self._pending[promised.origin] = promised
         return promised.loss
+
+    def _begin(self) -> None:
+        """After a step, forget the calls before it whose backward nobody asked for."""
+        if self._synchronized:
+            self._pending.clear()
+            self._window.clear()
+            self.stages.clear()
+            self._started = 0
+        self._synchronized = False
 
     def _cut(
         self,
@@ -126,7 +136,7 @@ class Pipeline:
     def _forward_all(self, batches: list[MicroBatch]) -> Any:
         call = WholeBatch(self.stages, batches, self._started)
         self._started += len(batches)
-        self._pending.append(call)
+        self._pending[call.origin] = call
         return call.output
 
     def _announce(self, level: str, meaning: str) -> None:
@@ -138,36 +148,56 @@ class Pipeline:
     # --- backward ---
 
     def backward(self, loss: Tensor, *, synchronize: bool, **options: Any) -> None:
-        """Run the backward of a call on all stages.
+        """Run the backward of calls on all stages.
 
         Args:
-            loss: what the script made of the call's output.
+            loss: what the script made of the output of a call, or of several.
             synchronize: whether gradients are averaged over data-parallel ranks now.
             options: those of ``Tensor.backward``.
+
+        Raises:
+            UsageError: no such call waits, or the loss or the options ask for what a pipeline
+                cannot do.
         """
+        refuse_options(options)
         if not self._pending and not len(self._window):
             raise UsageError(
                 "expected a forward of the model before backward(), found none that waits; each "
                 "forward has one backward under pipeline parallelism"
             )
-        if self._plan.windowed and not self._pending:
-            self._window.backward(loss, synchronize, options)
-        else:
-            self._run(self._pending.pop(0), loss, synchronize, options)
+        origins = origins_of(loss)
+        with running(origins):
+            if origins <= self._pending.keys():
+                self._run(origins, loss, synchronize)
+            elif self._plan.windowed:
+                self._window.backward(loss, origins, synchronize)
+            else:
+                raise UsageError(
+                    "expected a loss whose backward has not run, found one of a forward whose "
+                    "backward has, or that came before the last step: each forward has one "
+                    "backward under pipeline parallelism"
+                )
         if synchronize:
             self._end_step()
 
-    def _run(
-        self,
-        pending: WholeBatch | PromisedLoss,
-        loss: Tensor,
-        synchronize: bool,
-        options: Mapping[str, Any],
-    ) -> None:
-        if isinstance(pending, PromisedLoss):
-            pending.backward(loss, synchronize, self._plan.schedule)
+    def _run(self, origins: frozenset[Origin], loss: Tensor, synchronize: bool) -> None:
+        # In the order of the calls, which is the same on every rank.
+        calls = [call for origin, call in self._pending.items() if origin in origins]
+        whole = [call for call in calls if isinstance(call, WholeBatch)]
+        promised = [call for call in calls if isinstance(call, PromisedLoss)]
+        if len(promised) == len(calls) == 1:
+            promised[0].backward(loss, synchronize, self._plan.schedule)
+        elif len(whole) == len(calls):
+            whole[0].begin(loss)
+            for call in whole:
+                call.backward(synchronize and call is whole[-1])
         else:
-            pending.backward(loss, synchronize, options)
+            raise UsageError(
+                f"expected the loss of one forward, found one made of {len(calls)} forwards of a "
+                "model that makes its loss itself: run backward for each of them; gradients add up"
+            )
+        for origin in origins:
+            del self._pending[origin]
         if not self._pending:
             self._started = 0
             self.stages.clear()

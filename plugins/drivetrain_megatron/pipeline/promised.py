@@ -15,6 +15,7 @@ from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.actions import Action, Kind
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.local import LocalStages
+from drivetrain_megatron.pipeline.origins import Origin
 from drivetrain_megatron.pipeline.proxy import StageProxy, proxy_like, resolve, slope_of
 from drivetrain_megatron.pipeline.schedules import make_schedule
 from drivetrain_megatron.pipeline.shares import shares_of
@@ -32,6 +33,7 @@ class PromisedLoss:
 
     Attributes:
         loss: stands for the mean over the batch.
+        origin: the call, as the loss knows it.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class PromisedLoss:
         self._made_outside = loss_of is not None
         self._autocast = _autocast(stages.device)
         self.loss: StageProxy = proxy_like((), dtype, stages.device, requires_grad=True)
+        self.origin = Origin()
+        self.origin.mark(self.loss)
 
     def backward(self, loss: Tensor, synchronize: bool, schedule: str) -> None:
         """Run the whole schedule; ``loss`` has its value afterwards.

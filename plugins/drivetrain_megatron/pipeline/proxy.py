@@ -40,6 +40,10 @@ _SMALL = 64
 """Elements that a real tensor may have to be copied into an expression of values to come."""
 
 
+OTHER = "a real tensor that wants a gradient"
+"""Stands among the origins of a proxy for what came from outside of any call."""
+
+
 class StageProxy(Tensor):
     """Facts of a tensor without its values; made by ``proxy_of`` and by operations on proxies.
 
@@ -47,11 +51,13 @@ class StageProxy(Tensor):
         facts: shape, strides, dtype, device.
         work: floating point operations of the matrix products that would have made it.
         phases: where in the model its values come from; only a recording begins and reads it.
+        origins: where its gradient would go: calls of the model, and ``OTHER``.
     """
 
     facts: Facts
     work: int
     phases: frozenset[int]
+    origins: frozenset[object]
     _later: Later | None
 
     def __new__(cls, facts: Facts, requires_grad: bool = False, work: int = 0) -> "StageProxy":
@@ -65,6 +71,7 @@ class StageProxy(Tensor):
             requires_grad=requires_grad,
         )
         self.facts, self.work, self.phases = facts, work, frozenset()
+        self.origins = frozenset()
         self._later = None if facts.shape else Later()
         return self
 
@@ -207,15 +214,16 @@ def _apply(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     found = _outcome(func, frozen, named, (cast, torch.get_default_dtype()))
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     work, phases = found.work, frozenset[int]().union(*(proxy.phases for proxy in proxies))
+    origins = _origins(tensors) if grad else frozenset[object]()
 
     def tensor_of(frozen: Slot | Fresh) -> Tensor:
         nonlocal work
         if isinstance(frozen, Slot):
-            return _unchanged(func, tensors[frozen.place], frozen, phases)
+            return _unchanged(func, tensors[frozen.place], frozen, phases, origins)
         dtype = frozen.facts.dtype
         differentiable = grad and (dtype.is_floating_point or dtype.is_complex)
         made, work = StageProxy(frozen.facts, differentiable, work), 0
-        made.phases = phases
+        made.phases, made.origins = phases, origins if differentiable else frozenset()
         return made
 
     result = thaw(found.value, tensor_of)
@@ -233,7 +241,20 @@ def _outcome(func: Function, args: Any, kwargs: Any, surroundings: Any) -> Any:
     return outcome.__wrapped__(func, args, kwargs, surroundings)
 
 
-def _unchanged(func: Function, tensor: Tensor, place: Slot, phases: frozenset[int]) -> Tensor:
+def _origins(tensors: Sequence[Tensor]) -> frozenset[object]:
+    """Return where the gradient of what is made of tensors would go."""
+    other = frozenset[object]({OTHER})
+    wanting = [t for t in tensors if t.requires_grad]
+    return frozenset().union(*(t.origins if isinstance(t, StageProxy) else other for t in wanting))
+
+
+def _unchanged(
+    func: Function,
+    tensor: Tensor,
+    place: Slot,
+    phases: frozenset[int],
+    origins: frozenset[object],
+) -> Tensor:
     """Return an argument that a call returned; its shape must still be the one it was made with."""
     known = tensor.facts if isinstance(tensor, StageProxy) else facts_of(tensor)
     if (known.shape, known.dtype) != (place.facts.shape, place.facts.dtype):
@@ -245,6 +266,7 @@ def _unchanged(func: Function, tensor: Tensor, place: Slot, phases: frozenset[in
     written = targets(getattr(func, "__name__", ""), (tensor,), {})[0] is not None
     if written and isinstance(tensor, StageProxy):
         tensor.phases |= phases
+        tensor.origins |= origins
     return tensor
 
 

@@ -6,8 +6,8 @@ its own. Sends do not wait; what was sent lives until it is through.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -153,7 +153,10 @@ class Link:
             whole = tensor.detach().contiguous()
             self._traffic.add(self._axis.name, "send", whole.nbytes)
             if whole.numel():
-                work = self._group.send([whole], self._rank_of(message.stage), self._tag(message))
+                with self._telling(message):
+                    work = self._group.send(
+                        [whole], self._rank_of(message.stage), self._tag(message)
+                    )
                 self._sending.append((work, whole, message))
 
     def receive(self, message: Message, metas: Sequence[Meta]) -> Arrival:
@@ -161,11 +164,12 @@ class Link:
         if self._rank_of(message.source) == self._axis.rank:
             return Arrival(message, self._here.pop(message), (), self)
         tensors = [torch.empty(m.shape, dtype=m.dtype, device=self._device) for m in metas]
-        works = [
-            self._group.recv([tensor], self._rank_of(message.source), self._tag(message))
-            for tensor in tensors
-            if tensor.numel()
-        ]
+        with self._telling(message):
+            works = [
+                self._group.recv([tensor], self._rank_of(message.source), self._tag(message))
+                for tensor in tensors
+                if tensor.numel()
+            ]
         return Arrival(message, tensors, works, self)
 
     def is_here(self, message: Message) -> bool:
@@ -189,8 +193,14 @@ class Link:
         Raises:
             CollectiveError: it failed.
         """
-        try:
+        with self._telling(message):
             work.wait(self._timeout)
+
+    @contextmanager
+    def _telling(self, message: Message) -> Iterator[None]:
+        """Say which message it was that failed: at once if a connection is closed, or later."""
+        try:
+            yield
         except RuntimeError as error:
             sender, receiver = (self._rank_of(s) for s in (message.source, message.stage))
             other = receiver if sender == self._axis.rank else sender

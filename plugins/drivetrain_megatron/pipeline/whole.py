@@ -1,13 +1,13 @@
 """L1: the script makes the loss of a whole batch: all forwards run before any backward (GPipe)."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from drivetrain_megatron.pipeline.actions import Action, Kind
 from drivetrain_megatron.pipeline.batches import MicroBatch, cut_from_graph, join_outputs
 from drivetrain_megatron.pipeline.local import LocalStages
+from drivetrain_megatron.pipeline.origins import Origin
 
 
 class WholeBatch:
@@ -20,6 +20,7 @@ class WholeBatch:
 
     Attributes:
         output: what the call returns: real on the last stage, proxies before it.
+        origin: the call, as its output knows it.
     """
 
     def __init__(self, stages: LocalStages, batches: Sequence[MicroBatch], first: int) -> None:
@@ -38,19 +39,27 @@ class WholeBatch:
             self._leaves = [leaf for _, leaves, _ in cuts for leaf in leaves]
             self._roots = [roots for _, _, roots in cuts]
         self.output = join_outputs(outputs, batches)
+        self.origin = Origin()
+        self._nodes = self.origin.mark(self.output)
 
-    def backward(self, loss: Tensor, synchronize: bool, options: Mapping[str, Any]) -> None:
-        """Run the backward of every micro-batch.
+    def begin(self, loss: Tensor) -> None:
+        """Run backward of a loss down to what it was made of: the outputs of this call and others.
 
         Args:
             loss: made of ``output``.
+        """
+        if self._worker.stage.is_last:
+            with self._stages.inner.accumulating():
+                self._stages.inner.backward(loss)
+
+    def backward(self, synchronize: bool) -> None:
+        """Run the backward of every micro-batch.
+
+        Args:
             synchronize: whether gradients are averaged over data-parallel ranks now.
-            options: those of ``Tensor.backward``.
         """
         worker = self._worker
         if worker.stage.is_last:
-            with self._stages.inner.accumulating():
-                self._stages.inner.backward(loss, **options)
             self._seed()
         worker.final = self._numbers[-1] if synchronize else None
         self._stages.act(

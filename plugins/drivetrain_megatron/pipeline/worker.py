@@ -86,7 +86,7 @@ class StageWorker:
         self.final_weight: int | None = None
         self.loss_of: LossOf | None = None
         self.seeds: dict[int, Tensor] = {}
-        self.losses_to_run: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+        self.losses_to_run: dict[int, Tensor] = {}
         self._begin: dict[int, list[Tensor]] = {}
 
     # --- what the interpreter asks ---
@@ -133,8 +133,7 @@ class StageWorker:
     def backward(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
         """Run backward of a micro-batch; gradients of inputs are sent as soon as they are there."""
         if micro_batch in self.losses_to_run:
-            loss, options = self.losses_to_run.pop(micro_batch)
-            self._backward_from(loss, micro_batch, send, options)
+            self._backward_from(self.losses_to_run.pop(micro_batch), micro_batch, send)
             return
         kept = self._kept.pop(micro_batch)
         roots = [root for root in kept.roots if root.requires_grad]
@@ -162,15 +161,13 @@ class StageWorker:
         self._kept[micro_batch].roots = tuple(roots)
         self._begin[micro_batch] = list(gradients)
 
-    def _backward_from(
-        self, loss: Tensor, micro_batch: int, send: Send, options: dict[str, Any]
-    ) -> None:
+    def _backward_from(self, loss: Tensor, micro_batch: int, send: Send) -> None:
         """Run backward of the last stage from a loss that the script made of its output."""
         kept = self._kept.pop(micro_batch)
         sender = _Sender(kept.received, send)
         final = self.final == micro_batch
         with nullcontext() if final else self._inner.accumulating():
-            self._inner.backward(loss, **options)
+            self._inner.backward(loss)
         if final:
             self._shared.send_gradients()
         sender.finish()
