@@ -150,7 +150,7 @@ class TensorParallel:
                 trained = parameter.requires_grad
                 parameter.requires_grad_()  # a hook waits for the day when a frozen one is trained
                 hooked: Any = parameter
-                self._handles.append(hooked.register_hook(summed))
+                self._handles.append(hooked.register_hook(_if_given(summed)))
                 parameter.requires_grad_(trained)
 
     def close(self) -> None:
@@ -242,6 +242,13 @@ class TensorParallel:
             attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
         else:
             attach_column(module, edges, even(-1, rows, self._ranks.size), logits=True)
+
+
+def _if_given(
+    function: Callable[[Tensor], Tensor],
+) -> Callable[[Tensor | None], Tensor | None]:
+    """Return a hook that leaves a parameter alone whose gradient comes at another time."""
+    return lambda gradient: None if gradient is None else function(gradient)
 
 
 class _Region:

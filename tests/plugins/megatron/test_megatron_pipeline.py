@@ -146,6 +146,14 @@ def test_tensor_and_pipeline(name, sequence_parallel):
     check(name, loss_inside, **options)
 
 
+@EACH
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "shards"])
+@pytest.mark.ranks(4)
+def test_tensor_and_pipeline_in_two_halves(name, sequence_parallel):
+    options = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "micro_batches": 3}
+    check(name, loss_inside, **options, schedule="zb-h1")
+
+
 def step_loss(output, targets):
     return F.cross_entropy(logits_of(output).view(-1, VOCABULARY), targets.view(-1))
 

@@ -1,0 +1,118 @@
+"""Backward in two halves: layers that are divided over ranks leave weights' gradients, too."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from drivetrain_megatron.pipeline.weights import WeightGradients
+from drivetrain_megatron.tensor.behavior import behavior_of
+from drivetrain_megatron.tensor.divide import BlockPlan, GroupPlan, divide
+from drivetrain_megatron.tensor.edges import Edges, TokenShards
+from drivetrain_megatron.tensor.emulated import run_emulated
+from drivetrain_megatron.tensor.partition import even, packed
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+WIDTH, INNER, TOKENS = 6, 8, 5
+SEQUENCE = pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sequence"])
+
+
+class Block(nn.Module):
+    """Layers by columns in a group, in one packed matrix, by rows, and one that stays whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER, bias=False)
+        self.down = nn.Linear(INNER, WIDTH)
+        self.packed, self.out = Conv1D(2 * INNER, WIDTH), Conv1D(WIDTH, INNER)
+        self.whole = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.down(self.gate(x).tanh() * self.up(x))
+        first, second = self.packed(x).chunk(2, -1)
+        return self.whole(x + self.out(first.tanh() * second))
+
+
+def plan():
+    by = even(0, INNER, 2)
+    parts = packed(0, (INNER, INNER), 2)
+    return BlockPlan(
+        (GroupPlan({"gate": by, "up": by}, "down", by), GroupPlan({"packed": parts}, "out", by))
+    )
+
+
+@SEQUENCE
+@pytest.mark.parametrize("frozen", [(), ("up.weight", "out.weight")])
+def test_divided_layers_leave_their_weights_gradients(sharded, frozen):
+    torch.manual_seed(2)
+    whole = Block().double()
+    for name in frozen:
+        whole.get_parameter(name).requires_grad_(False)
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    by_tokens = even(-2, TOKENS, 2)
+    for factor in (1, 2):  # two micro-batches
+        whole(x * factor).square().sum().backward()
+    layers = [name for name, each in whole.named_modules() if isinstance(each, nn.Linear | Conv1D)]
+
+    def body(ranks):
+        block, tokens = copy.deepcopy(whole), TokenShards() if sharded else None
+        block.zero_grad()
+        facts = divide(block, plan(), Edges(ranks, tokens))
+        gradients = WeightGradients()
+        deferring = gradients.attach_to(block)
+        assert len(deferring) == len(layers)
+        own = (by_tokens.take(x, ranks.rank) if sharded else x).detach().requires_grad_()
+        for factor in (1, 2):
+            with (tokens or TokenShards()).of(TOKENS), gradients.collecting(factor):
+                block(own * factor).square().sum().backward()
+        weights = [block.get_submodule(name).weight for name in layers]
+        assert all(weight.grad is None for weight in weights)
+        torch.testing.assert_close(
+            own.grad, by_tokens.take(x.grad, ranks.rank) if sharded else x.grad, **EXACT
+        )
+        sent = ranks.traffic.total()
+        for factor in (1, 2):
+            parameters, found = gradients.compute(factor)
+            torch.autograd.backward(parameters, found)
+        assert ranks.traffic.total() == sent
+        for name, parameter in block.named_parameters():
+            expected, partition = whole.get_parameter(name).grad, facts[name].partition
+            if partition is not None and expected is not None:
+                expected = partition.take(expected, ranks.rank)
+            if sharded and partition is None:  # each rank has the part of its tokens
+                ranks.all_reduce(parameter.grad).wait()
+            torch.testing.assert_close(parameter.grad, expected, **EXACT)
+        gradients.detach_from(deferring)
+        assert behavior_of(block.whole) is None
+        with (tokens or TokenShards()).of(TOKENS), gradients.collecting(3):
+            block(own).sum().backward()
+        assert gradients.compute(3) == ([], [])
+
+    run_emulated(2, body)
+
+
+def test_under_autocast():
+    torch.manual_seed(2)
+    whole = Block()
+    x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole(x).float().square().sum().backward()
+
+    def body(ranks):
+        block, gradients = copy.deepcopy(whole), WeightGradients()
+        block.zero_grad()
+        facts = divide(block, plan(), Edges(ranks))
+        gradients.attach_to(block)
+        own = x.detach().clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16), gradients.collecting(0):
+            out = block(own)
+            out.float().square().sum().backward()
+        torch.autograd.backward(*gradients.compute(0))
+        for name, parameter in block.named_parameters():
+            expected, partition = whole.get_parameter(name).grad, facts[name].partition
+            expected = expected if partition is None else partition.take(expected, ranks.rank)
+            torch.testing.assert_close(parameter.grad, expected, rtol=0.1, atol=0.5)
+
+    run_emulated(2, body)
