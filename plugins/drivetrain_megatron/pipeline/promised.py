@@ -4,6 +4,7 @@ L2: the model returns its loss. L3: the script hands a loss function over. The c
 nothing yet but what the loss will look like; its value comes with ``accelerator.backward(loss)``.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.actions import Action, Kind
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.local import LocalStages
-from drivetrain_megatron.pipeline.origins import Origin
+from drivetrain_megatron.pipeline.origins import Origin, origins_of
 from drivetrain_megatron.pipeline.proxy import StageProxy, proxy_like, resolve, slope_of
 from drivetrain_megatron.pipeline.schedules import make_schedule
 from drivetrain_megatron.pipeline.shares import shares_of
@@ -45,7 +46,7 @@ class PromisedLoss:
     ) -> None:
         self._stages = stages
         self._batches = batches
-        self._loss_of = loss_of or _loss_in
+        self._loss_of = functools.partial(self._made, loss_of) if loss_of else _loss_in
         self._made_outside = loss_of is not None
         self._autocast = _autocast(stages.device)
         self.loss: StageProxy = proxy_like((), dtype, stages.device, requires_grad=True)
@@ -89,6 +90,16 @@ class PromisedLoss:
             worker.final_weight = final.micro_batch
         else:
             worker.final = final.micro_batch
+
+    def _made(self, loss_of: LossOf, output: Any, targets: Any) -> Tensor:
+        """Make the loss of what the model returned; whatever else goes in must want no gradient."""
+        if not torch.is_grad_enabled():
+            return loss_of(output, targets)
+        self.origin.mark(output)
+        loss = loss_of(output, targets)
+        if loss.requires_grad:
+            origins_of(loss)
+        return loss
 
     def _outline(self, batch: MicroBatch) -> Any:
         """Make the loss of a micro-batch without computing any block."""

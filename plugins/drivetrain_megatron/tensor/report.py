@@ -34,6 +34,7 @@ def describe(
         yield f"{_span(names)}: {_groups(derivation) or 'whole'}"
         for row, reason in derivation.refused.items():
             yield f"{_span(names)}: {row} stays whole: {reason[:200]}"
+    yield from _uneven(facts, ranks)
     if kept:
         largest = sorted(whole, key=lambda name: -nbytes[name])[:SHOWN]
         rest = f" and {len(whole) - SHOWN} more" if len(whole) > SHOWN else ""
@@ -41,6 +42,22 @@ def describe(
         yield f"whole on each rank: {named}{rest}"
     if plan.vocabulary:
         yield f"by words: {', '.join(plan.vocabulary)}"
+
+
+def _uneven(facts: Mapping[str, ParameterFacts], ranks: int) -> Iterator[str]:
+    """Yield a line about parameters of which some ranks hold more than others, if there are."""
+    found = {
+        name: known.partition
+        for name, known in facts.items()
+        if known.partition is not None and len(set(known.partition.local_sizes)) > 1
+    }
+    if found:
+        name, partition = next(iter(found.items()))
+        sizes = ", ".join(map(str, partition.local_sizes))
+        yield (
+            f"not even over {ranks} ranks: {len(found)} parameters, such as {name}, of whose "
+            f"{partition.size} indices of dim {partition.dim} ranks hold {sizes}"
+        )
 
 
 def _groups(derivation: Derivation) -> str:
