@@ -23,6 +23,7 @@ from drivetrain.strategy import Cost, ModelSpec, Prepared, Run, Strategy
 from drivetrain_megatron.batches import SameBatch
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.coordinates import GlobalShards, LocalReader
+from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.deferred import SharedSource
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.nesting import data_parallel
@@ -186,9 +187,8 @@ class Megatron(Strategy[MegatronConfig]):
 
     @classmethod
     def cost(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
-        """Return what the data-parallel strategy costs."""
-        kind, options = data_parallel(config)
-        return kind.cost(options, model, run)
+        """Return bytes held and sent by this rank; ``cost`` says what of it is exact."""
+        return estimate(config, model, run)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:

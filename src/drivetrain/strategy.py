@@ -80,15 +80,35 @@ class ModelSpec:
         buffers: distinct buffers.
         states: parameter-shaped tensors that the optimizer keeps for each trainable parameter:
             2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
+        module: the model itself, for a strategy whose cost depends on how the model computes; not
+            changed. None where only sizes are known: such a strategy then estimates.
+        inputs: of one forward on one data-parallel rank, positional and by name. None: unknown, and
+            activations that a strategy sends are no part of its cost.
     """
 
     parameters: tuple[TensorSpec, ...]
     buffers: tuple[TensorSpec, ...] = ()
     states: int = 2
+    module: nn.Module | None = field(default=None, repr=False, compare=False)
+    inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     @classmethod
-    def of(cls, model: nn.Module, *, states: int = 2) -> "ModelSpec":
-        """Describe a model; its parameters may live on the meta device."""
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        states: int = 2,
+        inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    ) -> "ModelSpec":
+        """Describe a model as the user has it, before ``prepare``.
+
+        Args:
+            model: its parameters may live on the meta device.
+            states: see the attributes.
+            inputs: see the attributes.
+        """
         return cls(
             tuple(
                 TensorSpec(name, tuple(p.shape), p.dtype, p.requires_grad)
@@ -99,6 +119,8 @@ class ModelSpec:
                 for name, b in model.named_buffers()
             ),
             states,
+            model,
+            inputs,
         )
 
 

@@ -55,22 +55,7 @@ class PipelineBuilder:
         Raises:
             ConfigError: the model or the configured list does not allow it.
         """
-        how = self._config.cut
-        if how == "cost":
-            return balanced(recording, self._stages)
-        if how == "uniform":
-            return balanced(recording, self._stages, [1.0] * len(recording.blocks), 0.0, 0.0)
-        if how == "profile":
-            seconds = profile(model, recording, inputs.args, inputs.kwargs)
-            return balanced(recording, self._stages, seconds, *scaled_edges(recording, seconds))
-        try:
-            layout = [int(part) for part in how.split(",")]
-        except ValueError:
-            raise ConfigError(
-                f"strategy.cut: expected cost, profile, uniform, or numbers of blocks such as "
-                f"6,8,8,6, found {how!r}"
-            ) from None
-        return listed(recording, self._stages, layout)
+        return chosen_cut(self._config, model, recording, inputs)
 
     def split(
         self, model: nn.Module, recording: Recording, cut: Cut, optimizers: Sequence[Optimizer]
@@ -121,6 +106,33 @@ class PipelineBuilder:
         self._weights.detach_from(self._deferring)
         if self._split is not None:
             self._split.close()
+
+
+def chosen_cut(
+    config: MegatronConfig, model: nn.Module, recording: Recording, inputs: Inputs
+) -> Cut:
+    """Return where the stages of a configuration begin.
+
+    Raises:
+        ConfigError: the model or the configured list does not allow it.
+    """
+    stages = config.pp * config.chunks
+    how = config.cut
+    if how == "cost":
+        return balanced(recording, stages)
+    if how == "uniform":
+        return balanced(recording, stages, [1.0] * len(recording.blocks), 0.0, 0.0)
+    if how == "profile":
+        seconds = profile(model, recording, inputs.args, inputs.kwargs)
+        return balanced(recording, stages, seconds, *scaled_edges(recording, seconds))
+    try:
+        layout = [int(part) for part in how.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"strategy.cut: expected cost, profile, uniform, or numbers of blocks such as "
+            f"6,8,8,6, found {how!r}"
+        ) from None
+    return listed(recording, stages, layout)
 
 
 def _keep(optimizer: Optimizer, here: set[int]) -> None:

@@ -93,10 +93,11 @@ def foreign_places(
         for name, use in recording.buffers.items()
         if use.phases and not use.ambient and not is_local(use, phases)
     ]
-    return [_place(model, name, device) for name in names]
+    return [place_of(model, name, device) for name in names]
 
 
-def _place(model: nn.Module, full_name: str, device: torch.device) -> Place:
+def place_of(model: nn.Module, full_name: str, device: torch.device) -> Place:
+    """Return where a proxy can stand for a parameter or buffer."""
     prefix, _, name = full_name.rpartition(".")
     module = model.get_submodule(prefix)
     return Place(module, name, proxy_of(getattr(module, name), device))

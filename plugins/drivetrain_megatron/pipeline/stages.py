@@ -21,6 +21,8 @@ from drivetrain_megatron.pipeline.foreign import (
     Tie,
     foreign_places,
     hidden,
+    is_local,
+    place_of,
     take_away,
     take_hooks,
     ties,
@@ -59,6 +61,11 @@ class _Parts:
     shapes: Shapes
     device: torch.device
 
+    @property
+    def inside(self) -> set[int]:
+        """Identities of the modules inside of blocks."""
+        return {id(module) for block in self.blocks for module in block.modules()}
+
 
 class Stage:
     """One stage of the pipeline; made by ``split``.
@@ -68,13 +75,20 @@ class Stage:
         index: of the stage among all stages.
         tied: the parameters that several stages use, those that this stage uses.
         places: parameters of other stages of this rank, which this stage must not see.
+        outer: its own parameters outside of blocks.
     """
 
     def __init__(
-        self, parts: _Parts, index: int, tied: tuple[Tie, ...], places: Sequence[Place]
+        self,
+        parts: _Parts,
+        index: int,
+        tied: tuple[Tie, ...],
+        places: Sequence[Place],
+        outer: Mapping[str, Sequence[Place]],
     ) -> None:
         self._parts = parts
         self._places = places
+        self._outer = outer
         self.index = index
         self.blocks = parts.cut.blocks(index)
         self.is_first = index == 0
@@ -133,12 +147,22 @@ class Stage:
     ) -> StageOutput:
         parts = self._parts
         conductor = _Pass(parts, blocks, metas, received, tree_flatten((args, kwargs))[0])
-        with ExitStack() as stack:
+        with ExitStack() as stack, conductor.before:
             stack.enter_context(hidden(self._places))
+            conductor.before.enter_context(hidden(self._not_before(blocks)))
             stack.enter_context(parts.gates.conducted(conductor))
             output = parts.forward(*args, **kwargs)
         conductor.finish()
         return StageOutput(conductor.sent, output)
+
+    def _not_before(self, blocks: range) -> list[Place]:
+        """Return the parameters that stay out of sight until the pass reaches these blocks.
+
+        A word embedding that is also the head on the last stage would be looked up there for
+        nothing, with the sum over tensor-parallel ranks that follows it.
+        """
+        names = self.copies if blocks else self._outer
+        return [place for name in names for place in self._outer.get(name, ())]
 
     def _check(self, received: Sequence[Tensor], metas: Metas) -> None:
         expected = [] if self.is_first else [m[:2] for m in metas[self.blocks.start - 1]]
@@ -211,7 +235,7 @@ def split(
     for index in sorted(owned):
         mine = tuple(tie for tie in tied if index in (tie.owner, *tie.copies))
         others = _of_other_stages(parts, index, len(owned))
-        stages.append(Stage(parts, index, mine, others))
+        stages.append(Stage(parts, index, mine, others, _outer_of(parts, index)))
     return Split(parts, tuple(stages), tied)
 
 
@@ -220,12 +244,26 @@ def _of_other_stages(parts: _Parts, stage: int, stages: int) -> list[Place]:
     if stages == 1:
         return []
     places = foreign_places(parts.model, parts.recording, parts.cut.phases(stage), parts.device)
-    inside = {id(module) for block in parts.blocks for module in block.modules()}
+    inside = parts.inside
     return [
         place
         for place in places
         if id(place.module) not in inside and place.name not in place.module.__dict__
     ]
+
+
+def _outer_of(parts: _Parts, stage: int) -> dict[str, list[Place]]:
+    """Return where the parameters of a stage stand outside of blocks, by their first names."""
+    phases, inside = parts.cut.phases(stage), parts.inside
+    found = {
+        first: [place_of(parts.model, name, parts.device) for name in use.names]
+        for first, use in parts.recording.parameters.items()
+        if is_local(use, phases)
+    }
+    return {
+        first: [place for place in places if id(place.module) not in inside]
+        for first, places in found.items()
+    }
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -242,6 +280,10 @@ class _Pass:
         metas: of what each block returns.
         received: what the block before the first own one returned.
         inputs: leaves of the inputs of the model.
+
+    Attributes:
+        before: contexts that end where the phases of the own blocks begin.
+        sent: what goes to the next stage.
     """
 
     def __init__(
@@ -256,6 +298,7 @@ class _Pass:
         self._grad = torch.is_grad_enabled()
         self._objects = {id(leaf) for leaf in inputs if not isinstance(leaf, (Tensor, *PLAIN))}
         self._next = 0
+        self.before = ExitStack()
         self.sent: tuple[Tensor, ...] = ()
 
     def call(
@@ -273,7 +316,9 @@ class _Pass:
         self._next += 1
         if index not in self._own:
             leaves = tree_flatten((tuple(args), dict(kwargs)))[0]
-            before = index == self._own.start - 1
+            before = bool(self._own) and index == self._own.start - 1
+            if before:
+                self.before.close()
             tensors = self._received if before else self._proxies(index)
             return block.output.build(block.name, tensors, leaves)
         self._check_arguments(block.name, args, kwargs)

@@ -84,6 +84,26 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
     Returns:
         What is known of every parameter, by its name in the block.
     """
+    facts = facts_of(block, plan, edges.ranks.size)
+    for name, known in facts.items():
+        if known.partition is not None:
+            cut(block.get_parameter(name), known.partition, edges.ranks.rank)
+    for group in plan.groups:
+        _attach(block, group, edges)
+    for attention in plan.attentions:
+        attach_heads(block.get_submodule(attention), edges)
+    _resize(block, plan, edges)
+    return facts
+
+
+def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, ParameterFacts]:
+    """Return what is known of every parameter of a block that is divided, by its name in the block.
+
+    Args:
+        block: with whole parameters; it is not changed.
+        plan: of this block.
+        ranks: over how many ranks.
+    """
     facts = {
         name: ParameterFacts(tuple(parameter.shape), partial=name in plan.partial)
         for name, parameter in block.named_parameters()
@@ -91,16 +111,11 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
     for group in plan.groups:
         for name, partition in _partitions(block, group).items():
             facts[name] = replace(facts[name], partition=partition)
-            cut(block.get_parameter(name), partition, edges.ranks.rank)
-        _attach(block, group, edges)
     for attention in plan.attentions:
-        module = block.get_submodule(attention)
-        for name, partition in head_partitions(module, edges.ranks.size).items():
+        module: Any = block.get_submodule(attention)
+        for name, partition in head_partitions(module, ranks).items():
             full = f"{attention}.{name}" if attention else name
             facts[full] = replace(facts[full], partition=partition)
-            cut(block.get_parameter(full), partition, edges.ranks.rank)
-        attach_heads(module, edges)
-    _resize(block, plan, edges)
     return facts
 
 

@@ -5,7 +5,7 @@ that makes logits and the embeddings with as many rows are divided by words; a w
 share stays one.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.tensor.attention import keep_padded
 from drivetrain_megatron.tensor.calls import Calls, trace_calls
 from drivetrain_megatron.tensor.derive import Derivation, derive
-from drivetrain_megatron.tensor.divide import cut, divide
+from drivetrain_megatron.tensor.divide import cut, divide, facts_of
 from drivetrain_megatron.tensor.edges import Edges, TokenShards
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
 from drivetrain_megatron.tensor.fulfilled import check_fulfilled
@@ -111,23 +111,42 @@ class TensorParallel:
         Returns:
             What is known of every parameter, by its name.
         """
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        facts = {name: ParameterFacts(tuple(p.shape)) for p, name in names.items()}
+        facts = self.facts(model, plan)
         edges = Edges(self._ranks, self._tokens)
         blocks: list[NamedModule] = []
         for name, derivation in plan.blocks.items():
             block = model.get_submodule(name)
             blocks.append((name, block))
-            own = {id(p): n for n, p in block.named_parameters()}
-            found = divide(block, derivation.plan, edges)
-            facts.update({names[p]: found[own[id(p)]] for p in block.parameters() if id(p) in own})
+            divide(block, derivation.plan, edges)
         outside = Edges(self._ranks)
         done: set[int] = set()
-        for name in plan.vocabulary:
-            self._divide_vocabulary(model.get_submodule(name), names, facts, outside, done)
+        layers = [model.get_submodule(name) for name in plan.vocabulary]
+        words = [_words_of(layer) for layer in layers]  # while tied weights are whole
+        for layer, count in zip(layers, words, strict=True):
+            self._divide_vocabulary(layer, count, outside, done)
         keep_padded(model)
         open_attentions(model, self._ranks)
         self._blocks = blocks
+        return facts
+
+    def facts(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
+        """Return what ``divide`` returns, and leave the model as it is.
+
+        Args:
+            model: whole.
+            plan: of it.
+        """
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        facts = {name: ParameterFacts(tuple(p.shape)) for p, name in names.items()}
+        for name, derivation in plan.blocks.items():
+            block = model.get_submodule(name)
+            found = facts_of(block, derivation.plan, self._ranks.size)
+            facts.update({names[p]: found[n] for n, p in block.named_parameters()})
+        for name in plan.vocabulary:
+            for parameter, dim in _by_words(model.get_submodule(name)):
+                known = facts[names[parameter]]
+                partition = even(dim, known.shape[dim], self._ranks.size)
+                facts[names[parameter]] = replace(known, partition=partition)
         return facts
 
     def surround(self) -> None:
@@ -220,24 +239,12 @@ class TensorParallel:
                 )
 
     def _divide_vocabulary(
-        self,
-        module: nn.Module,
-        names: Mapping[nn.Parameter, str],
-        facts: dict[str, ParameterFacts],
-        edges: Edges,
-        done: set[int],
+        self, module: nn.Module, rows: int, edges: Edges, done: set[int]
     ) -> None:
-        weight_dim = 1 if is_transposed(module) else 0
-        rows = facts[names[module.weight]].shape[weight_dim]  # type: ignore[index]
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in done:
-                continue  # tied
-            done.add(id(parameter))
-            dim = weight_dim if name == "weight" else 0
-            partition = even(dim, rows, self._ranks.size)
-            full = names[parameter]
-            facts[full] = replace(facts[full], partition=partition)
-            cut(parameter, partition, self._ranks.rank)
+        for parameter, dim in _by_words(module):
+            if id(parameter) not in done:  # not tied to one that is cut
+                done.add(id(parameter))
+                cut(parameter, even(dim, rows, self._ranks.size), self._ranks.rank)
         if isinstance(module, nn.Embedding):
             attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
         else:
@@ -279,6 +286,17 @@ class _Region:
     def _cut(self, x: Tensor) -> Tensor:
         self._tokens.begin(x.shape[self._tokens.dim])
         return scatter(x, self._ranks, self._tokens.partition(self._ranks.size))
+
+
+def _words_of(module: nn.Module) -> int:
+    """Return how many words an embedding, or a layer that makes logits, is about."""
+    return module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
+
+
+def _by_words(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield the parameters of such a module and their dims that count words."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield parameter, 1 if name == "weight" and is_transposed(module) else 0
 
 
 def _is_activation(value: Any) -> bool:

@@ -72,7 +72,7 @@ class AccountChecks(Suite):
             gc.collect()
             live = _live_bytes() - before
             strategy = accelerator.strategy_of(model)
-            promised = _cost(accelerator, model, accelerator.unwrap_model(model), states=2).held
+            promised = _cost(accelerator, model, _layers(), states=2).held
             states = [
                 value
                 for optimizer in accelerator._optimizers
@@ -118,9 +118,9 @@ def reduces_each(accelerator: Accelerator, model: nn.Module) -> bool:
 
 def _some_millions(accelerator: Accelerator) -> tuple[Callable[[], None], nn.Module]:
     """Return one training step of a model of three million parameters in fp32, and the model."""
-    model = nn.Sequential(nn.Linear(7, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 1500))
+    model = _layers()
     prepared, optimizer = accelerator.prepare(model, adamw(model))
-    generator = torch.Generator().manual_seed(accelerator.process_index)
+    generator = torch.Generator().manual_seed(accelerator.mesh["dp"].rank)
     inputs = torch.randn(4, 7, generator=generator)
 
     def train() -> None:
@@ -129,6 +129,10 @@ def _some_millions(accelerator: Accelerator) -> tuple[Callable[[], None], nn.Mod
         optimizer.step()
 
     return train, prepared
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 1500))
 
 
 def _settle(accelerator: Accelerator, model: nn.Module) -> None:

@@ -1,0 +1,87 @@
+"""What a cell of tensor- and pipeline-parallel ranks costs, on top of its data-parallel strategy.
+
+The data-parallel strategy is asked about the part of the model that a rank holds; what the ranks
+of a cell send each other is added.
+
+Exact, where ``ModelSpec.module`` is given:
+
+- bytes held: they follow from the same plan and cut as training; a cut that is measured
+  (``cut: profile``) is replaced by an estimated one;
+- bytes over ``dp``;
+- with ``ModelSpec.inputs``, bytes over ``tp`` and ``pp`` of a model of repeated blocks that trains
+  all its parameters, without autocast and recomputation, with one input per group of layers, whose
+  only loss is a cross entropy of as many targets as there are tokens. The formulas are in
+  ``volumes``. Clipping adds one number per axis; the check of equal batches, twice, 16 bytes.
+
+Estimates otherwise:
+
+- without ``module``, tensors of two dims or more count as divided over tp along the first, others
+  as whole, and stages as consecutive parameters of equal bytes;
+- without ``inputs``, what is sent over tp and pp is left out: it grows with the batch.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from drivetrain.parts.collectives.volume import chunk_bounds
+from drivetrain.strategy import Cost, ModelSpec, Run, TensorSpec
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.layout import Layout
+from drivetrain_megatron.nesting import data_parallel
+from drivetrain_megatron.step import Step
+
+
+def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
+    """Return the bytes held by this rank between steps, and those it sends in a step.
+
+    Args:
+        config: of the strategy.
+        model: the whole model.
+        run: the run, as one rank sees it.
+
+    Raises:
+        ConfigError: the model cannot be divided as configured.
+    """
+    kind, options = data_parallel(config)
+    if config.tp * config.pp == 1:
+        return kind.cost(options, model, run)
+    if model.module is None:
+        return kind.cost(options, _by_sizes(config, model, run), run)
+    layout = Layout.of(config, model.module, run)
+    cost = kind.cost(options, _part(model, layout), run)
+    held = dict(cost.held)
+    if copies := layout.copies():
+        held["copies"] = sum(layout.local(s).nbytes for s in model.parameters if s.name in copies)
+    sent = Counter(cost.sent)
+    if model.inputs is not None:
+        sent += Step(config, model, layout, run).sent()
+    return Cost(held=held, sent=dict(sent))
+
+
+def _part(model: ModelSpec, layout: Layout) -> ModelSpec:
+    """Describe what a rank holds of a model."""
+    return ModelSpec(
+        tuple(layout.local(spec) for spec in model.parameters if layout.holds(spec.name)),
+        tuple(spec for spec in model.buffers if layout.keeps(spec.name)),
+        model.states,
+    )
+
+
+def _by_sizes(config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
+    """Describe what a rank holds of a model of which only sizes are known."""
+    total = sum(spec.nbytes for spec in model.parameters)
+    stages = config.pp * config.chunks
+    parameters, before = [], 0
+    for spec in model.parameters:
+        stage = min(stages * before // max(total, 1), stages - 1)
+        before += spec.nbytes
+        if stage % config.pp == run.mesh["pp"].rank:
+            parameters.append(_share(spec, config.tp, run.mesh["tp"].rank))
+    return ModelSpec(tuple(parameters), model.buffers, model.states)
+
+
+def _share(spec: TensorSpec, ranks: int, rank: int) -> TensorSpec:
+    if len(spec.shape) < 2:
+        return spec
+    start, stop = chunk_bounds(spec.shape[0], ranks)[rank]
+    return replace(spec, shape=(stop - start, *spec.shape[1:]))

@@ -1,0 +1,153 @@
+"""How the ranks of a cell will hold a model: planned as ``prepare`` does, and left whole."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from drivetrain.parts.collectives.solo import SoloCommunicator
+from drivetrain.parts.naming import named_parameters
+from drivetrain.strategy import Run, TensorSpec
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.facts import ParameterFacts
+from drivetrain_megatron.pipeline.build import chosen_cut
+from drivetrain_megatron.pipeline.cut import Cut
+from drivetrain_megatron.pipeline.examples import example_inputs
+from drivetrain_megatron.pipeline.foreign import Tie, is_local, ties
+from drivetrain_megatron.pipeline.recording import Recording, record
+from drivetrain_megatron.tensor.model import ModelPlan, TensorParallel
+from drivetrain_megatron.tensor.plan import models_plan, users_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    """How blocks lie on stages.
+
+    Attributes:
+        recording: of the model.
+        cut: into stages.
+        ranks: how many ranks the pipeline has.
+        rank: which of them is looked at.
+    """
+
+    recording: Recording
+    cut: Cut
+    ranks: int
+    rank: int
+
+    @property
+    def phases(self) -> frozenset[int]:
+        """The phases of this rank's stages."""
+        own = range(self.rank, self.cut.stages, self.ranks)
+        return frozenset(phase for stage in own for phase in self.cut.phases(stage))
+
+    def holder(self, stage: int) -> int:
+        """Return the rank that has a stage."""
+        return stage % self.ranks
+
+    def lent(self) -> Iterator[tuple[Tie, int, list[int]]]:
+        """Yield the parameters that several ranks use, their owner, and the ranks with copies."""
+        for tie in ties(self.recording, self.cut):
+            owner = self.holder(tie.owner)
+            if others := sorted({self.holder(stage) for stage in tie.copies} - {owner}):
+                yield tie, owner, others
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What one rank of a cell holds.
+
+    Attributes:
+        facts: how each parameter lies on the tensor-parallel axis, by name.
+        rank: of that axis.
+        plan: how layers are divided; None on a single rank.
+        pipeline: None without one.
+    """
+
+    facts: Mapping[str, ParameterFacts]
+    rank: int
+    plan: ModelPlan | None = None
+    pipeline: Pipelined | None = None
+    _owners: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: MegatronConfig, model: nn.Module, run: Run) -> "Layout":
+        """Plan as ``prepare`` would, but for a measured cut, which an estimated one stands for.
+
+        Args:
+            config: of the strategy.
+            model: whole, on any device; it is not changed.
+            run: whose ranks are meant.
+
+        Raises:
+            ConfigError: the model cannot be divided as configured.
+        """
+        inputs = example_inputs(model)
+        facts = {n: ParameterFacts(tuple(p.shape)) for n, p in named_parameters(model).items()}
+        plan = pipeline = None
+        if config.pp > 1:
+            recording = record(model, inputs.args, inputs.kwargs)
+            chosen = replace(config, cut="cost") if config.cut == "profile" else config
+            cut = chosen_cut(chosen, model, recording, inputs)
+            pipeline = Pipelined(recording, cut, config.pp, run.mesh["pp"].rank)
+        if config.tp > 1:
+            tensor = _tensor_parallel(config, model, run)
+            plan = tensor.plan(model, inputs.args, inputs.kwargs)
+            facts = tensor.facts(model, plan)
+        owners = {} if pipeline is None else {t.name: owner for t, owner, _ in pipeline.lent()}
+        return cls(facts, run.mesh["tp"].rank, plan, pipeline, owners)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a parameter, and optimizes its part of it."""
+        if self.pipeline is None:
+            return True
+        if name in self._owners:
+            return self._owners[name] == self.pipeline.rank
+        return is_local(self.pipeline.recording.parameters[name], self.pipeline.phases)
+
+    def keeps(self, buffer: str) -> bool:
+        """Whether this rank has a buffer."""
+        if self.pipeline is None:
+            return True
+        use = self.pipeline.recording.buffers.get(buffer)
+        return use is None or use.ambient or is_local(use, self.pipeline.phases) or not use.phases
+
+    def copies(self) -> set[str]:
+        """Return the names of the parameters that this rank uses and another one optimizes."""
+        if self.pipeline is None:
+            return set()
+        rank = self.pipeline.rank
+        return {tie.name for tie, _, others in self.pipeline.lent() if rank in others}
+
+    def local(self, spec: TensorSpec) -> TensorSpec:
+        """Return a parameter as this rank of the tensor-parallel axis has it."""
+        return replace(spec, shape=self.facts[spec.name].local_shape(self.rank))
+
+    def has_phase(self, phase: int) -> bool:
+        """Whether this rank computes a phase, counted as in a recording."""
+        return self.pipeline is None or phase in self.pipeline.phases
+
+    def summed(self, specs: Collection[TensorSpec]) -> list[TensorSpec]:
+        """Return the parameters here whose gradients are summed over the tensor-parallel axis."""
+        return [
+            spec
+            for spec in specs
+            if spec.trainable and self.holds(spec.name) and _is_summed(self.facts[spec.name])
+        ]
+
+
+def _is_summed(facts: ParameterFacts) -> bool:
+    partition = facts.partition
+    shared = partition is not None and len(set(partition.ranges)) < len(partition.ranges)
+    return facts.partial or shared
+
+
+def _tensor_parallel(config: MegatronConfig, model: nn.Module, run: Run) -> TensorParallel:
+    own = users_plan(model, config.plan) if config.plan else None
+    return TensorParallel(
+        # Planning only asks how many ranks there are: nothing is sent.
+        SoloCommunicator(run.mesh["tp"], run.traffic, run.world.timeout),
+        sequence_parallel=config.sequence_parallel,
+        named=own or models_plan(model),
+        strict=own is not None,
+    )

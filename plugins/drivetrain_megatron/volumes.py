@@ -1,0 +1,142 @@
+"""The bytes that ranks of a cell send for activations: the formulas of the papers.
+
+With A the bytes of an activation (rows x tokens x width x bytes per number), t tensor-parallel
+ranks, and what a rank sends in a ring, an all-reduce of S bytes costs 2 S (t-1)/t, an all-gather
+or a reduce-scatter S (t-1)/t:
+
+==================  ==============================  ============================  =============
+part                forward                         backward                      bytes per rank
+==================  ==============================  ============================  =============
+a group             1 all-reduce                    1 all-reduce                  4 A (t-1)/t
+the same, sharded   1 all-gather, 1 reduce-scatter  1 all-gather, 1 r.-scatter    4 A (t-1)/t
+a layer             its two groups: attention, MLP                                8 A (t-1)/t
+words come in       1 all-reduce                    nothing                       2 A (t-1)/t
+words go out        nothing                         1 all-reduce                  2 A (t-1)/t
+cross entropy       3 all-reduces of a number       nothing                       6 B (t-1)/t
+                    per token, B bytes
+shards, once        1 all-gather after the blocks   1 all-gather before them      2 A (t-1)/t
+a pipeline's cut    A to the next stage             A to the stage before         A each way
+==================  ==============================  ============================  =============
+
+Groups, words and cross entropy are section 3 of Shoeybi et al. 2019 (arXiv 1909.08053); the sum per
+layer is section 3.2 of Narayanan et al. 2021 (arXiv 2104.04473); shards of the sequence, which
+send the same bytes, are section 4.2.2 of Korthikanti et al. 2022 (arXiv 2205.05198). The functions
+give the integers that (t-1)/t stands for when a size is no multiple of t. Computing a block again
+in backward adds its forward once more.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from drivetrain.parts.collectives import sent_elements
+from drivetrain.parts.collectives.volume import Operation, chunk_bounds
+
+_STATISTICS = 3
+"""Of a cross entropy: maximum, sum of exponentials, and the logit of the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What passes between two layers in one micro-batch.
+
+    Attributes:
+        rows: of the micro-batch.
+        tokens: of a row.
+        width: features of a token.
+        itemsize: bytes per number.
+    """
+
+    rows: int
+    tokens: int
+    width: int
+    itemsize: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.tokens * self.width
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.itemsize
+
+    def shard(self, line: "Line") -> "Activation":
+        """Return what a rank holds of it when tokens are divided."""
+        start, stop = chunk_bounds(self.tokens, line.size)[line.rank]
+        return replace(self, tokens=stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The ranks of an axis, seen from one of them.
+
+    Attributes:
+        size: how many they are.
+        rank: which one sends.
+    """
+
+    size: int
+    rank: int = 0
+
+
+def group(entering: Activation, leaving: Activation, line: Line, *, sharded: bool) -> Counter[str]:
+    """Return the bytes by operation of a column-parallel and the row-parallel layer after it.
+
+    Args:
+        entering: the input of the column-parallel layers, which is the same.
+        leaving: the output of the row-parallel layer.
+        line: the tensor-parallel ranks.
+        sharded: whether both are shards of the sequence outside of the group.
+    """
+    if not sharded:
+        return whole(entering, line) + whole(leaving, line)
+    found: Counter[str] = Counter()
+    for activation in (entering, leaving):  # gathered one way, scattered the other
+        for operation in ("all_gather", "reduce_scatter"):
+            found[operation] += _by_tokens(operation, activation, line)
+    return found
+
+
+def whole(activation: Activation, line: Line) -> Counter[str]:
+    """Return the bytes of one sum over ranks: words that come in, or go out."""
+    return all_reduce(activation.numel, activation.itemsize, line)
+
+
+def cross_entropy(targets: int, itemsize: int, line: Line) -> Counter[str]:
+    """Return the bytes of the loss of divided logits; label smoothing adds a third of it.
+
+    Args:
+        targets: how many.
+        itemsize: bytes of a statistic: of the logits, in fp32 at least.
+        line: the tensor-parallel ranks.
+    """
+    each = all_reduce(targets, itemsize, line)
+    return Counter({operation: _STATISTICS * nbytes for operation, nbytes in each.items()})
+
+
+def joined(activation: Activation, line: Line) -> Counter[str]:
+    """Return the bytes of one end of the part of a model that works on shards of the sequence.
+
+    The shards are joined after the last block, and those of the gradient before the first.
+    """
+    return Counter({"all_gather": _by_tokens("all_gather", activation, line)})
+
+
+def all_reduce(numel: int, itemsize: int, line: Line) -> Counter[str]:
+    """Return the bytes of one all-reduce."""
+    elements = sent_elements("all_reduce", numel, size=line.size, rank=line.rank)
+    return Counter({"all_reduce": elements * itemsize})
+
+
+def _by_tokens(operation: Operation, activation: Activation, line: Line) -> int:
+    each = activation.rows * activation.width
+    bounds = chunk_bounds(activation.tokens, line.size)
+    elements = sent_elements(
+        operation,
+        activation.numel,
+        size=line.size,
+        rank=line.rank,
+        chunks=[(start * each, stop * each) for start, stop in bounds],
+    )
+    return elements * activation.itemsize
