@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.recording import to_device
+from drivetrain_megatron.pipeline.shadow import ValuesNeededError
 from drivetrain_megatron.pipeline.substitution import without_values
 
 _ROWS, _LENGTH = 2, 8
@@ -43,17 +44,22 @@ def example_inputs(model: nn.Module) -> Inputs:
         Inputs on the CPU: 2 rows, sequences of length 8.
 
     Raises:
-        UsageError: ``dummy_inputs`` is no dict, tuple or tensor, or no guess is accepted.
+        UsageError: ``dummy_inputs`` is no dict, tuple or tensor, no guess is accepted, or the model
+            chooses by values of hidden states.
     """
     given = getattr(model, "dummy_inputs", None)
     if given is not None:
         return _as_inputs(given)
     failures = []
+    needed: ValuesNeededError | None = None
     for what, guess in _guesses(model):
         error = _refused(model, guess)
         if error is None:
             return Inputs((guess,))
+        needed = needed or (error if isinstance(error, ValuesNeededError) else None)
         failures.append(f"{what}: {type(error).__name__}: {str(error).strip()[:200]}")
+    if needed is not None:
+        raise needed  # it accepts the input, and then looks at values
     tried = "; ".join(failures) or "no embedding, linear, convolution or transformer was found"
     raise UsageError(
         f"expected inputs with which {type(model).__name__} can be called once, found none that "
