@@ -21,7 +21,7 @@ def describe(
         nbytes: of the whole parameters, by name.
         ranks: how many share it.
     """
-    whole = {name for name, known in facts.items() if known.partition is None}
+    whole = [name for name, known in facts.items() if known.partition is None]
     total, kept = sum(nbytes.values()), sum(nbytes[name] for name in whole)
     yield (
         f"tensor parallel over {ranks} ranks: {len(facts) - len(whole)} of {len(facts)} parameters "
