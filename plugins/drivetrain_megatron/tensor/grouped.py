@@ -83,7 +83,7 @@ def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
     return entered
 
 
-def grouped_product(x: Tensor, layer: nn.Module) -> Tensor | None:
+def grouped_product(x: Tensor, layer: Any) -> Tensor | None:
     """Return a layer's product of what ``enter_group`` returned; None if it is anything else."""
     later: Later | None = getattr(x, _KEY, {}).get(id(layer))
     if later is None or not torch.is_grad_enabled():
@@ -114,7 +114,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor, None]:
-        pending = ctx.shared.pending
+        pending, ctx.shared.pending = ctx.shared.pending, None
         return placeholder if pending is None else pending.result(), None
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from drivetrain_megatron.tensor.divide import BlockPlan, GroupPlan, divide
 from drivetrain_megatron.tensor.edges import Edges, TokenShards
@@ -74,7 +75,7 @@ def plan(columns, entrance="", prefix="mlp."):
     return BlockPlan((GroupPlan(layers, f"{prefix}down", by, entrance),))
 
 
-def backward_events(division, sharded, autocast=False):
+def backward_events(division, sharded, autocast=False, run=lambda block, x: block(x)):
     """Return what each of two ranks did in backward, after checking what came out."""
     torch.manual_seed(1)
     whole = Block() if autocast else Block().double()
@@ -91,11 +92,10 @@ def backward_events(division, sharded, autocast=False):
         block.zero_grad()
         diary = Diary(ranks, block)
         own = (by_tokens.take(x, ranks.rank) if sharded else x).detach().requires_grad_()
-        with (
-            (tokens or TokenShards()).of(TOKENS),
-            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-        ):
-            out = block(own)
+        if tokens is not None:
+            tokens.begin(TOKENS)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = run(block, own)
         diary.events.clear()
         out.square().sum().backward()
         close = {"rtol": 0.05, "atol": 0.2} if autocast else EXACT
@@ -174,6 +174,47 @@ def test_a_layer_alone_hides_its_sum_behind_its_own_weight(sharded, monkeypatch)
     operation = "reduce_scatter" if sharded else "all_reduce"
     wanted = [f"{operation} begins", "product for a weight", f"{operation} ends"]
     assert [events[1:] for events in run_emulated(2, body)] == [wanted] * 2
+
+
+@SEQUENCE
+def test_recomputed_blocks_and_second_backwards(sharded):
+    def recomputed(block, x):
+        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+
+    def twice(block, x):
+        out = block(x)
+        torch.autograd.backward(out.sum(), retain_graph=True)
+        x.grad = None
+        block.zero_grad()
+        return out
+
+    operation = "reduce_scatter" if sharded else "all_reduce"
+    for run in (recomputed, twice):
+        for events in backward_events(plan(["gate", "up"]), sharded, run=run):
+            assert events[-1] == f"{operation} ends"
+            assert set(events[-3:-1]) == {"mlp.gate.weight", "mlp.up.weight"}
+
+
+def test_a_copy_of_a_block_computes_the_same():
+    torch.manual_seed(1)
+    whole = Block().double()
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    whole(x).square().sum().backward()
+
+    def body(ranks):
+        block = copy.deepcopy(whole)
+        facts = divide(block, plan(["gate", "up"]), Edges(ranks))
+        block.zero_grad()
+        twin, own = copy.deepcopy(block), x.detach().clone().requires_grad_()
+        twin(own).square().sum().backward()
+        torch.testing.assert_close(own.grad, x.grad, **EXACT)
+        for name, parameter in twin.named_parameters():
+            expected, partition = whole.get_parameter(name).grad, facts[name].partition
+            expected = expected if partition is None else partition.take(expected, ranks.rank)
+            torch.testing.assert_close(parameter.grad, expected, **EXACT)
+        assert all(parameter.grad is None for parameter in block.parameters())
+
+    run_emulated(2, body)
 
 
 def test_nothing_outlives_a_forward():
