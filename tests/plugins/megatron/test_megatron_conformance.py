@@ -5,9 +5,11 @@ divided: what is about them is checked for those that can. None has repeated blo
 cut into stages.
 """
 
+from typing import ClassVar
+
 import pytest
 
-from drivetrain.strategy import ModelSpec
+from drivetrain.cost import ModelSpec
 from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain.testing.conformance.parity import ParityChecks
 from drivetrain.testing.conformance.twins import Twins, plain_sgd
@@ -23,7 +25,7 @@ REFUSED = {
 
 
 class TestTensorParallel(AccountChecks, ParityChecks):
-    strategy = {"name": "megatron", "tp": 2}
+    strategy: ClassVar = {"name": "megatron", "tp": 2}
     worlds = (2, 4)
 
     def test_training_equals_one_process(self, world, case):
