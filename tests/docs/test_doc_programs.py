@@ -116,13 +116,18 @@ def test_notebook_block_of_the_cli_page(python):
 
 
 def test_blocks_of_the_plugin_page(python):
-    config, conformance, own_test, command = blocks("docs/writing-a-plugin.md")
+    config, nested, conformance, own_test, command = blocks("docs/writing-a-plugin.md")
     python(
-        f"{config}\n{conformance}\n"
+        f"{config}\n{nested}\n{conformance}\n"
         "from drivetrain.config import options_of\n"
         "(knob,) = options_of(FlatConfig)\n"
         "assert knob.question and knob.default is True\n"
         "assert TestFlat.worlds == (1, 2, 3, 4)\n"
+        "from drivetrain import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "inner = inner_of(OuterConfig(inner=NestedStrategy('zero1')), accelerator.run)\n"
+        "assert type(inner) is strategies().load('zero1')\n"
+        "assert type(inner_of(OuterConfig(), accelerator.run)).default\n"
     )
     done = python(own_test, "-m", "pytest", "-q", "-p", "no:cacheprovider", "program.py")
     assert "1 passed" in done

@@ -122,7 +122,7 @@ def test_launch_line_resolves(folder, capsys, page, line):
     assert run(["config", "--default", "--output", "drivetrain.yaml"]) == 0
     _, *words = shlex.split(line)
     assert run(["launch", "--dry-run", "--cpu", *words]) == 0, capsys.readouterr().err
-    assert "Mesh: dp=" in capsys.readouterr().out
+    assert re.search(r"^Mesh: .*\bdp=", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
