@@ -5,12 +5,13 @@ from collections.abc import Iterator
 import torch
 
 from drivetrain.config.resolve import Resolved
+from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.parts.traffic import Traffic
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Cost, ModelSpec, Run, TensorSpec
+from drivetrain.strategy import Run
 from drivetrain_launch.place import accelerators, cores, local_ranks
 from drivetrain_launch.tables import mebibytes, show_table
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.parts.naming import named_parameters
@@ -16,7 +17,7 @@ from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicas import ReplicatedState
 from drivetrain.parts.replicate import ForwardHook, replicate
 from drivetrain.shards import Reader, Shard
-from drivetrain.strategy import Cost, ModelSpec, Prepared, Run, Strategy
+from drivetrain.strategy import Prepared, Run, Strategy
 from drivetrain_ddp.compression import choose_hook
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_ddp.cost import estimate

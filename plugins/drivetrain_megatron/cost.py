@@ -23,8 +23,9 @@ Estimates otherwise:
 from collections import Counter
 from dataclasses import replace
 
+from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.parts.collectives.volume import chunk_bounds
-from drivetrain.strategy import Cost, ModelSpec, Run, TensorSpec
+from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.layout import Layout
 from drivetrain_megatron.nesting import data_parallel

@@ -4,14 +4,15 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from drivetrain.parts.deferred import WeightSource, meta_tensors
+from drivetrain.parts.deferred import Ranges, WeightSource, meta_tensors
 from drivetrain_megatron.facts import ParameterFacts
 
 
 class SharedSource:
-    """A ``WeightSource`` of what a cell holds: of the whole values it returns this rank's share.
+    """A ``WeightSource`` of what a cell holds: it returns this rank's share of whole tensors.
 
-    One tensor at a time is whole, for as long as its share is taken.
+    From a file only the share is read. Values that are made are whole, one tensor at a time, for
+    as long as the share is taken.
 
     Args:
         source: knows the values of the whole model.
@@ -29,10 +30,13 @@ class SharedSource:
         """Say how the model was divided, and which rank of the tensor-parallel axis this is."""
         self._facts, self._rank = facts, rank
 
-    def value(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's share of the values, on the CPU, in fresh memory."""
-        whole = self._source.value(name, self._whole.get(name, tensor))
+    def value(self, name: str, tensor: Tensor, only: Ranges | None = None) -> Tensor:
+        """Return this rank's share of the values, or part of it, on the CPU, in fresh memory."""
+        whole = self._whole.get(name, tensor)
         facts = self._facts.get(name)
         if facts is None or facts.partition is None:
-            return whole
-        return facts.partition.take(whole, self._rank)
+            return self._source.value(name, whole, only)
+        partition = facts.partition
+        mine = Ranges(partition.dim, partition.ranges[self._rank])
+        share = self._source.value(name, whole, mine)
+        return share if only is None else only.of(share)

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from drivetrain.cost import TensorSpec
 from drivetrain.parts.collectives.solo import SoloCommunicator
 from drivetrain.parts.naming import named_parameters
-from drivetrain.strategy import Run, TensorSpec
+from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.pipeline.build import chosen_cut

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.cost import Cost, ModelSpec
 from drivetrain.log import get_logger
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.collectives import connect
 from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, combine_norms
-from drivetrain.shards import Reader, Shard
-from drivetrain.strategy import Cost, ModelSpec, Prepared, Run, Strategy
+from drivetrain.shards import Reader, Shard, TensorFacts, state_tensors
+from drivetrain.strategy import Prepared, Run, Strategy
 from drivetrain_megatron.batches import SameBatch
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.coordinates import GlobalShards, LocalReader
@@ -28,15 +29,15 @@ from drivetrain_megatron.deferred import SharedSource
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.nesting import data_parallel
 from drivetrain_megatron.original import Original
-from drivetrain_megatron.pipeline.build import PipelineBuilder, stage_report
+from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.engine import Pipeline
 from drivetrain_megatron.pipeline.examples import Inputs, example_inputs
-from drivetrain_megatron.pipeline.recording import record
 from drivetrain_megatron.tensor.dropout import Dropout, Source
-from drivetrain_megatron.tensor.join import joined
+from drivetrain_megatron.tensor.join import joined, refusing_forwards
 from drivetrain_megatron.tensor.model import TensorParallel, cut_states
 from drivetrain_megatron.tensor.plan import models_plan, users_plan
 from drivetrain_megatron.tensor.report import describe
+from drivetrain_megatron.whole import WholeState
 
 logger = get_logger(__name__)
 
@@ -82,33 +83,26 @@ class Megatron(Strategy[MegatronConfig]):
         """Divide the model over the cell and hand what is left to the data-parallel strategy."""
         self._model = model
         self._original = Original(model, optimizers)
+        self._whole = WholeState(model, self._pp, self.run.world.device)
         self._facts = {
             name: ParameterFacts(tuple(parameter.shape))
             for name, parameter in named_parameters(model).items()
         }
         blocks = repeated_blocks(model)
-        inputs = example_inputs(model) if self.config.tp * self.config.pp > 1 else Inputs()
-        self._dropout.find(model, inputs if self.config.tp * self.config.pp > 1 else None)
-        recording = record(model, inputs.args, inputs.kwargs) if self._builder else None
-        cut = self._builder.cut(model, recording, inputs) if self._builder and recording else None
+        inputs = example_inputs(model) if self._tp.size * self._pp.size > 1 else None
+        self._dropout.find(model, inputs)
+        # The model is whole for the last time: a pipeline is planned before layers are divided.
+        if self._builder is not None:
+            self._builder.plan(model, inputs or Inputs())
         if self._tp.size > 1:
-            self._facts = self._divide_layers(model, inputs)
-            by_parameter = {p: self._facts[name] for name, p in named_parameters(model).items()}
-            for optimizer in optimizers:
-                self._original.check_steps_parts(optimizer, self._facts)
-                cut_states(optimizer, by_parameter, self._tp.rank)
+            self._divide_layers(model, optimizers, inputs or Inputs())
         self._dropout.attach(model, counting=self._builder is None)
-        if self._builder is not None and recording is not None and cut is not None:
-            self._builder.split(model, recording, cut, optimizers)
-            for stage, line in stage_report(recording, cut, self._pp.size).items():
-                logger.announce(f"stage {stage}: {line}")
+        if self._builder is not None:
+            self._builder.split(model, optimizers)
         if self._tensor is not None:
             self._tensor.surround()
         self._dropout.follow(blocks)
-        if self._source is not None:
-            self._source.divide(self._facts, self._tp.rank)
-            self._inner.materialize(model, self._source)
-            self._source = None
+        self._give_values(model)
         prepared = self._inner.prepare(model, optimizers)
         if self._tensor is not None:
             self._tensor.sum_partial(model, self._facts)
@@ -175,7 +169,9 @@ class Megatron(Strategy[MegatronConfig]):
 
     def shards(self) -> Iterator[Shard]:
         """Yield what this rank saves, in coordinates of the whole model."""
-        return GlobalShards(self._facts, self._tp.rank).of(self._inner.shards())
+        saved = GlobalShards(self._facts, self._tp.rank).of(self._inner.shards())
+        copies = self._builder.copied_buffers if self._builder is not None else ()
+        return (shard for shard in saved if shard.name not in copies)
 
     def load(self, reader: Reader) -> None:
         """Load this cell's parts of a checkpoint of the whole model."""
@@ -206,10 +202,28 @@ class Megatron(Strategy[MegatronConfig]):
         """Take part in one step of the other data-parallel ranks."""
         self._inner.stand_in(synchronize=synchronize)
 
-    def whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape that a parameter or buffer has in the user's model."""
-        name = self._original.names.get(tensor)  # type: ignore[call-overload]
-        return tuple(tensor.shape) if name is None else self._original.shapes[name]
+    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
+        """Return what the whole model's state dict holds, the same on every rank."""
+        return [place.facts for place in self._whole.places(module).values()]
+
+    @contextmanager
+    def whole_state(
+        self, module: nn.Module, names: Sequence[str]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Context with whole tensors on every rank, from the stages that have them."""
+        places = self._whole.places(module)
+        state = state_tensors(module)
+        mine = {name: state[name] for name in names if places[name].rank == self._pp.rank}
+        parameters = {id(p): p for p in mine.values() if isinstance(p, nn.Parameter)}
+        with self.gathered(list(parameters.values()), modify=False):
+            yield {name: self._whole.broadcast(places[name], mine.get(name)) for name in names}
+
+    @contextmanager
+    def inference(self, module: nn.Module) -> Iterator[None]:
+        """Context for many forwards, which the ranks of a cell run together, on their shares."""
+        cell = self._tp.size * self._pp.size
+        with nullcontext() if cell > 1 else self._inner.inference(module):
+            yield
 
     @contextmanager
     def gathered(
@@ -221,8 +235,11 @@ class Megatron(Strategy[MegatronConfig]):
         with (
             self._inner.gathered(chosen, modify=modify),
             joined(self._tp, partitions, modify=modify),
+            refusing_forwards(self._model) if any(partitions.values()) else nullcontext(),
         ):
             yield
+        if modify and self._pipeline is not None:
+            self._pipeline.stages.outdate()
 
     def names(self) -> Mapping[int, str]:
         """Return names of what optimizers hold, by identity."""
@@ -245,7 +262,9 @@ class Megatron(Strategy[MegatronConfig]):
         self._tp.close()
         self._pp.close()
 
-    def _divide_layers(self, model: nn.Module, inputs: Inputs) -> dict[str, ParameterFacts]:
+    def _divide_layers(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], inputs: Inputs
+    ) -> None:
         own = users_plan(model, self.config.plan) if self.config.plan else None
         self._tensor = TensorParallel(
             self._tp,
@@ -256,10 +275,23 @@ class Megatron(Strategy[MegatronConfig]):
         plan = self._tensor.plan(model, inputs.args, inputs.kwargs)
         before = {name: p.nbytes for name, p in named_parameters(model).items()}
         self._dropout.layouts = plan.layouts
-        facts = self._tensor.divide(model, plan)
-        for line in describe(plan, facts, before, self._tp.size):
+        self._facts = self._tensor.divide(model, plan)
+        for line in describe(plan, self._facts, before, self._tp.size):
             logger.announce(line)
-        return facts
+        by_parameter = {p: self._facts[name] for name, p in named_parameters(model).items()}
+        for optimizer in optimizers:
+            self._original.check_steps_parts(optimizer, self._facts)
+            cut_states(optimizer, by_parameter, self._tp.rank)
+
+    def _give_values(self, model: nn.Module) -> None:
+        """Let a model that was built without values get this rank's share of them."""
+        if self._source is None:
+            return
+        self._source.divide(self._facts, self._tp.rank)
+        self._inner.materialize(model, self._source)
+        if self._builder is not None:
+            self._builder.materialize(self._source)
+        self._source = None
 
     def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
         return named_parameters(self._model).values() if only is None else only

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drivetrain.config.option import option
+from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
 from drivetrain.parts.buckets import MIB
 from drivetrain.runtime.mesh import Axis, Mesh
-from drivetrain.strategy import TensorSpec
 from drivetrain_zero.layout import Cut
 
 

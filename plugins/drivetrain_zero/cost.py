@@ -15,11 +15,12 @@ from collections.abc import Sequence
 
 import torch
 
+from drivetrain.cost import ModelSpec
 from drivetrain.parts.collectives import sent_elements
 from drivetrain.parts.collectives.volume import Operation
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
-from drivetrain.strategy import ModelSpec, Run
+from drivetrain.strategy import Run
 from drivetrain_zero.layout import UnitLayout, is_block
 
 _ADAM_STATES = 2

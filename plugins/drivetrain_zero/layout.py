@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
+from drivetrain.cost import TensorSpec
 from drivetrain.parts.buckets import plan_buckets
 from drivetrain.parts.collectives.volume import chunk_bounds
 from drivetrain.runtime.precision import Precision
-from drivetrain.strategy import TensorSpec
 
 ROOT = ""
 """The unit of what belongs to no repeated block and is not large."""

@@ -5,13 +5,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from drivetrain.cost import TensorSpec
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.deferred import WeightSource, fill, meta_tensors
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.overlap import check_apart
 from drivetrain.parts.replicate import replicate
 from drivetrain.runtime.precision import Precision
-from drivetrain.strategy import TensorSpec
 from drivetrain_zero.layout import Cut, UnitLayout, plan
 from drivetrain_zero.unit import FlatUnit, Slot
 

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import CollectiveError
 from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
 from drivetrain.shards import Reader, Shard
-from drivetrain.strategy import Cost, ModelSpec, Prepared, Run, Strategy
+from drivetrain.strategy import Prepared, Run, Strategy
 from drivetrain_zero.binding import Binding, Bound
 from drivetrain_zero.config import Zero1Config
 from drivetrain_zero.cost import Estimate

@@ -53,6 +53,7 @@ _HOMES = {
         "wait_for_everyone",
     ),
     "drivetrain.config": ("option", "section"),
+    "drivetrain.cost": ("Cost", "ModelSpec"),
     "drivetrain.errors": (
         "CheckpointError",
         "CollectiveError",
@@ -92,7 +93,7 @@ _HOMES = {
     "drivetrain.runtime.rng": ("set_seed", "synchronize_rng_states"),
     "drivetrain.shards": ("Part", "Reader", "Shard"),
     "drivetrain.store": ("TensorStore",),
-    "drivetrain.strategy": ("Cost", "ModelSpec", "Prepared", "Run", "Strategy"),
+    "drivetrain.strategy": ("Prepared", "Run", "Strategy"),
     "drivetrain.tracking": ("Tracker",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

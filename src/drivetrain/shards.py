@@ -1,10 +1,12 @@
 """Pieces of training state in coordinates of whole tensors: what strategies save and load."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,36 @@ class Shard:
     tensor: Tensor
     shape: tuple[int, ...]
     part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One parameter or persistent buffer of the user's whole model.
+
+    Attributes:
+        name: in the user's model.
+        shape: the global shape.
+        dtype: as the model holds it.
+        identity: equal for tied tensors.
+        trainable: whether it is a parameter that requires gradients.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    identity: Hashable
+    trainable: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def state_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return what a module's state dict holds: the objects themselves, perhaps without memory."""
+    state = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
 class Reader(Protocol):

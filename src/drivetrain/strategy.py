@@ -6,21 +6,22 @@ object per prepared model, so nothing about a run is global, and it never asks w
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.deferred import WeightSource, fill, meta_tensors
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import Reader, Shard
+from drivetrain.shards import Reader, Shard, TensorFacts, state_tensors
 
 ConfigT = TypeVar("ConfigT")
 
@@ -49,103 +50,6 @@ class Prepared(NamedTuple):
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A parameter or buffer as cost estimates see it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trainable: bool
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return torch.Size(self.shape).numel()
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """The facts about a model and its optimizer that decide what a strategy costs.
-
-    Attributes:
-        parameters: distinct parameters, tied ones once, in registration order.
-        buffers: distinct buffers.
-        states: parameter-shaped tensors that the optimizer keeps for each trainable parameter:
-            2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
-        module: the model itself, for a strategy whose cost depends on how the model computes; not
-            changed. None where only sizes are known: such a strategy then estimates.
-        inputs: of one forward on one data-parallel rank, positional and by name. None: unknown, and
-            activations that a strategy sends are no part of its cost.
-    """
-
-    parameters: tuple[TensorSpec, ...]
-    buffers: tuple[TensorSpec, ...] = ()
-    states: int = 2
-    module: nn.Module | None = field(default=None, repr=False, compare=False)
-    inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = field(
-        default=None, repr=False, compare=False
-    )
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        *,
-        states: int = 2,
-        inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
-    ) -> "ModelSpec":
-        """Describe a model as the user has it, before ``prepare``.
-
-        Args:
-            model: its parameters may live on the meta device.
-            states: see the attributes.
-            inputs: see the attributes.
-        """
-        return cls(
-            tuple(
-                TensorSpec(name, tuple(p.shape), p.dtype, p.requires_grad)
-                for name, p in model.named_parameters()
-            ),
-            tuple(
-                TensorSpec(name, tuple(b.shape), b.dtype, False)
-                for name, b in model.named_buffers()
-            ),
-            states,
-            model,
-            inputs,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """What a strategy promises: a conformance test holds it to these numbers.
-
-    Attributes:
-        held: bytes kept on one rank between steps, by kind: ``parameters``, ``gradients``,
-            ``optimizer``, ``buffers``.
-        sent: bytes that rank 0 sends in one optimizer step, by (axis, operation).
-    """
-
-    held: Mapping[str, int] = field(default_factory=dict)
-    sent: Mapping[tuple[str, str], int] = field(default_factory=dict)
-
-    @property
-    def total_held(self) -> int:
-        """Bytes kept on one rank."""
-        return sum(self.held.values())
-
-    @property
-    def total_sent(self) -> int:
-        """Bytes sent by one rank in one optimizer step."""
-        return sum(self.sent.values())
 
 
 class Strategy(ABC, Generic[ConfigT]):
@@ -349,12 +253,40 @@ class Strategy(ABC, Generic[ConfigT]):
         """
         return nullcontext()
 
-    def whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape that a parameter or buffer has in the user's model.
+    def inference(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Context for many forwards without gradients: by default all parameters are whole.
 
-        By default that which it has. Ranks may hold parts of another shape outside of ``gathered``.
+        Args:
+            module: as ``unwrap`` returns it.
         """
-        return tuple(tensor.shape)
+        return self.gathered(list(module.parameters()), modify=False)
+
+    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
+        """Return what the whole model's state dict holds, the same on every rank. Collective.
+
+        Args:
+            module: as ``unwrap`` returns it.
+        """
+        return [
+            TensorFacts(name, tuple(tensor.shape), tensor.dtype, id(tensor), tensor.requires_grad)
+            for name, tensor in state_tensors(module).items()
+        ]
+
+    @contextmanager
+    def whole_state(
+        self, module: nn.Module, names: Sequence[str]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Context with some whole tensors of the model's state on every rank, to be read.
+
+        Args:
+            module: as ``unwrap`` returns it.
+            names: of ``state_facts``.
+        """
+        state = state_tensors(module)
+        chosen = [state[name] for name in names]
+        parameters = {id(p): p for p in chosen if isinstance(p, nn.Parameter)}
+        with self.gathered(list(parameters.values()), modify=False):
+            yield {name: state[name].detach() for name in names}
 
     def names(self) -> Mapping[int, str]:
         """Return, by identity, the name of each parameter that an optimizer holds in place of one.

@@ -11,11 +11,12 @@ import torch
 import yaml
 
 from drivetrain.config import options_of
+from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.strategy import ModelSpec, Run, TensorSpec
+from drivetrain.strategy import Run
 from drivetrain_ddp import Ddp
 from drivetrain_zero import Zero1, Zero2, Zero3
 

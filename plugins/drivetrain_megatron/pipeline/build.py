@@ -10,7 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigError
+from drivetrain.log import get_logger
 from drivetrain.parts.collectives import Communicator
+from drivetrain.parts.deferred import WeightSource
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import Cut, balanced, listed
@@ -18,13 +20,15 @@ from drivetrain_megatron.pipeline.engine import Pipeline, Plan
 from drivetrain_megatron.pipeline.examples import Inputs
 from drivetrain_megatron.pipeline.local import LocalStages, Parts
 from drivetrain_megatron.pipeline.profile import profile, scaled_edges
-from drivetrain_megatron.pipeline.recording import Recording
+from drivetrain_megatron.pipeline.recording import Recording, record
 from drivetrain_megatron.pipeline.stages import Split, split
 from drivetrain_megatron.pipeline.ties import SharedParameters
 from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.pipeline.weights import WeightGradients
 from drivetrain_megatron.pipeline.worker import Forwards
+
+logger = get_logger(__name__)
 
 
 class PipelineBuilder:
@@ -34,6 +38,9 @@ class PipelineBuilder:
         config: of the strategy.
         run: the run.
         axis: collectives over the axis ``pp``.
+
+    Attributes:
+        copied_buffers: names of the buffers here that count on an earlier rank of the pipeline.
     """
 
     def __init__(self, config: MegatronConfig, run: Run, axis: Communicator) -> None:
@@ -44,30 +51,50 @@ class PipelineBuilder:
         self._link = Link(
             run.mesh["pp"], run.traffic, run.world.device, run.world.timeout, self._stages
         )
+        self._planned: tuple[Recording, Cut] | None = None
         self._split: Split | None = None
         self._shared: SharedParameters | None = None
         self._weights = WeightGradients()
         self._deferring: list[nn.Module] = []
+        self.copied_buffers: frozenset[str] = frozenset()
 
-    def cut(self, model: nn.Module, recording: Recording, inputs: Inputs) -> Cut:
-        """Return where the stages begin.
+    def plan(self, model: nn.Module, inputs: Inputs) -> None:
+        """Record the whole model and decide where the stages begin.
 
         Raises:
             ConfigError: the model or the configured list does not allow it.
         """
+        recording = record(model, inputs.args, inputs.kwargs)
+        self._planned = recording, self._cut(model, recording, inputs)
+
+    def _cut(self, model: nn.Module, recording: Recording, inputs: Inputs) -> Cut:
         return chosen_cut(self._config, model, recording, inputs)
 
-    def split(
-        self, model: nn.Module, recording: Recording, cut: Cut, optimizers: Sequence[Optimizer]
-    ) -> None:
+    def split(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Leave the model what this rank's stages need, and the optimizers their parameters."""
+        if self._planned is None:
+            raise RuntimeError("plan() comes before split()")
+        recording, cut = self._planned
         rank = self._axis.rank
         owned = list(range(rank, self._stages, self._axis.size))
+        self.copied_buffers = frozenset(
+            name
+            for use in recording.buffers.values()
+            for name in use.names
+            if cut.stage_of(min(use.phases, default=0)) % self._axis.size != rank
+        )
         self._split = split(model, recording, cut, owned, self._run.world.device)
         self._shared = SharedParameters(model, self._split.ties, owned, self._axis.size, self._link)
         here = {id(parameter) for parameter in model.parameters()}
         for optimizer in optimizers:
             _keep(optimizer, here)
+        for stage, line in stage_report(recording, cut, self._axis.size).items():
+            logger.announce(f"stage {stage}: {line}")
+
+    def materialize(self, source: WeightSource) -> None:
+        """Give copies of shared parameters their values, in a model that was built without any."""
+        if self._shared is not None:
+            self._shared.materialize(source, self._run.world.device)
 
     def start(self, model: nn.Module, inner: Strategy[Any], forwards: Forwards) -> Pipeline:
         """Take over the model's calls, after the data-parallel strategy has prepared it."""

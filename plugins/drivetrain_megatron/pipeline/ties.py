@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from drivetrain.parts.deferred import WeightSource, become
 from drivetrain_megatron.pipeline.foreign import Tie
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
 
@@ -52,6 +53,12 @@ class SharedParameters:
     def taken(self) -> frozenset[int]:
         """Identities of the parameters that are copies."""
         return frozenset(id(copy) for _, _, copy, _ in self._copies)
+
+    def materialize(self, source: WeightSource, device: torch.device) -> None:
+        """Give copies their values, where the model was built without any."""
+        for _, tie, copy, _ in self._copies:
+            if copy.is_meta:
+                become(copy, source.value(tie.name, copy).to(device), tie.name)
 
     def send_gradients(self) -> None:
         """Send the gradients of copies to their owners; zeros where a copy got none."""

@@ -8,14 +8,14 @@ from torch import Tensor
 
 _READERS = """
     item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__
-    is_nonzero equal allclose nonzero masked_select data_ptr untyped_storage storage
-    storage_type __reduce_ex__ __dlpack__ unique
+    is_nonzero equal allclose nonzero masked_select data_ptr storage storage_type
+    __reduce_ex__ __dlpack__ unique
 """
 
 _QUESTIONS = """
     size dim ndimension nelement numel stride is_floating_point is_complex is_contiguous __len__
     element_size get_device is_signed storage_offset requires_grad_ register_hook retain_grad
-    __hash__ dim_order is_same_size is_shared is_inference
+    __hash__ dim_order is_same_size is_shared is_inference untyped_storage
 """
 
 _WRITERS = """

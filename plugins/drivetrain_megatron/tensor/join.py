@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
+from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.replicate import replicate
 from drivetrain_megatron.tensor.operators import gathered
@@ -37,3 +39,25 @@ def joined(
     finally:
         for parameter, (share, _) in cut.items():
             parameter.data = share
+
+
+@contextmanager
+def refusing_forwards(model: nn.Module) -> Iterator[None]:
+    """Context in which a model must not be called: its layers compute with shares of parameters.
+
+    Raises:
+        UsageError: in a forward inside.
+    """
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise UsageError(
+            f"expected {type(model).__name__} not to be called while its parameters are gathered, "
+            "found a forward: its layers compute with this rank's share of them; leave gathered() "
+            "first, and use accelerator.inference(model) for evaluation and generation"
+        )
+
+    handle = model.register_forward_pre_hook(refuse, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()

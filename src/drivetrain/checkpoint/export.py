@@ -52,17 +52,12 @@ class ExportTensor:
     identity: Hashable
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> "ExportTensor":
+    def of(cls, name: str, tensor: Tensor) -> "ExportTensor":
         """Describe a parameter or buffer; tied names share the very same object.
 
         Its memory is not looked at: a sharded parameter may have none between uses.
-
-        Args:
-            name: its name in the user's model.
-            tensor: the parameter or buffer.
-            shape: the global shape; None for the tensor's own.
         """
-        return cls(name, tuple(tensor.shape) if shape is None else shape, tensor.dtype, id(tensor))
+        return cls(name, tuple(tensor.shape), tensor.dtype, id(tensor))
 
     @property
     def nbytes(self) -> int:

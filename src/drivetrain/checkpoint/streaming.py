@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drivetrain.checkpoint.exported import export_files
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
-from drivetrain.parts.deferred import WeightSource
+from drivetrain.parts.deferred import Ranges, WeightSource
 from drivetrain.parts.naming import clean_name, persistent_buffers
 
 logger = get_logger(__name__)
@@ -37,11 +37,16 @@ class ExportedWeights:
                     self._files[name] = file
                     self.shapes[name] = _shape(content, file, name)
 
-    def read(self, name: str) -> Tensor:
-        """Return one tensor on the CPU, in fresh memory and the file's dtype."""
+    def read(self, name: str, only: Ranges | None = None) -> Tensor:
+        """Return one tensor, or part of it, on the CPU, in fresh memory and the file's dtype."""
         with _opened(self._files[name]) as content:
-            found: Tensor = content.get_tensor(name).clone()
-        return found
+            if only is None:
+                whole: Tensor = content.get_tensor(name).clone()
+                return whole
+            stored = content.get_slice(name)
+            before = (slice(None),) * (only.dim % len(self.shapes[name]))
+            pieces = [stored[(*before, slice(*each))] for each in only.ranges or ((0, 0),)]
+        return torch.cat(pieces, only.dim)
 
 
 class StreamedWeights:
@@ -77,12 +82,12 @@ class StreamedWeights:
                 f"and that are not read: {', '.join(unused[:4])}"
             )
 
-    def value(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the values of one parameter or buffer, on the CPU, in fresh memory."""
+    def value(self, name: str, tensor: Tensor, only: Ranges | None = None) -> Tensor:
+        """Return values of one parameter or buffer, on the CPU, in fresh memory."""
         source = self._sources.get(name)
         if source is None:
-            return self._others.value(name, tensor)
-        return self._weights.read(source).to(tensor.dtype)
+            return self._others.value(name, tensor, only)
+        return self._weights.read(source, only).to(tensor.dtype)
 
     def remaining(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Return those tensors that the export has no values for."""

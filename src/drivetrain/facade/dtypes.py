@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError
 from drivetrain.facade.core import ModelEntry
 from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.runtime.precision import Precision, dtype_word
-from drivetrain.strategy import ModelSpec, TensorSpec
 
 
 def given_parameters(model: nn.Module) -> list[TensorSpec]:

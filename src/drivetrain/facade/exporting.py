@@ -1,7 +1,6 @@
 """One model's weights as the script sees them: a state dict, or files that others can read."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from drivetrain import checkpoint
 from drivetrain.errors import UsageError
 from drivetrain.facade.core import Core, ModelEntry
+from drivetrain.shards import TensorFacts
 
 GATHERED_BYTES = 32 * 2**20
 """Parameters are gathered together while they fit into this: small ones share a collective."""
@@ -26,15 +26,14 @@ class Exporting(Core):
         """
         del unwrap  # names are the user's own either way
         entry = self._entry_of(model)
-        state = _state(entry)
-        copies: dict[int, Tensor] = {}
-        for batch in _batches(list(state), state, entry):
-            with entry.strategy.gathered(_parameters(batch, state), modify=False):
-                for name in batch:
-                    tensor = state[name]
-                    if id(tensor) not in copies:
-                        copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
-        return {name: copies[id(tensor)] for name, tensor in state.items()}
+        module = _inner(entry)
+        facts = entry.strategy.state_facts(module)
+        copies: dict[Hashable, Tensor] = {}
+        for batch in _batches({one.identity: one for one in facts}.values()):
+            with entry.strategy.whole_state(module, [one.name for one in batch]) as state:
+                for one in batch:
+                    copies[one.identity] = state[one.name].to("cpu", copy=True)
+        return {one.name: copies[one.identity] for one in facts}
 
     def save_model(
         self,
@@ -66,25 +65,27 @@ class Exporting(Core):
                 "expected safe_serialization=True, found False; no pickles are written"
             )
         entry = self._entry_of(model)
-        state = _state(entry)
+        module = _inner(entry)
+        facts = {one.name: one for one in entry.strategy.state_facts(module)}
         if only_trainable:
-            state = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
-            if not state:
+            facts = {name: one for name, one in facts.items() if one.trainable}
+            if not facts:
                 raise UsageError(
-                    f"expected trainable parameters in {type(_inner(entry)).__name__} for "
+                    f"expected trainable parameters in {type(module).__name__} for "
                     "only_trainable=True, found none; export all of it without"
                 )
         described = [
-            checkpoint.ExportTensor.of(name, tensor, entry.strategy.whole_shape(tensor))
-            for name, tensor in state.items()
+            checkpoint.ExportTensor(one.name, one.shape, one.dtype, one.identity)
+            for one in facts.values()
         ]
         plan = checkpoint.plan_export(described, max_shard_size)
 
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-            for batch in _batches(names, state, entry):
-                with entry.strategy.gathered(_parameters(batch, state), modify=False):
-                    for name in batch:
-                        yield name, state[name].detach()
+            for batch in _batches(facts[name] for name in names):
+                wanted = [one.name for one in batch]
+                with entry.strategy.whole_state(module, wanted) as state:
+                    for name in wanted:
+                        yield name, state[name]
 
         checkpoint.write_export(Path(save_directory), plan, fetch, world=self.world)
 
@@ -100,33 +101,18 @@ class Exporting(Core):
             checkpoint.save(obj, f, safe_serialization=safe_serialization)
 
 
-def _state(entry: ModelEntry) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name: the objects themselves, perhaps empty."""
-    state = _inner(entry).state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-
-
-def _batches(
-    names: Sequence[str], state: Mapping[str, Tensor], entry: ModelEntry
-) -> Iterator[list[str]]:
-    """Yield names in order, as many at a time as may be gathered together."""
-    batch: list[str] = []
+def _batches(facts: Iterable[TensorFacts]) -> Iterator[list[TensorFacts]]:
+    """Yield them in order, as many at a time as may be gathered together."""
+    batch: list[TensorFacts] = []
     filled = 0
-    for name in names:
-        size = prod(entry.strategy.whole_shape(state[name])) * state[name].element_size()
-        if batch and filled + size > GATHERED_BYTES:
+    for one in facts:
+        if batch and filled + one.nbytes > GATHERED_BYTES:
             yield batch
             batch, filled = [], 0
-        batch.append(name)
-        filled += size
+        batch.append(one)
+        filled += one.nbytes
     if batch:
         yield batch
-
-
-def _parameters(names: Sequence[str], state: Mapping[str, Tensor]) -> list[nn.Parameter]:
-    """Return the distinct parameters of these names."""
-    held = [state[name] for name in names]
-    return list({id(p): p for p in held if isinstance(p, nn.Parameter)}.values())
 
 
 def _inner(entry: ModelEntry) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from drivetrain.cost import TensorSpec
 from drivetrain.errors import UsageError
 from drivetrain.facade.agreement import agree, model_facts
 from drivetrain.facade.building import Building
@@ -28,7 +29,7 @@ from drivetrain.runtime.data import (
     prepare_data_loader,
     skip_first_batches,
 )
-from drivetrain.strategy import Strategy, TensorSpec
+from drivetrain.strategy import Strategy
 
 logger = get_logger(__name__)
 

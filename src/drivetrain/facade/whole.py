@@ -53,10 +53,12 @@ class Whole(Core):
 
     @contextmanager
     def inference(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Context for generation and long evaluation: parameters are gathered once. Collective.
+        """Context for generation and long evaluation. Collective.
 
-        Inside, the model is in evaluation mode, no gradients are computed, and forward needs no
-        communication: ranks may run it as often as they like, each on its own.
+        Inside, the model is in evaluation mode and no gradients are computed. Where ranks divide
+        parameters, these are gathered once, and forward needs no communication: ranks may run it
+        as often as they like, each on its own. Where ranks divide the computation itself (tensor
+        and pipeline parallelism), the ranks of a cell still run every forward together.
 
         Args:
             model: a prepared model.
@@ -67,7 +69,7 @@ class Whole(Core):
         entry = self._entry_of(model)
         inner = entry.strategy.unwrap(entry.model)
         training = [module for module in inner.modules() if module.training]
-        with entry.strategy.gathered(list(inner.parameters()), modify=False), torch.no_grad():
+        with entry.strategy.inference(inner), torch.no_grad():
             inner.eval()
             try:
                 yield inner

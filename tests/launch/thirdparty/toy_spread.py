@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.config import option
+from drivetrain.cost import Cost, ModelSpec
 from drivetrain.shards import Part, Reader, Shard
-from drivetrain.strategy import Cost, ModelSpec, Prepared, Run, Strategy
+from drivetrain.strategy import Prepared, Run, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 
+from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.strategy import ModelSpec, Run
+from drivetrain.strategy import Run
 from drivetrain_ddp import Ddp, DdpConfig
 
 SMALL = DdpConfig(bucket_mib=0.001, first_bucket_mib=0.001)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from drivetrain import Accelerator
-from drivetrain.parts.deferred import RecordedWeights
+from drivetrain.parts.deferred import Ranges
 from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -79,18 +79,15 @@ def test_over_data_parallel_ranks(inner):
 @pytest.mark.ranks(2)
 def test_one_whole_tensor_at_a_time(monkeypatch):
     """While values are made at most one is whole, and afterwards none is that was divided."""
-    given = []
-    most = []
-    value = RecordedWeights.value
+    wholes, most = [], []
+    of = Ranges.of
 
-    def counted(self, name, tensor):
-        result = value(self, name, tensor)
-        given.append(weakref.ref(result))
-        divided = name.endswith(("proj.weight", "embed_tokens.weight", "lm_head.weight"))
-        most.append(sum(ref() is not None and ref().dim() > 1 for ref in given) if divided else 0)
-        return result
+    def counted(self, whole):
+        wholes.append(weakref.ref(whole))
+        most.append(sum(ref() is not None for ref in wholes))
+        return of(self, whole)
 
-    monkeypatch.setattr(RecordedWeights, "value", counted)
+    monkeypatch.setattr(Ranges, "of", counted)
     accelerator = accelerator_of("ddp")
     with accelerator.building():
         model = build("llama")

@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
+from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.strategy import ModelSpec, TensorSpec
 from drivetrain.strategy import Run as PlannedRun
 from drivetrain.testing.conformance.tcp import is_supported, sent_bytes, sent_since
 from drivetrain.testing.conformance.twins import everyone

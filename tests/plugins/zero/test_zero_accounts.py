@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
-from drivetrain.strategy import ModelSpec
+from drivetrain.cost import ModelSpec
 from drivetrain.testing.conformance.twins import everyone
 
 SHARDED = {"name": "zero3", "keep_below": 0, "bucket_mib": 0.1}

@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 import torch
 
+from drivetrain.cost import ModelSpec
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.strategy import ModelSpec
 from drivetrain.testing.conformance import StrategyConformance
 from drivetrain.testing.conformance.twins import Twins, everyone, plain_sgd
 from drivetrain.testing.models import CASES

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from drivetrain import Accelerator
+from drivetrain.cost import TensorSpec
 from drivetrain.runtime.precision import Precision
-from drivetrain.strategy import TensorSpec
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, momentum, weights
 from drivetrain.testing.models import (
     HIDDEN,

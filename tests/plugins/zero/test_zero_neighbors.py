@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import SGD
 
 from drivetrain import Accelerator
+from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
-from drivetrain.strategy import ModelSpec
 from drivetrain.testing.conformance.twins import Twins, adamw
 from drivetrain.testing.models import CASES
 

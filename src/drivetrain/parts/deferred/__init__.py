@@ -7,9 +7,10 @@ A ``Recording`` constructs a model on the meta device and knows how each value c
 
 from drivetrain.parts.deferred.filling import become, fill, meta_tensors, stray_tensors
 from drivetrain.parts.deferred.recording import RecordedWeights, Recording, unknown_values
-from drivetrain.parts.deferred.source import WeightSource
+from drivetrain.parts.deferred.source import Ranges, WeightSource
 
 __all__ = [
+    "Ranges",
     "RecordedWeights",
     "Recording",
     "WeightSource",

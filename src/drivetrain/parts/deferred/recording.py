@@ -33,6 +33,7 @@ from drivetrain.parts.deferred.operation import (
     default_generator,
     storage_key,
 )
+from drivetrain.parts.deferred.source import Ranges
 from drivetrain.parts.deferred.versions import Versions
 
 _CPU = torch.device("cpu")
@@ -289,8 +290,8 @@ class RecordedWeights:
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self._recordings = tuple(recordings)
 
-    def value(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the values of one tensor on the CPU, in fresh memory, with the tensor's strides.
+    def value(self, name: str, tensor: Tensor, only: Ranges | None = None) -> Tensor:
+        """Return values of one tensor on the CPU, in fresh memory; whole, with its strides.
 
         Raises:
             UsageError: no recording knows the tensor.
@@ -299,6 +300,8 @@ class RecordedWeights:
         if recording is None:
             raise UsageError(unknown_values([name]))
         values = recording.materialize([tensor])[0].to(_CPU)
+        if only is not None:
+            return only.of(values)
         size = values.untyped_storage().nbytes()
         if size > values.numel() * values.element_size() and is_dense(values):
             return values.clone()  # do not keep the rest of what it was cut from

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
-from drivetrain.strategy import Cost, ModelSpec
+from drivetrain.cost import Cost, ModelSpec
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.tcp import is_supported, sent_bytes, sent_since
 from drivetrain.testing.conformance.twins import Twins, adamw, plain_sgd

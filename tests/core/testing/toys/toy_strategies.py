@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from drivetrain.cost import Cost
 from drivetrain.parts.collectives import connect, sent_elements
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.shards import Part, Shard
-from drivetrain.strategy import Cost, Prepared, Strategy
+from drivetrain.strategy import Prepared, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

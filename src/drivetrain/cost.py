@@ -1,0 +1,105 @@
+"""What a strategy promises to hold and to send, and what it is told of a model to say so."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A parameter or buffer as cost estimates see it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The facts about a model and its optimizer that decide what a strategy costs.
+
+    Attributes:
+        parameters: distinct parameters, tied ones once, in registration order.
+        buffers: distinct buffers.
+        states: parameter-shaped tensors that the optimizer keeps for each trainable parameter:
+            2 for Adam, 1 for SGD with momentum, 0 for plain SGD.
+        module: the model itself, for a strategy whose cost depends on how the model computes; not
+            changed. None where only sizes are known: such a strategy then estimates.
+        inputs: of one forward on one data-parallel rank, positional and by name. None: unknown, and
+            activations that a strategy sends are no part of its cost.
+    """
+
+    parameters: tuple[TensorSpec, ...]
+    buffers: tuple[TensorSpec, ...] = ()
+    states: int = 2
+    module: nn.Module | None = field(default=None, repr=False, compare=False)
+    inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        states: int = 2,
+        inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    ) -> "ModelSpec":
+        """Describe a model as the user has it, before ``prepare``.
+
+        Args:
+            model: its parameters may live on the meta device.
+            states: see the attributes.
+            inputs: see the attributes.
+        """
+        return cls(
+            tuple(
+                TensorSpec(name, tuple(p.shape), p.dtype, p.requires_grad)
+                for name, p in model.named_parameters()
+            ),
+            tuple(
+                TensorSpec(name, tuple(b.shape), b.dtype, False)
+                for name, b in model.named_buffers()
+            ),
+            states,
+            model,
+            inputs,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What a strategy promises: a conformance test holds it to these numbers.
+
+    Attributes:
+        held: bytes kept on one rank between steps, by kind: ``parameters``, ``gradients``,
+            ``optimizer``, ``buffers``.
+        sent: bytes that rank 0 sends in one optimizer step, by (axis, operation).
+    """
+
+    held: Mapping[str, int] = field(default_factory=dict)
+    sent: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    @property
+    def total_held(self) -> int:
+        """Bytes kept on one rank."""
+        return sum(self.held.values())
+
+    @property
+    def total_sent(self) -> int:
+        """Bytes sent by one rank in one optimizer step."""
+        return sum(self.sent.values())
