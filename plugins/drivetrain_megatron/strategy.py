@@ -27,11 +27,11 @@ from drivetrain_megatron.coordinates import GlobalShards, LocalReader
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.deferred import SharedSource
 from drivetrain_megatron.facts import ParameterFacts
-from drivetrain_megatron.nesting import data_parallel
+from drivetrain_megatron.nesting import advice, data_parallel
 from drivetrain_megatron.original import Original
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.engine import Pipeline
-from drivetrain_megatron.pipeline.examples import Inputs, example_inputs
+from drivetrain_megatron.pipeline.examples import Inputs, inputs_for
 from drivetrain_megatron.tensor.dropout import Dropout, Source
 from drivetrain_megatron.tensor.join import joined, refusing_forwards
 from drivetrain_megatron.tensor.model import TensorParallel, cut_states
@@ -69,6 +69,8 @@ class Megatron(Strategy[MegatronConfig]):
         self._builder = PipelineBuilder(config, run, self._pp) if config.pp > 1 else None
         self._pipeline: Pipeline | None = None
         self._synchronizing = True
+        if unwise := advice(run.mesh):
+            logger.announce(unwise)
 
     @classmethod
     def axes(cls, config: MegatronConfig, world_size: int) -> Mapping[str, int]:
@@ -89,13 +91,13 @@ class Megatron(Strategy[MegatronConfig]):
             for name, parameter in named_parameters(model).items()
         }
         blocks = repeated_blocks(model)
-        inputs = example_inputs(model) if self._tp.size * self._pp.size > 1 else None
+        inputs = inputs_for(self.config, model)
         self._dropout.find(model, inputs)
         # The model is whole for the last time: a pipeline is planned before layers are divided.
         if self._builder is not None:
             self._builder.plan(model, inputs or Inputs())
         if self._tp.size > 1:
-            self._divide_layers(model, optimizers, inputs or Inputs())
+            self._divide_layers(model, optimizers, inputs)
         self._dropout.attach(model, counting=self._builder is None)
         if self._builder is not None:
             self._builder.split(model, optimizers)
@@ -199,8 +201,23 @@ class Megatron(Strategy[MegatronConfig]):
             self._synchronizing = before
 
     def stand_in(self, *, synchronize: bool) -> None:
-        """Take part in one step of the other data-parallel ranks."""
+        """Take part in one step of the other data-parallel ranks; a cell of several cannot."""
+        if self._tp.size * self._pp.size > 1:
+            super().stand_in(synchronize=synchronize)
         self._inner.stand_in(synchronize=synchronize)
+
+    def catch_up(self, source: int) -> None:
+        """Take over the training state of one rank."""
+        self._inner.catch_up(source)
+
+    def progress(self) -> Mapping[str, int]:
+        """Return how many forwards have drawn dropout masks."""
+        return {**self._inner.progress(), "dropout_forwards": self._dropout.forwards}
+
+    def resume(self, progress: Mapping[str, int]) -> None:
+        """Let the next forward draw the masks that it would have drawn in the saved run."""
+        self._dropout.forwards = progress.get("dropout_forwards", self._dropout.forwards)
+        self._inner.resume(progress)
 
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
         """Return what the whole model's state dict holds, the same on every rank."""
@@ -263,7 +280,7 @@ class Megatron(Strategy[MegatronConfig]):
         self._pp.close()
 
     def _divide_layers(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], inputs: Inputs
+        self, model: nn.Module, optimizers: Sequence[Optimizer], inputs: Inputs | None
     ) -> None:
         own = users_plan(model, self.config.plan) if self.config.plan else None
         self._tensor = TensorParallel(
@@ -272,7 +289,7 @@ class Megatron(Strategy[MegatronConfig]):
             named=own or models_plan(model),
             strict=own is not None,
         )
-        plan = self._tensor.plan(model, inputs.args, inputs.kwargs)
+        plan = self._tensor.plan(model, inputs)
         before = {name: p.nbytes for name, p in named_parameters(model).items()}
         self._dropout.layouts = plan.layouts
         self._facts = self._tensor.divide(model, plan)

@@ -288,6 +288,18 @@ class Strategy(ABC, Generic[ConfigT]):
         with self.gathered(list(parameters.values()), modify=False):
             yield {name: state[name].detach() for name in names}
 
+    def progress(self) -> Mapping[str, int]:
+        """Return what this strategy counts, alike on all ranks, to be saved with a checkpoint."""
+        return {}
+
+    def resume(self, progress: Mapping[str, int]) -> None:
+        """Go on counting where a saved run was.
+
+        Args:
+            progress: what ``progress`` returned there, perhaps of another strategy.
+        """
+        return
+
     def names(self) -> Mapping[int, str]:
         """Return, by identity, the name of each parameter that an optimizer holds in place of one.
 

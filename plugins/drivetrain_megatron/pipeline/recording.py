@@ -131,7 +131,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         raise UsageError(
             f"expected a model with repeated blocks, such as the layers of a transformer in an "
             f"nn.ModuleList, found none in {type(model).__name__}: a pipeline cuts between blocks; "
-            "put what repeats into an nn.ModuleList or nn.Sequential"
+            "put what repeats, modules of several layers, into an nn.ModuleList or nn.Sequential"
         )
     forward = model.forward
     with without_values(model) as substitutes:

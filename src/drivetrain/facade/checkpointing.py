@@ -223,6 +223,7 @@ class Checkpointing(Registering):
             "step": self.step,
             "iteration": self.project_configuration.iteration,
             "groups": [groups_of(entry) for entry in entries],
+            "progress": [dict(entry.strategy.progress()) for entry in entries],
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "loaders": [loader.state_dict() for loader in self._dataloaders],
             "scaler": self.scaler.state_dict(),
@@ -258,6 +259,8 @@ class Checkpointing(Registering):
         self.gradient_state.sync_gradients = True
         for entry in self._entries:
             entry.forget_gradients()
+        for entry, progress in zip(self._entries, state.get("progress", ()), strict=False):
+            entry.strategy.resume(progress)
 
     def _load_rng(self, reader: checkpoint.CheckpointReader) -> None:
         """Restore this rank's generators; a rank that was not there gets a seed of its own."""

@@ -427,3 +427,27 @@ def test_attention_step_by_step_equals_that_of_torch(mask, scale, kv_heads):
         results.append([y, *(x.grad for x in given)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
+@pytest.mark.ranks(2)
+def test_a_run_that_goes_on_drops_as_if_it_had_never_stopped(tmp_path, options):
+    def losses(accelerator, model, optimizer, steps):
+        found = []
+        for batch in steps:
+            loss = loss_of(model, token_batch(batch))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    accelerator, model, optimizer = prepare(build("gpt2", 0.2).train(), **options)
+    losses(accelerator, model, optimizer, range(2))
+    accelerator.save_state(tmp_path / "saved")
+    expected = losses(accelerator, model, optimizer, range(2, 4))
+    accelerator.free_memory()
+    accelerator, model, optimizer = prepare(build("gpt2", 0.2).train(), **options)
+    accelerator.load_state(tmp_path / "saved")
+    assert losses(accelerator, model, optimizer, range(2, 4)) == expected
+    accelerator.free_memory()
