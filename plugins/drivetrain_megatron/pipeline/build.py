@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
@@ -56,6 +57,8 @@ class PipelineBuilder:
         self._shared: SharedParameters | None = None
         self._weights = WeightGradients()
         self._deferring: list[nn.Module] = []
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._handles: list[RemovableHandle] = []
         self.copied_buffers: frozenset[str] = frozenset()
 
     def plan(self, model: nn.Module, inputs: Inputs) -> None:
@@ -88,6 +91,7 @@ class PipelineBuilder:
         here = {id(parameter) for parameter in model.parameters()}
         for optimizer in optimizers:
             _keep(optimizer, here)
+        self._optimizers = tuple(optimizers)
         for stage, line in stage_report(recording, cut, self._axis.size).items():
             logger.announce(f"stage {stage}: {line}")
 
@@ -110,6 +114,11 @@ class PipelineBuilder:
         parts = Parts(self._link, self._axis, self._shared, self._weights, forwards)
         stages = LocalStages(self._split, inner, parts, self._run.world.device)
         pipeline = Pipeline(stages, plan, self._trace())
+        # A forward between backward and step refreshes copies, but of values before the step.
+        self._handles = [
+            optimizer.register_step_post_hook(lambda *_: stages.outdate())
+            for optimizer in self._optimizers
+        ]
         forward = type(model).forward
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -129,6 +138,8 @@ class PipelineBuilder:
 
     def close(self, model: nn.Module) -> None:
         """Give the model's calls back; parameters of other stages stay away."""
+        for handle in self._handles:
+            handle.remove()
         model.__dict__.pop("forward", None)
         self._weights.detach_from(self._deferring)
         if self._split is not None:
