@@ -13,7 +13,7 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.pipeline.build import chosen_cut
 from drivetrain_megatron.pipeline.cut import Cut
-from drivetrain_megatron.pipeline.examples import example_inputs
+from drivetrain_megatron.pipeline.examples import Inputs, inputs_for
 from drivetrain_megatron.pipeline.foreign import Tie, is_local, ties
 from drivetrain_megatron.pipeline.recording import Recording, record
 from drivetrain_megatron.tensor.model import ModelPlan, TensorParallel
@@ -83,17 +83,18 @@ class Layout:
         Raises:
             ConfigError: the model cannot be divided as configured.
         """
-        inputs = example_inputs(model)
+        found = inputs_for(config, model)
         facts = {n: ParameterFacts(tuple(p.shape)) for n, p in named_parameters(model).items()}
         plan = pipeline = None
         if config.pp > 1:
+            inputs = found or Inputs()
             recording = record(model, inputs.args, inputs.kwargs)
             chosen = replace(config, cut="cost") if config.cut == "profile" else config
             cut = chosen_cut(chosen, model, recording, inputs)
             pipeline = Pipelined(recording, cut, config.pp, run.mesh["pp"].rank)
         if config.tp > 1:
             tensor = _tensor_parallel(config, model, run)
-            plan = tensor.plan(model, inputs.args, inputs.kwargs)
+            plan = tensor.plan(model, found)
             facts = tensor.facts(model, plan)
         owners = {} if pipeline is None else {t.name: owner for t, owner, _ in pipeline.lent()}
         return cls(facts, run.mesh["tp"].rank, plan, pipeline, owners)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.errors import UsageError
+from drivetrain.parts.blocks import repeated_blocks
+from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.recording import to_device
 from drivetrain_megatron.pipeline.shadow import ValuesNeededError
 from drivetrain_megatron.pipeline.substitution import without_values
@@ -26,6 +28,31 @@ class Inputs:
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def inputs_for(config: MegatronConfig, model: nn.Module) -> Inputs | None:
+    """Return the example inputs that dividing a model takes.
+
+    Args:
+        config: how it is to be divided.
+        model: with or without values, not changed.
+
+    Returns:
+        None where it is not divided, or need not be: no inputs are found, nothing in it repeats,
+        and no plan or pipeline asks for it.
+
+    Raises:
+        UsageError: as ``example_inputs``, for a model that has to be divided.
+    """
+    if config.tp * config.pp == 1:
+        return None
+    try:
+        return example_inputs(model)
+    except UsageError:
+        given = getattr(model, "dummy_inputs", None) is not None
+        if given or config.pp > 1 or config.plan or repeated_blocks(model):
+            raise
+        return None
 
 
 def example_inputs(model: nn.Module) -> Inputs:

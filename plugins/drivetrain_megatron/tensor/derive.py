@@ -29,12 +29,19 @@ class Derivation:
         refused: why groups stay whole, by the name of their row-parallel layer.
         groups: all groups that the structure shows, also those that no plan lets divide.
         broken: why not even the whole block may work on shards of the sequence; "" if it may.
+        untried: why it could not be tried, and stays whole; "" if it was.
     """
 
     plan: BlockPlan = field(default_factory=BlockPlan)
     refused: dict[str, str] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     broken: str = ""
+    untried: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank computes the whole block."""
+        return not self.plan.groups and not self.plan.attentions
 
 
 def derive(
@@ -93,6 +100,9 @@ def _divide_group(
     found: Derivation, group: Group, uses: Mapping[str, LinearUse], tryout: _Tryout
 ) -> None:
     """Add a group to what was found, in the first way that gives equal numbers."""
+    if owners := _shared(tryout.trial.block, group):
+        found.refused[group.row] = f"a parameter belongs to {' and '.join(owners)}"
+        return
     reasons = []
     for division in ways(group, uses, tryout.ranks):
         for attempt in _attempts(tryout.trial.block, group, division, tryout.sequence_parallel):
@@ -102,6 +112,17 @@ def _divide_group(
                 return
             reasons.append(reason)
     found.refused[group.row] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+
+
+def _shared(block: nn.Module, group: Group) -> list[str]:
+    """Return the names of modules that share a parameter of a group; empty if none is shared."""
+    owners = [(id(p), name) for name, m in block.named_modules() for p in m.parameters(False)]
+    for member in (*group.columns, group.row):
+        for parameter in block.get_submodule(member).parameters(False):
+            names = [name for identity, name in owners if identity == id(parameter)]
+            if len(names) > 1:
+                return names
+    return []
 
 
 def _with_fewest_numbers(plan: BlockPlan, tryout: _Tryout) -> BlockPlan:

@@ -89,13 +89,16 @@ class Dropout:
         Args:
             model: the user's.
             inputs: with which it can be called; None to guess them. If that fails, functional
-                dropout remains torch's, which one rank alone may do.
+                dropout remains torch's on one rank, and counts in the whole model on several.
         """
         try:
             given = example_inputs(model) if inputs is None else inputs
         except UsageError as error:
-            logger.announce(f"dropout: only that of nn.Dropout takes masks that count ({error})")
             self._names = frozenset(name for name, m in model.named_modules() if drops(m))
+            if self._ranks.size > 1:
+                self._names |= {""}  # whatever is random in it must be equal on all of them
+            else:
+                logger.announce(f"dropout: only nn.Dropout takes masks that count ({error})")
         else:
             self._names = dropping_modules(model, given.args, given.kwargs)
 

@@ -73,8 +73,10 @@ def _whole(name: str, module: nn.Module, named: NamedPlan, blocks: Mapping[str, 
         return f"it is of class {type(module).__name__}, which is no linear layer"
     layers = named.named(COLUMN | ROW)
     for block, derivation in blocks.items():
+        if derivation.untried and f"{name}.".startswith(_full(block, "")):
+            return derivation.untried
         if name in {_full(block, refused) for refused in derivation.refused}:
-            return derivation.refused[name.removeprefix(f"{block}.")]
+            return derivation.refused[name.removeprefix(_full(block, ""))]
         for group in derivation.groups:
             members = [_full(block, member) for member in (*group.columns, group.row)]
             if any(is_named(member, {name}) for member in members):

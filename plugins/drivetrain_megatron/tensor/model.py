@@ -5,7 +5,7 @@ that makes logits and the embeddings with as many rows are divided by words; a w
 share stays one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,10 +17,11 @@ from drivetrain.errors import ConfigError
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.collectives import Communicator
 from drivetrain_megatron.facts import ParameterFacts
+from drivetrain_megatron.pipeline.examples import Inputs
 from drivetrain_megatron.tensor.attention import keep_padded
 from drivetrain_megatron.tensor.calls import Calls, trace_calls
 from drivetrain_megatron.tensor.derive import Derivation, derive
-from drivetrain_megatron.tensor.divide import cut, divide, facts_of
+from drivetrain_megatron.tensor.divide import BlockPlan, cut, divide, facts_of
 from drivetrain_megatron.tensor.edges import Edges, TokenShards
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
 from drivetrain_megatron.tensor.fulfilled import check_fulfilled
@@ -31,7 +32,12 @@ from drivetrain_megatron.tensor.partition import even
 from drivetrain_megatron.tensor.plan import ATTENTION as ATTENTIONS
 from drivetrain_megatron.tensor.plan import COLUMN, ROW, VOCABULARY, WHOLE, NamedPlan
 from drivetrain_megatron.tensor.sites import Layout, Layouts, Site, find_layouts, open_attentions
-from drivetrain_megatron.tensor.verify import Call, Trial, make_trial
+from drivetrain_megatron.tensor.verify import Call, make_trial
+
+NO_INPUTS = (
+    "nothing in it repeats, and no inputs were found with which it can be called: set "
+    "model.dummy_inputs to a small batch to let its layers be divided"
+)
 
 
 @dataclass(slots=True)
@@ -42,11 +48,13 @@ class ModelPlan:
         blocks: what came of each block, by its name; "" is the model itself, if nothing repeats.
         vocabulary: names of the embeddings and linear layers that are divided by words.
         layouts: how what blocks drop elements of is divided.
+        sharded: whether activations between the groups of layers are shards of the sequence.
     """
 
     blocks: dict[str, Derivation] = field(default_factory=dict)
     vocabulary: list[str] = field(default_factory=list)
     layouts: Layouts = field(default_factory=Layouts)
+    sharded: bool = False
 
 
 class TensorParallel:
@@ -74,33 +82,25 @@ class TensorParallel:
         self._blocks: list[NamedModule] = []
         self._handles: list[RemovableHandle] = []
 
-    def plan(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelPlan:
+    def plan(self, model: nn.Module, inputs: Inputs | None) -> ModelPlan:
         """Return how a model is divided; it is not changed.
 
         Args:
             model: the user's, whole, also on the meta device.
-            args: example inputs.
-            kwargs: the same by name.
+            inputs: with which it can be called; None leaves it whole.
 
         Raises:
-            ConfigError: what the plan names cannot be divided so.
+            ConfigError: what the plan names cannot be divided so, or sequence parallelism is asked
+                for and a repeated block cannot work on shards.
         """
-        calls = trace_calls(model, args, kwargs)
-        blocks = calls.blocks or [("", model)]
-        arguments = calls.arguments or {"": Call(tuple(args), dict(kwargs))}
-        known: dict[Any, tuple[Derivation, Mapping[Site, Layout]]] = {}
-        plan = ModelPlan()
-        for name, block in blocks:
-            kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
-            layers = self._layers_of(name)
-            key = (kind, None if layers is None else frozenset(layers))
-            if key not in known:
-                known[key] = self._tried(make_trial(block, arguments[name]), layers)
-            plan.blocks[name], found = known[key]
-            plan.layouts.add(name, found)
+        if inputs is None:
+            return ModelPlan({"": Derivation(untried=NO_INPUTS)})
+        calls = trace_calls(model, inputs.args, inputs.kwargs)
         if calls.blocks:
-            plan.vocabulary = _vocabulary(model, calls, self._words())
-        self._check(plan)
+            plan = self._of_blocks(calls)
+        else:
+            plan = self._of_whole(model, Call(inputs.args, inputs.kwargs))
+        plan.vocabulary = _vocabulary(model, calls, self._words(plan))
         if self._named is not None and self._strict:
             check_fulfilled(model, self._named, plan.vocabulary, plan.blocks)
         return plan
@@ -112,7 +112,7 @@ class TensorParallel:
             What is known of every parameter, by its name.
         """
         facts = self.facts(model, plan)
-        edges = Edges(self._ranks, self._tokens)
+        edges = Edges(self._ranks, self._tokens if plan.sharded else None)
         blocks: list[NamedModule] = []
         for name, derivation in plan.blocks.items():
             block = model.get_submodule(name)
@@ -126,7 +126,7 @@ class TensorParallel:
             self._divide_vocabulary(layer, count, outside, done)
         keep_padded(model)
         open_attentions(model, self._ranks)
-        self._blocks = blocks
+        self._blocks = blocks if plan.sharded else []
         return facts
 
     def facts(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
@@ -200,14 +200,51 @@ class TensorParallel:
         self._ranks.all_reduce(total, label="gradients of replicated parameters").wait()
         return total
 
+    def _of_blocks(self, calls: Calls) -> ModelPlan:
+        """Return how repeated blocks are divided: those of one kind alike."""
+        known: dict[Any, tuple[Derivation, Mapping[Site, Layout]]] = {}
+        plan = ModelPlan(sharded=self._tokens is not None)
+        for name, block in calls.blocks:
+            kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
+            layers = self._layers_of(name)
+            key = (kind, None if layers is None else frozenset(layers))
+            if key not in known:
+                known[key] = self._tried(block, calls.arguments[name], layers, self._tokens)
+            plan.blocks[name], found = known[key]
+            if plan.sharded or not plan.blocks[name].is_whole:
+                plan.layouts.add(name, found)
+        self._check(plan)
+        return plan
+
+    def _of_whole(self, model: nn.Module, call: Call) -> ModelPlan:
+        """Return how a model is divided in which nothing repeats: as one block, if that works.
+
+        Sequence parallelism is about what lies between groups of layers: without them, or where no
+        activation comes in, there is nothing to cut into shards.
+        """
+        layers = self._layers_of("")
+        for tokens in dict.fromkeys((self._tokens, None)):
+            found, layouts = self._tried(model, call, layers, tokens)
+            if not found.is_whole:
+                plan = ModelPlan({"": found}, sharded=tokens is not None)
+                plan.layouts.add("", layouts)
+                return plan
+        return ModelPlan({"": replace(found, plan=BlockPlan(), broken="")})
+
     def _tried(
-        self, trial: Trial, layers: set[str] | None
+        self, block: nn.Module, call: Call, layers: set[str] | None, tokens: TokenShards | None
     ) -> tuple[Derivation, Mapping[Site, Layout]]:
         """Return how a block is divided, and what its dropouts see then."""
-        ranks, tokens = self._ranks.size, self._tokens
+        try:
+            trial = make_trial(block, call)
+        except Exception as error:  # whatever the user's code raises in fp64: it stays whole
+            reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
+            return Derivation(untried=reason, broken=reason if tokens is not None else ""), {}
+        ranks = self._ranks.size
         found = derive(trial, ranks, sequence_parallel=tokens is not None, layers=layers)
-        layouts = {} if found.broken else find_layouts(trial, found.plan, ranks, tokens)
-        return found, layouts
+        is_divided = tokens is not None or not found.is_whole
+        fits = is_divided and not found.broken
+        return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}
 
     def _layers_of(self, block: str) -> set[str] | None:
         """Return the layers of a block that the plan lets divide, by their names inside of it."""
@@ -217,14 +254,20 @@ class TensorParallel:
         named = self._named.named(COLUMN | ROW | ATTENTIONS)
         return {name.removeprefix(prefix) for name in named if name.startswith(prefix)}
 
-    def _words(self) -> Callable[[str], bool]:
-        """Return whether the plan lets a layer be divided by words."""
+    def _words(self, plan: ModelPlan) -> Callable[[str], bool]:
+        """Return whether a layer may be divided by words: the named plan lets it, no group has it.
+
+        Args:
+            plan: how the blocks are divided.
+        """
+        whole = plan.blocks[""].plan if "" in plan.blocks else BlockPlan()
+        taken = {name for group in whole.groups for name in (*group.columns, group.row)}
         if self._named is None:
-            return lambda name: True
+            return lambda name: name not in taken
         if self._strict:
-            return self._named.named(VOCABULARY).__contains__
-        whole = self._named.named(WHOLE)
-        return lambda name: name not in whole
+            return (self._named.named(VOCABULARY) - taken).__contains__
+        taken |= self._named.named(WHOLE)
+        return lambda name: name not in taken
 
     def _check(self, plan: ModelPlan) -> None:
         """Refuse shards where a block needs all tokens."""

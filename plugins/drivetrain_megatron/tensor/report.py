@@ -31,9 +31,13 @@ def describe(
     for name, derivation in plan.blocks.items():
         kinds.setdefault(id(derivation), (derivation, []))[1].append(name)
     for derivation, names in kinds.values():
-        yield f"{_span(names)}: {_groups(derivation) or 'whole'}"
+        rest = "whole, but for its words" if names == [""] and plan.vocabulary else "whole"
+        yield f"{_span(names)}: {_groups(derivation) or rest}"
+        if derivation.untried:
+            yield f"{_span(names)} stays whole: {derivation.untried[:200]}"
         for row, reason in derivation.refused.items():
-            yield f"{_span(names)}: {row} stays whole: {reason[:200]}"
+            if f"{names[0]}.{row}".strip(".") not in plan.vocabulary:
+                yield f"{_span(names)}: {row} stays whole: {reason[:200]}"
     yield from _uneven(facts, ranks)
     if kept:
         largest = sorted(whole, key=lambda name: -nbytes[name])[:SHOWN]

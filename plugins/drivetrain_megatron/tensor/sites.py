@@ -189,7 +189,7 @@ def find_layouts(
         open_attentions(block, communicator)
         recorder = Recorder(block)
         with recorder.watching():
-            run_block(block, trial.call, trial.seed_gradient, edges)
+            run_block(block, trial.call, trial.seeds, edges)
         return recorder.seen
 
     whole = run_emulated(1, lambda communicator: recorded(communicator, False))[0]

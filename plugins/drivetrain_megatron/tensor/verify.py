@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.tensor.divide import BlockPlan, divide
@@ -40,6 +39,8 @@ SEED = 20190917
 @dataclass(frozen=True, slots=True)
 class Call:
     """How a block is called: the first activation among the arguments is what blocks pass on.
+
+    A whole model may get none: tokens are no activation.
 
     Attributes:
         args: positional arguments.
@@ -65,13 +66,13 @@ class Trial:
     Attributes:
         block: in evaluation mode, so that nothing is dropped.
         call: its arguments, fp64.
-        seed_gradient: the gradient of its first output.
-        results: output, gradient of the activation, gradients of parameters by name.
+        seeds: the gradients of its floating point outputs.
+        results: outputs, gradient of the activation, gradients of parameters by name.
     """
 
     block: nn.Module
     call: Call
-    seed_gradient: Tensor
+    seeds: Sequence[Tensor]
     results: "Results"
 
 
@@ -81,12 +82,12 @@ class Results:
 
     Attributes:
         outputs: its floating point outputs.
-        given: the gradient of the activation that came in.
+        given: the gradient of the activation that came in; None when none did.
         parameters: the gradient of each parameter, by name; None where it got none.
     """
 
     outputs: list[Tensor]
-    given: Tensor
+    given: Tensor | None
     parameters: dict[str, Tensor | None]
 
 
@@ -96,6 +97,9 @@ def make_trial(block: nn.Module, call: Call) -> Trial:
     Args:
         block: its values do not matter; it may be on the meta device.
         call: its arguments: activations get random values, too; other tensors keep theirs.
+
+    Raises:
+        Exception: whatever the block's code raises when it computes in fp64 on the CPU.
     """
     generator = torch.Generator().manual_seed(SEED)
     trial = copy.deepcopy(block)
@@ -105,14 +109,14 @@ def make_trial(block: nn.Module, call: Call) -> Trial:
         for parameter in trial.parameters():
             # Also what is frozen now: it may be trained later.
             parameter.requires_grad_(parameter.is_floating_point())
-            spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
+            spread = max(parameter.shape[-1], 1) ** -0.5 if parameter.dim() > 1 else 0.5
             parameter.copy_(_random(parameter.shape, generator) * spread + (parameter.dim() < 2))
     wide = _wide(call, generator)
     with torch.no_grad():
         args, kwargs = wide.copied()
-        first = _floating(trial(*args, **kwargs))[0]
-    gradient = _random(first.shape, generator)
-    return Trial(trial, wide, gradient, run_block(trial, wide, gradient))
+        outputs = _floating(trial(*args, **kwargs))
+    seeds = [_random(output.shape, generator) for output in outputs]
+    return Trial(trial, wide, seeds, run_block(trial, wide, seeds))
 
 
 def verify(
@@ -136,8 +140,10 @@ def verify(
         edges = Edges(communicator, tokens)
         block = copy.deepcopy(trial.block)
         facts = divide(block, plan, edges)
-        return run_block(block, trial.call, trial.seed_gradient, edges), facts
+        return run_block(block, trial.call, trial.seeds, edges), facts
 
+    if sequence_parallel and trial.results.given is None:
+        return None, "no activation comes in that could be cut into shards"
     try:
         found = run_emulated(ranks, one_rank)
     except Exception as error:  # whatever the user's code says to sizes that it does not expect
@@ -153,7 +159,7 @@ def _compare(
             map(is_close, results.outputs, expected.outputs)
         ):
             return None, "outputs differ"
-        if not is_close(results.given, expected.given):
+        if not _is_same(results.given, expected.given):
             return None, "the gradients of the inputs differ"
     sizes = [g.norm().item() for g in expected.parameters.values() if g is not None]
     noise = NOISE * max(sizes, default=0.0)
@@ -186,27 +192,38 @@ def _kind_of(
 
 
 def run_block(
-    block: nn.Module, call: Call, gradient: Tensor, edges: Edges | None = None
+    block: nn.Module, call: Call, seeds: Sequence[Tensor], edges: Edges | None = None
 ) -> Results:
     """Run forward and backward; with edges as one of the ranks."""
     args, kwargs = call.copied()
-    given = _activation((args, kwargs)).requires_grad_()
+    given = _activation((args, kwargs))
     with ExitStack() as stack:
         inside, sequence = given, None
-        if edges is not None and edges.tokens is not None:
+        if given is not None:
+            given.requires_grad_()
+        if given is not None and edges is not None and edges.tokens is not None:
             stack.enter_context(edges.tokens.of(given.shape[edges.tokens.dim]))
             sequence = edges.tokens.partition(edges.ranks.size)
             inside = scatter(given, edges.ranks, sequence)
-        args, kwargs = tree_map(lambda x: inside if x is given else x, (args, kwargs))
+        if given is not None:
+            args, kwargs = tree_map(lambda x: inside if x is given else x, (args, kwargs))
         outputs = _floating(block(*args, **kwargs))
         if edges is not None and sequence is not None:
             outputs[0] = gather(outputs[0], edges.ranks, sequence)
-        outputs[0].backward(gradient)  # type: ignore[no-untyped-call]
+        _backward(outputs, seeds)
     return Results(
         [output.detach() for output in outputs],
-        torch.zeros_like(given) if given.grad is None else given.grad,
+        None if given is None else torch.zeros_like(given) if given.grad is None else given.grad,
         {name: parameter.grad for name, parameter in block.named_parameters()},
     )
+
+
+def _backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    # Where the outputs are other ones, that shows in them.
+    both = [(x, g) for x, g in zip(outputs, seeds, strict=False) if x.shape == g.shape]
+    pairs = [(x, g) for x, g in both if x.requires_grad]
+    if pairs:
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
 
 
 def _wide(call: Call, generator: torch.Generator) -> Call:
@@ -215,7 +232,7 @@ def _wide(call: Call, generator: torch.Generator) -> Call:
     def widen(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if x is first:
+        if first is not None and x is first:
             return _random(x.shape, generator)
         return x.detach().to("cpu", torch.float64 if x.is_floating_point() else x.dtype)
 
@@ -224,28 +241,24 @@ def _wide(call: Call, generator: torch.Generator) -> Call:
     return Call(args, kwargs)
 
 
-def _activation(arguments: Any) -> Tensor:
-    """Return the first activation among arguments.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = _floating(arguments)
-    if not found:
-        raise UsageError(
-            "expected a block that is called with an activation, found a call without a floating "
-            "point tensor of two dims or more; set tp=1, or name the layers in the plan"
-        )
-    return found[0]
+def _activation(arguments: Any) -> Tensor | None:
+    """Return the first activation among arguments; None if there is none."""
+    return next((leaf for leaf in _floating(arguments) if leaf.dim() > 1), None)
 
 
 def _floating(values: Any) -> list[Tensor]:
     leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    return [leaf for leaf in leaves if leaf.is_floating_point() and leaf.dim() > 1]
+    return [leaf for leaf in leaves if leaf.is_floating_point()]
+
+
+def _is_same(found: Tensor | None, expected: Tensor | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    return is_close(found, expected)
 
 
 def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, device="cpu", generator=generator)
+    return torch.randn(tuple(shape), dtype=torch.float64, device="cpu", generator=generator)
 
 
 def is_close(found: Tensor, expected: Tensor, noise: float = 0.0) -> bool:
