@@ -1,7 +1,7 @@
 """The tensor that a head cut over the vocabulary returns: the global shape, this rank's words.
 
 It stays so through what models do with logits before the loss: casts, views, slices and transposes
-that leave the last dim alone, scaling by a number. ``F.cross_entropy`` of it is computed from the
+that leave the last dim alone, scaling by a number, concatenation along other dims. ``F.cross_entropy`` of it is computed from the
 shares. Whatever else is asked of it gathers the words first and goes on with a plain tensor; every
 rank must then ask, as of any collective. Its gradients are such tensors too, so that everything
 autograd has to offer (hooks, ``torch.autograd.grad``, functions of others) works on it.
@@ -106,6 +106,10 @@ class ShardedLogits(Tensor):
             kept = _KEPT[name](func, args[0], args[1:], kwargs)
             if kept is not None:
                 return kept
+        if name in _JOINING and args and isinstance(args[0], list | tuple):
+            joined = _joined(func, args[0], args[1:], kwargs)
+            if joined is not None:
+                return joined
         args, kwargs = tree_map(_gathered, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
@@ -270,6 +274,23 @@ def _indexed(
     return _on_shares(func, logits, args, kwargs)
 
 
+def _joined(
+    func: Any, parts: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Concatenate along a leading dim what is cut alike."""
+    dims = [*args, *kwargs.values()]
+    first = parts[0]
+    alike = all(
+        isinstance(part, ShardedLogits) and part.dim() == first.dim() and part._cut == first._cut
+        for part in parts
+    )
+    if not alike or len(dims) > 1 or not kwargs.keys() <= {"dim"}:
+        return None
+    if dims and dims[0] in (-1, first.dim() - 1):
+        return None
+    return ShardedLogits.of(func([part.local() for part in parts], *dims), *first._cut)
+
+
 def _dims_of(index: Any) -> int:
     """Return how many dims one element of an index is about."""
     if index is Ellipsis:
@@ -328,4 +349,5 @@ _KEPT: dict[str, Kept] = {
     "__getitem__": _indexed,
     "cross_entropy": _lost,
 }
+_JOINING = frozenset({"cat", "concat", "concatenate"})
 # fmt: on

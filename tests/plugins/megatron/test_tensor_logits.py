@@ -60,6 +60,8 @@ KEPT = {
     "transpose": lambda x: x.transpose(0, 1).contiguous(),
     "permute": lambda x: x.permute(1, 0, 2),
     "scaled": lambda x: -(2 * (x / 0.7) * 3),
+    "concatenated": lambda x: torch.cat([x, 2 * x]),
+    "beside each other": lambda x: torch.concat((x, x[:, :2]), dim=-2),
     "softcap": lambda x: torch.tanh(x / 30.0) * 30.0,
 }
 GATHERED = {
@@ -75,7 +77,8 @@ GATHERED = {
     "times a tensor": lambda x: x * LABELS.unsqueeze(-1),
     "matmul": lambda x: x @ numbers(WORDS, 3),
     "log_softmax": lambda x: F.log_softmax(x, dim=-1),
-    "concatenated": lambda x: torch.cat([x, x]),
+    "concatenated words": lambda x: torch.cat([x, x], -1),
+    "concatenated with others": lambda x: torch.cat([x, torch.zeros(1, 7, WORDS).double()]),
     "many dims": lambda x: F.cross_entropy(x.transpose(1, 2), LABELS),
     "probabilities": lambda x: F.cross_entropy(
         x.view(-1, WORDS), WHOLE.view(-1, WORDS).softmax(-1)
