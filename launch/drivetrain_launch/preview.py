@@ -86,7 +86,12 @@ def _cost_rows(cost: Cost) -> Iterator[tuple[str, str]]:
     yield "held: total", mebibytes(cost.total_held)
     for (axis, operation), count in cost.sent.items():
         yield f"sent per step: {operation} over {axis}", mebibytes(count)
-    yield "sent per step: total", mebibytes(cost.total_sent)
+    for axis, what in cost.uncounted.items():
+        yield f"sent per step: {what} over {axis}", "not counted: depends on the batch"
+    if not cost.uncounted:
+        yield "sent per step: total", mebibytes(cost.total_sent)
+    elif cost.sent:
+        yield "sent per step: total of what is counted", mebibytes(cost.total_sent)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

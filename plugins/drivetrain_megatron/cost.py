@@ -17,10 +17,12 @@ Estimates otherwise:
 
 - without ``module``, tensors of two dims or more count as divided over tp along the first, others
   as whole, and stages as consecutive parameters of equal bytes;
-- without ``inputs``, what is sent over tp and pp is left out: it grows with the batch.
+- without ``inputs``, what is sent over tp and pp is left out, since it grows with the batch:
+  ``Cost.uncounted`` says so.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
@@ -47,7 +49,8 @@ def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
     if config.tp * config.pp == 1:
         return kind.cost(options, model, run)
     if model.module is None:
-        return kind.cost(options, _by_sizes(config, model, run), run)
+        cost = kind.cost(options, _by_sizes(config, model, run), run)
+        return replace(cost, uncounted=_uncounted(cost, run))
     layout = Layout.of(config, model.module, run)
     cost = kind.cost(options, _part(model, layout), run)
     held = dict(cost.held)
@@ -56,7 +59,14 @@ def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
     sent = Counter(cost.sent)
     if model.inputs is not None:
         sent += Step(config, model, layout, run).sent()
-    return Cost(held=held, sent=dict(sent))
+        return Cost(held=held, sent=dict(sent), uncounted=cost.uncounted)
+    return Cost(held=held, sent=dict(sent), uncounted=_uncounted(cost, run))
+
+
+def _uncounted(cost: Cost, run: Run) -> Mapping[str, str]:
+    """Return what is not counted of a cell about whose inputs nothing is known."""
+    inside = [axis for axis in ("tp", "pp") if run.mesh[axis].size > 1]
+    return {**cost.uncounted, **dict.fromkeys(inside, "activations")}
 
 
 def _part(model: ModelSpec, layout: Layout) -> ModelSpec:

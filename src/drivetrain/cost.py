@@ -89,10 +89,13 @@ class Cost:
         held: bytes kept on one rank between steps, by kind: ``parameters``, ``gradients``,
             ``optimizer``, ``buffers``.
         sent: bytes that rank 0 sends in one optimizer step, by (axis, operation).
+        uncounted: by axis, what is sent over it besides and how much is not known, such as
+            ``activations`` when ``ModelSpec`` has no inputs.
     """
 
     held: Mapping[str, int] = field(default_factory=dict)
     sent: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    uncounted: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def total_held(self) -> int:
@@ -101,5 +104,5 @@ class Cost:
 
     @property
     def total_sent(self) -> int:
-        """Bytes sent by one rank in one optimizer step."""
+        """Bytes sent by one rank in one optimizer step, as far as they are counted."""
         return sum(self.sent.values())
