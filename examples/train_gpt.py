@@ -215,7 +215,7 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            seen += window.shape[0] * args.length * accelerator.num_processes
+            seen += window.shape[0] * args.length * accelerator.mesh["dp"].size
             if not accelerator.sync_gradients:
                 continue
             counter.step += 1

@@ -68,8 +68,10 @@ class MegatronConfig:
         """Return the size of each axis, the closest first.
 
         Raises:
-            ConfigError: the order does not name each axis once, or the axes do not fit the world.
+            ConfigError: the order does not name each axis once, the axes do not fit the world, or
+                options contradict each other.
         """
+        self._check()
         names = [name.strip() for name in self.order.split(",")]
         if sorted(names) != sorted(AXES):
             raise ConfigError(
@@ -84,3 +86,25 @@ class MegatronConfig:
             )
         sizes = {"tp": self.tp, "pp": self.pp, "dp": world_size // cell}
         return {name: sizes[name] for name in names}
+
+    def _check(self) -> None:
+        interleaved = self.schedule == "interleaved"
+        if interleaved and (self.pp == 1 or self.chunks == 1):
+            raise ConfigError(
+                "expected pp and chunks above 1 with schedule: interleaved, found "
+                f"pp: {self.pp} and chunks: {self.chunks}; set both, or schedule: 1f1b"
+            )
+        if self.chunks > 1 and not interleaved:
+            raise ConfigError(
+                f"expected schedule: interleaved with chunks: {self.chunks}, found {self.schedule}, "
+                "which has one stage per rank; set the schedule, or chunks: 1"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise ConfigError(
+                "expected tp above 1 with sequence_parallel: true, found tp: 1; set tp, or leave "
+                "sequence_parallel out"
+            )
+        if self.trace_dir and self.pp == 1:
+            raise ConfigError(
+                "expected pp above 1 with trace_dir, found pp: 1; set pp, or leave trace_dir out"
+            )
