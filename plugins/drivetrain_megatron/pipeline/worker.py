@@ -79,6 +79,7 @@ class StageWorker:
         self._forwards = forwards
         self._device = device
         self._kept: dict[int, _Kept] = {}
+        self._returned: dict[int, list[Meta]] = {}
         self.batches: dict[int, MicroBatch] = {}
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
@@ -98,6 +99,8 @@ class StageWorker:
 
     def output_metas(self, micro_batch: int) -> list[Meta]:
         """Return the facts of the gradients that come back."""
+        if micro_batch in self._returned:
+            return self._returned[micro_batch]
         batch = self.batches[micro_batch]
         sent = self.stage.sends(batch.args, batch.kwargs)
         return [Meta(m.shape, m.dtype) for m in sent if m.requires_grad]
@@ -127,6 +130,8 @@ class StageWorker:
         else:
             self.outputs[micro_batch] = found.output
         if grad:
+            # Dtypes depend on autocast, and backward runs outside of it.
+            self._returned[micro_batch] = self.output_metas(micro_batch)
             self._kept[micro_batch] = _Kept(received, roots)
         return found.sent
 
@@ -135,7 +140,7 @@ class StageWorker:
         if micro_batch in self.losses_to_run:
             self._backward_from(self.losses_to_run.pop(micro_batch), micro_batch, send)
             return
-        kept = self._kept.pop(micro_batch)
+        kept = self._taken(micro_batch)
         roots = [root for root in kept.roots if root.requires_grad]
         given = list(gradients)
         if self.stage.is_last:
@@ -163,7 +168,7 @@ class StageWorker:
 
     def _backward_from(self, loss: Tensor, micro_batch: int, send: Send) -> None:
         """Run backward of the last stage from a loss that the script made of its output."""
-        kept = self._kept.pop(micro_batch)
+        kept = self._taken(micro_batch)
         sender = _Sender(kept.received, send)
         final = self.final == micro_batch
         with nullcontext() if final else self._inner.accumulating():
@@ -193,8 +198,13 @@ class StageWorker:
         """Forget micro-batches whose backward nobody asked for."""
         for kept in (self._kept, self.batches, self.outputs, self.losses, self.seeds, self._begin):
             kept.clear()
+        self._returned.clear()
         self.final = self.final_weight = None
         self._weights.clear()
+
+    def _taken(self, micro_batch: int) -> _Kept:
+        self._returned.pop(micro_batch, None)
+        return self._kept.pop(micro_batch)
 
     def _run_backward(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, synchronize: bool
