@@ -43,7 +43,9 @@ class MegatronConfig:
         "each; empty takes the model's own plan, or one derived from its structure."
     )
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] = option(
-        "1f1b", help="In which order a pipeline computes, where the loss is inside of the model."
+        "1f1b",
+        help="In which order a pipeline computes, where the loss is inside of the model or handed "
+        "over; losses made outside have gpipe, accumulation windows 1f1b.",
     )
     chunks: int = option(
         1, help="Stages per rank; more than one for the interleaved schedule.", minimum=1
@@ -51,7 +53,7 @@ class MegatronConfig:
     micro_batches: int = option(
         0,
         help="Into how many parts a pipeline cuts each batch; 0 takes the batches of an "
-        "accumulation window, or without one as many as there are stages.",
+        "accumulation window, or without one as many as there are pipeline ranks.",
         minimum=0,
     )
     cut: str = option(
@@ -96,8 +98,8 @@ class MegatronConfig:
             )
         if self.chunks > 1 and not interleaved:
             raise ConfigError(
-                f"expected schedule: interleaved with chunks: {self.chunks}, found {self.schedule}, "
-                "which has one stage per rank; set the schedule, or chunks: 1"
+                f"expected schedule: interleaved with chunks: {self.chunks}, found "
+                f"{self.schedule}, which has one stage per rank; set the schedule, or chunks: 1"
             )
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError(

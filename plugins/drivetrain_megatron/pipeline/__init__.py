@@ -1,12 +1,12 @@
 """Pipeline parallelism: stages of a model on ranks, micro-batches that pass through them.
 
-==================== ================================================================
-actions.py           what a rank computes, as data
-schedules.py         in which order: GPipe, 1F1B, interleaved 1F1B, ZB-H1
-simulate.py          runs a schedule on paper: its time, idle time and memory
-formulas.py          the times that the papers promise
-draw.py              a run, on paper or measured, as a chart on the terminal or as a picture
-trace.py             the same as a Chrome trace
-command.py           ``drivetrain schedule``
-==================== ================================================================
+From the model to its stages: ``examples`` and ``recording`` run it once on proxies (``proxy``),
+``cut`` decides where stages begin, ``stages`` leaves each rank its own, ``build`` puts all
+together.
+
+From a call to a step: ``engine`` chooses the level (``whole``, ``window``, ``promised``),
+``actions`` and ``schedules`` say what a rank does in which order, ``interpreter`` does it with
+``worker`` and ``transfer``.
+
+On paper: ``simulate``, ``formulas``, ``draw``, ``trace`` and ``command`` (``drivetrain schedule``).
 """

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.communication import broadcast_object_list
 from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
 from drivetrain.parts.collectives import Communicator
@@ -68,10 +69,10 @@ class PipelineBuilder:
             ConfigError: the model or the configured list does not allow it.
         """
         recording = record(model, inputs.args, inputs.kwargs)
-        self._planned = recording, self._cut(model, recording, inputs)
-
-    def _cut(self, model: nn.Module, recording: Recording, inputs: Inputs) -> Cut:
-        return chosen_cut(self._config, model, recording, inputs)
+        cut = chosen_cut(self._config, model, recording, inputs)
+        # A cut that was measured differs from rank to rank; the first one's counts.
+        (bounds,) = broadcast_object_list([cut.bounds])
+        self._planned = recording, Cut(bounds)
 
     def split(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Leave the model what this rank's stages need, and the optimizers their parameters."""

@@ -72,8 +72,12 @@ class PromisedLoss:
             worker.seeds = {i: factor * share for i, share in enumerate(shares) if share}
         if synchronize:
             self._mark_final(actions)
-        with _casting(self._autocast), torch.enable_grad():
-            stages.act(actions)
+        try:
+            with _casting(self._autocast), torch.enable_grad():
+                stages.act(actions)
+        finally:
+            for worker in stages.workers.values():
+                worker.loss_of = None
         total = torch.zeros((), dtype=self.loss.dtype, device=stages.device)
         if stages.last is not None:
             for index, share in enumerate(shares):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain_megatron.pipeline import weights
 from drivetrain_megatron.pipeline.worker import StageWorker
+from drivetrain_megatron.tensor.halves import WeightHalf
 
 UNIT_S = 0.1
 """What a forward takes; a backward takes two, or one for each half."""
@@ -71,13 +71,13 @@ def run(monkeypatch, schedule, *, chunks=1, halves=False):
 
     monkeypatch.setattr(StageWorker, "forward", counted)
     if halves:
-        compute = weights.Product.compute
+        compute = WeightHalf.compute
 
-        def slow(product):
+        def slow(half):
             time.sleep(UNIT_S)
-            return compute(product)
+            return compute(half)
 
-        monkeypatch.setattr(weights.Product, "compute", slow)
+        monkeypatch.setattr(WeightHalf, "compute", slow)
     model = Model(RANKS * chunks, 1 / chunks, (1 if halves else 2) / chunks)
     options = {"pp": RANKS, "micro_batches": MICRO_BATCHES, "schedule": schedule, "chunks": chunks}
     accelerator = Accelerator(strategy={"name": "megatron", "cut": "uniform", **options}, cpu=True)

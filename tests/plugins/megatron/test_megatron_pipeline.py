@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
+from drivetrain.testing.conformance.twins import everyone
 from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -211,4 +212,37 @@ def test_ignored_labels(tp):
         if partition is not None:
             gradient = partition.take(gradient, accelerator.mesh["tp"].rank)
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-8)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_levels_may_change():
+    """A loss that is handed over, one of the model's own, one made outside, and back."""
+    model = build("gpt2")
+    twin = copy.deepcopy(model)
+    accelerator = Accelerator(
+        strategy={"name": "megatron", "pp": 2, "micro_batches": 2, "cut": "profile"}, cpu=True
+    )
+    model = accelerator.prepare(model)
+    bounds = accelerator.strategy_of(model)._builder._planned[1].bounds
+    assert len(set(everyone(bounds))) == 1
+    whole = dict(twin.named_parameters())
+    for step, level in enumerate(["L3", "L1", "L2", "L1", "L3", "L2"]):
+        ids = token_batch(step, rows=5)
+        expected = step_loss(twin(ids), ids)
+        expected.backward()
+        if level == "L3":
+            accelerator.pipeline_step(model, {"input_ids": ids}, ids, loss_fn=step_loss)
+        elif level == "L2":
+            unshifted = torch.cat([ids[:, :1], ids], dim=1)[:, :-1]
+            accelerator.backward(model(input_ids=ids, labels=unshifted).loss)
+            twin.zero_grad()
+            twin(input_ids=ids, labels=unshifted).loss.backward()
+        else:
+            accelerator.backward(step_loss(model(ids), ids))
+        for key, parameter in model.named_parameters():
+            tolerance = {"rtol": 1e-4, "atol": 1e-7} if level == "L2" else EXACT
+            torch.testing.assert_close(parameter.grad, whole[key].grad, **tolerance)
+        model.zero_grad()
+        twin.zero_grad()
     accelerator.free_memory()
