@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, autograd, nn
 
 from drivetrain_megatron.tensor.behavior import Behavior, attach, behavior_of, detach, exchange
 from drivetrain_megatron.tensor.halves import Keeper, WeightHalf, deferral_of, linear
@@ -43,16 +43,19 @@ class WeightGradients:
         self._collecting.append((module, half))
         return True
 
-    def compute(self, micro_batch: int) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """Return the parameters of a micro-batch's products, each once, and their gradients."""
-        found: dict[nn.Parameter, Tensor] = {}
+    def roots(self, micro_batch: int) -> list[Tensor]:
+        """Return a 0-d tensor for each product of a micro-batch, whose backward computes the rest.
+
+        Gradients are computed one layer at a time, so that one is in memory besides those of
+        parameters, and that a data-parallel strategy reduces one while the next is computed.
+        """
+        found: list[Tensor] = []
         for module, half in self._kept.pop(micro_batch, []):
-            parameters = (module.weight, module.bias)
-            for parameter, gradient in zip(parameters, half.compute(), strict=True):
-                if isinstance(parameter, nn.Parameter) and gradient is not None:
-                    mine, before = gradient.to(parameter.dtype), found.get(parameter)
-                    found[parameter] = mine if before is None else before + mine
-        return list(found), list(found.values())
+            weight, bias = module.weight, module.bias
+            wanted = (weight if half.for_weight else None, bias if half.for_bias else None)
+            if any(isinstance(parameter, nn.Parameter) for parameter in wanted):
+                found.append(_Half.apply(half, *wanted))  # type: ignore[no-untyped-call]
+        return found
 
     def clear(self) -> None:
         """Forget everything."""
@@ -109,3 +112,17 @@ class DeferredLinear(Behavior):
         x, weight, bias = as_computed(x, module.weight, module.bias)
         deferral = deferral_of(self._keeper, module)
         return linear(x, weight, bias, transposed=self._transposed, deferral=deferral)
+
+
+class _Half(autograd.Function):
+    """Makes nothing of a layer's parameters; its backward is the half that was left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, half: WeightHalf, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.half = half
+        return half.grad.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        half, ctx.half = ctx.half, None
+        return None, *half.compute()

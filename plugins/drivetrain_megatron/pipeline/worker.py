@@ -184,8 +184,9 @@ class StageWorker:
 
     def backward_weight(self, micro_batch: int) -> None:
         """Run the other half."""
-        parameters, gradients = self._weights.compute(micro_batch)
-        self._run_backward(parameters, gradients, synchronize=self.final_weight == micro_batch)
+        final = self.final_weight == micro_batch
+        roots = self._weights.roots(micro_batch)
+        self._run_backward(roots, [torch.ones_like(root) for root in roots], synchronize=final)
 
     # --- inside ---
 
@@ -207,16 +208,17 @@ class StageWorker:
         return self._kept.pop(micro_batch)
 
     def _run_backward(
-        self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, synchronize: bool
+        self, roots: Sequence[Tensor], gradients: list[Tensor], *, synchronize: bool
     ) -> None:
-        tensors, given = list(roots), list(gradients)
+        """Run backward from tensors with given gradients; the list of these is emptied."""
+        tensors = list(roots)
         if synchronize:
             parameters, summed = self._shared.receive_gradients()
             tensors += parameters
-            given += summed
+            gradients += summed
         with nullcontext() if synchronize else self._inner.accumulating():
             if tensors or synchronize:
-                self._inner.backward(seeded(tensors, given, self._device))
+                self._inner.backward(seeded(tensors, gradients, self._device))
         if synchronize:
             self._shared.send_gradients()
 

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from drivetrain_megatron.pipeline.seeds import seeded
 from drivetrain_megatron.pipeline.weights import WeightGradients
 from drivetrain_megatron.tensor.behavior import behavior_of
 from drivetrain_megatron.tensor.divide import BlockPlan, GroupPlan, divide
 from drivetrain_megatron.tensor.edges import Edges, TokenShards
 from drivetrain_megatron.tensor.emulated import run_emulated
+from drivetrain_megatron.tensor.halves import WeightHalf
 from drivetrain_megatron.tensor.partition import even, packed
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -74,8 +76,7 @@ def test_divided_layers_leave_their_weights_gradients(sharded, frozen):
         )
         sent = ranks.traffic.total()
         for factor in (1, 2):
-            parameters, found = gradients.compute(factor)
-            torch.autograd.backward(parameters, found)
+            torch.autograd.backward(gradients.roots(factor))
         assert ranks.traffic.total() == sent
         for name, parameter in block.named_parameters():
             expected, partition = whole.get_parameter(name).grad, facts[name].partition
@@ -88,7 +89,7 @@ def test_divided_layers_leave_their_weights_gradients(sharded, frozen):
         assert behavior_of(block.whole) is None
         with (tokens or TokenShards()).of(TOKENS), gradients.collecting(3):
             block(own).sum().backward()
-        assert gradients.compute(3) == ([], [])
+        assert gradients.roots(3) == []
 
     run_emulated(2, body)
 
@@ -109,10 +110,35 @@ def test_under_autocast():
         with torch.autocast("cpu", torch.bfloat16), gradients.collecting(0):
             out = block(own)
             out.float().square().sum().backward()
-        torch.autograd.backward(*gradients.compute(0))
+        torch.autograd.backward(gradients.roots(0))
         for name, parameter in block.named_parameters():
             expected, partition = whole.get_parameter(name).grad, facts[name].partition
             expected = expected if partition is None else partition.take(expected, ranks.rank)
             torch.testing.assert_close(parameter.grad, expected, rtol=0.1, atol=0.5)
 
     run_emulated(2, body)
+
+
+def test_one_gradient_at_a_time():
+    """A layer's gradient is its parameter's before the next is computed, and is not copied."""
+    torch.manual_seed(3)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    gradients = WeightGradients()
+    gradients.attach_to(layers)
+    with gradients.collecting(0):
+        layers(torch.randn(2, 4)).sum().backward()
+    seen = []
+    compute = WeightHalf.compute
+
+    def watched(half):
+        found = compute(half)
+        done = [layer.weight.grad is not None for layer in layers]
+        seen.append((sum(done), found[0].data_ptr()))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightHalf, "compute", watched)
+        roots = gradients.roots(0)
+        seeded(roots, [torch.ones_like(root) for root in roots], torch.device("cpu")).backward()
+    assert [done for done, _ in seen] == [0, 1, 2]
+    assert {layer.weight.grad.data_ptr() for layer in layers} == {place for _, place in seen}
