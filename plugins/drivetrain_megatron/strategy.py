@@ -112,7 +112,8 @@ class Megatron(Strategy[MegatronConfig]):
             self._pipeline = self._builder.start(model, self._inner, self._dropout)
         same = SameBatch((self._tp, self._pp), self.run.world)
         if same.matters:
-            self._handles.append(model.register_forward_pre_hook(same, with_kwargs=True))
+            first = model.register_forward_pre_hook(same, prepend=True, with_kwargs=True)
+            self._handles.append(first)
         return prepared
 
     def bind(self, optimizer: Optimizer) -> Optimizer:

@@ -25,11 +25,13 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.collectives import Communicator
+from drivetrain.parts.naming import clean_name
 from drivetrain.runtime import rng
 from drivetrain_megatron.pipeline.examples import Inputs, example_inputs
 from drivetrain_megatron.pipeline.proxy import StageProxy
 from drivetrain_megatron.tensor.behavior import Behavior, Surrounding, release, surround
 from drivetrain_megatron.tensor.dropping import Dropping
+from drivetrain_megatron.tensor.layers import uncompiled
 from drivetrain_megatron.tensor.masks import combine, keep_mask, mix
 from drivetrain_megatron.tensor.sites import (
     Layouts,
@@ -91,6 +93,7 @@ class Dropout:
             inputs: with which it can be called; None to guess them. If that fails, functional
                 dropout remains torch's on one rank, and counts in the whole model on several.
         """
+        model = uncompiled(model)
         try:
             given = example_inputs(model) if inputs is None else inputs
         except UsageError as error:
@@ -112,10 +115,11 @@ class Dropout:
         self._counting = counting
         if not self._names:
             return
+        model = uncompiled(model)
         open_attentions(model, self._ranks)
         for name, module in model.named_modules():
             if name in self._names or isinstance(module, nn.Dropout):
-                surround(module, partial(_Masked, name, self))
+                surround(module, partial(_Masked, clean_name(name), self))
                 self._modules.append(module)
         surround(model, partial(_Chained, self))
         self._modules.append(model)

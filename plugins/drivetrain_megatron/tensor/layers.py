@@ -29,3 +29,9 @@ def features_of(module: nn.Module) -> tuple[int, int]:
     weight: Any = module.weight
     outputs, inputs = weight.shape
     return (int(outputs), int(inputs)) if is_transposed(module) else (int(inputs), int(outputs))
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` has wrapped, or the module itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module

@@ -1,10 +1,11 @@
 """The tensor that a head cut over the vocabulary returns: the global shape, this rank's words.
 
 It stays so through what models do with logits before the loss: casts, views, slices and transposes
-that leave the last dim alone, scaling by a number, concatenation along other dims. ``F.cross_entropy`` of it is computed from the
-shares. Whatever else is asked of it gathers the words first and goes on with a plain tensor; every
-rank must then ask, as of any collective. Its gradients are such tensors too, so that everything
-autograd has to offer (hooks, ``torch.autograd.grad``, functions of others) works on it.
+that leave the last dim alone, scaling by a number, concatenation along other dims.
+``F.cross_entropy`` of it is computed from the shares. Whatever else is asked of it gathers the
+words first and goes on with a plain tensor; every rank must then ask, as of any collective. Its
+gradients are such tensors too, so that everything autograd has to offer (hooks,
+``torch.autograd.grad``, functions of others) works on it.
 """
 
 import inspect

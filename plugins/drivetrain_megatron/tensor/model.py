@@ -5,7 +5,7 @@ that makes logits and the embeddings with as many rows are divided by words; a w
 share stays one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,19 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, UsageError
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.collectives import Communicator
+from drivetrain.parts.naming import named_parameters
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.pipeline.examples import Inputs
 from drivetrain_megatron.tensor.attention import keep_padded
 from drivetrain_megatron.tensor.calls import Calls, trace_calls
 from drivetrain_megatron.tensor.derive import Derivation, derive
 from drivetrain_megatron.tensor.divide import BlockPlan, cut, divide, facts_of
+from drivetrain_megatron.tensor.eager import Uncompiled
 from drivetrain_megatron.tensor.edges import Edges, TokenShards
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
 from drivetrain_megatron.tensor.fulfilled import check_fulfilled
-from drivetrain_megatron.tensor.layers import features_of, is_linear, is_transposed
+from drivetrain_megatron.tensor.layers import uncompiled
 from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.operators import gather, scatter
 from drivetrain_megatron.tensor.partition import even
@@ -33,6 +35,7 @@ from drivetrain_megatron.tensor.plan import ATTENTION as ATTENTIONS
 from drivetrain_megatron.tensor.plan import COLUMN, ROW, VOCABULARY, WHOLE, NamedPlan
 from drivetrain_megatron.tensor.sites import Layout, Layouts, Site, find_layouts, open_attentions
 from drivetrain_megatron.tensor.verify import Call, make_trial
+from drivetrain_megatron.tensor.words import by_words, find_vocabulary, words_of
 
 NO_INPUTS = (
     "nothing in it repeats, and no inputs were found with which it can be called: set "
@@ -81,6 +84,8 @@ class TensorParallel:
         self._strict = strict
         self._blocks: list[NamedModule] = []
         self._handles: list[RemovableHandle] = []
+        self._model: nn.Module | None = None
+        self._uncompiled = Uncompiled()
 
     def plan(self, model: nn.Module, inputs: Inputs | None) -> ModelPlan:
         """Return how a model is divided; it is not changed.
@@ -93,6 +98,7 @@ class TensorParallel:
             ConfigError: what the plan names cannot be divided so, or sequence parallelism is asked
                 for and a repeated block cannot work on shards.
         """
+        model = uncompiled(model)
         if inputs is None:
             return ModelPlan({"": Derivation(untried=NO_INPUTS)})
         calls = trace_calls(model, inputs.args, inputs.kwargs)
@@ -100,7 +106,7 @@ class TensorParallel:
             plan = self._of_blocks(calls)
         else:
             plan = self._of_whole(model, Call(inputs.args, inputs.kwargs))
-        plan.vocabulary = _vocabulary(model, calls, self._words(plan))
+        plan.vocabulary = find_vocabulary(model, calls, self._words(plan))
         if self._named is not None and self._strict:
             check_fulfilled(model, self._named, plan.vocabulary, plan.blocks)
         return plan
@@ -117,16 +123,18 @@ class TensorParallel:
         for name, derivation in plan.blocks.items():
             block = model.get_submodule(name)
             blocks.append((name, block))
-            divide(block, derivation.plan, edges)
+            divide(uncompiled(block), derivation.plan, edges)
         outside = Edges(self._ranks)
         done: set[int] = set()
         layers = [model.get_submodule(name) for name in plan.vocabulary]
-        words = [_words_of(layer) for layer in layers]  # while tied weights are whole
+        words = [words_of(layer) for layer in layers]  # while tied weights are whole
         for layer, count in zip(layers, words, strict=True):
             self._divide_vocabulary(layer, count, outside, done)
         keep_padded(model)
         open_attentions(model, self._ranks)
+        self._uncompiled.set(model)
         self._blocks = blocks if plan.sharded else []
+        self._model = model if any(known.partition for known in facts.values()) else None
         return facts
 
     def facts(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
@@ -136,14 +144,14 @@ class TensorParallel:
             model: whole.
             plan: of it.
         """
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names = {parameter: name for name, parameter in named_parameters(model).items()}
         facts = {name: ParameterFacts(tuple(p.shape)) for p, name in names.items()}
         for name, derivation in plan.blocks.items():
-            block = model.get_submodule(name)
+            block = uncompiled(model.get_submodule(name))
             found = facts_of(block, derivation.plan, self._ranks.size)
             facts.update({names[p]: found[n] for n, p in block.named_parameters()})
         for name in plan.vocabulary:
-            for parameter, dim in _by_words(model.get_submodule(name)):
+            for parameter, dim in by_words(model.get_submodule(name)):
                 known = facts[names[parameter]]
                 partition = even(dim, known.shape[dim], self._ranks.size)
                 facts[names[parameter]] = replace(known, partition=partition)
@@ -163,7 +171,7 @@ class TensorParallel:
 
     def sum_partial(self, model: nn.Module, facts: Mapping[str, ParameterFacts]) -> None:
         """Sum the gradients of which each rank has a part, before anybody else sees them."""
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model).items():
             summed = self._summed(facts[name]) if name in facts else None
             if summed is not None:
                 trained = parameter.requires_grad
@@ -173,10 +181,13 @@ class TensorParallel:
                 parameter.requires_grad_(trained)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off; a model that is divided cannot be called any more."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._uncompiled.undo()
+        if self._model is not None:
+            self._model.register_forward_pre_hook(_refuse, prepend=True)
 
     def _summed(self, facts: ParameterFacts) -> Callable[[Tensor], Tensor] | None:
         """Return what makes a parameter's gradient whole; None where it is."""
@@ -204,7 +215,8 @@ class TensorParallel:
         """Return how repeated blocks are divided: those of one kind alike."""
         known: dict[Any, tuple[Derivation, Mapping[Site, Layout]]] = {}
         plan = ModelPlan(sharded=self._tokens is not None)
-        for name, block in calls.blocks:
+        for name, each in calls.blocks:
+            block = uncompiled(each)
             kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
             layers = self._layers_of(name)
             key = (kind, None if layers is None else frozenset(layers))
@@ -284,7 +296,7 @@ class TensorParallel:
     def _divide_vocabulary(
         self, module: nn.Module, rows: int, edges: Edges, done: set[int]
     ) -> None:
-        for parameter, dim in _by_words(module):
+        for parameter, dim in by_words(module):
             if id(parameter) not in done:  # not tied to one that is cut
                 done.add(id(parameter))
                 cut(parameter, even(dim, rows, self._ranks.size), self._ranks.rank)
@@ -292,6 +304,19 @@ class TensorParallel:
             attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
         else:
             attach_column(module, edges, even(-1, rows, self._ranks.size), logits=True)
+
+
+def _refuse(module: nn.Module, args: Any) -> None:
+    """Be the forward pre-hook of a model whose ranks do not work together any more.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        f"expected {type(module).__name__} not to be called after free_memory(), found a forward: "
+        "this rank holds a share of its parameters; before that, save_model() or get_state_dict() "
+        "give whole ones for a new model"
+    )
 
 
 def _if_given(
@@ -331,54 +356,8 @@ class _Region:
         return scatter(x, self._ranks, self._tokens.partition(self._ranks.size))
 
 
-def _words_of(module: nn.Module) -> int:
-    """Return how many words an embedding, or a layer that makes logits, is about."""
-    return module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
-
-
-def _by_words(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield the parameters of such a module and their dims that count words."""
-    for name, parameter in module.named_parameters(recurse=False):
-        yield parameter, 1 if name == "weight" and is_transposed(module) else 0
-
-
 def _is_activation(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
-
-
-def _vocabulary(model: nn.Module, calls: Calls, allowed: Callable[[str], bool]) -> list[str]:
-    """Return the layers outside of blocks that make logits, and the embeddings of the same words.
-
-    A weight that something else uses, too, stays whole.
-    """
-    inside = tuple(f"{name}." for name, _ in calls.blocks)
-    outer = [
-        (name, module)
-        for name, module in model.named_modules()
-        if not f"{name}.".startswith(inside) and next(module.parameters(False), None) is not None
-    ]
-    embeddings = [(name, m) for name, m in outer if isinstance(m, nn.Embedding)]
-    heads = [
-        (name, m)
-        for name, m in outer
-        if is_linear(m) and any(features_of(m)[1] == e.num_embeddings for _, e in embeddings)
-    ]
-    rows = {features_of(module)[1] for _, module in heads}
-    found = [*[(n, e) for n, e in embeddings if e.num_embeddings in rows], *heads]
-    chosen = [(name, module) for name, module in found if allowed(name)]
-    return [name for name, module in chosen if _is_only_used_by(module, model, chosen, calls)]
-
-
-def _is_only_used_by(
-    module: nn.Module, model: nn.Module, chosen: Iterable[NamedModule], calls: Calls
-) -> bool:
-    """Whether a weight is used once by each chosen module that has it, and by nothing else."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    weight = module.weight
-    owners = sum(1 for _, m in chosen if m.weight is weight)
-    places = sum(1 for m in model.modules() for p in m.parameters(False) if p is weight)
-    name = first[id(weight)]
-    return owners == places and calls.uses[name] <= owners
 
 
 def cut_states(

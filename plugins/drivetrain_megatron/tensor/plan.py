@@ -15,6 +15,8 @@ from torch import nn
 
 from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
+from drivetrain.parts.naming import clean_name
+from drivetrain_megatron.tensor.layers import uncompiled
 
 logger = get_logger(__name__)
 
@@ -76,7 +78,7 @@ def users_plan(model: nn.Module, patterns: Mapping[str, str]) -> NamedPlan:
             f"plan: expected one of the styles {', '.join(sorted(STYLES))}, found {style!r} for "
             f"{pattern!r}{_nearest(style, STYLES)}"
         )
-    names = [name for name, _ in model.named_modules() if name]
+    names = _names(model)
     styles: dict[str, str] = {}
     for pattern, style in patterns.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]
@@ -106,7 +108,7 @@ def models_plan(model: nn.Module) -> NamedPlan | None:
             f"{', '.join(unknown)}: what can be divided is found from the structure"
         )
         return None
-    names = [name for name, _ in model.named_modules() if name]
+    names = _names(model)
     styles = {
         name: style
         for pattern, style in patterns.items()
@@ -114,6 +116,11 @@ def models_plan(model: nn.Module) -> NamedPlan | None:
         if fnmatchcase(name, pattern)
     }
     return NamedPlan(f"the plan of {type(model).__name__}", styles) if styles else None
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Return the names of all modules inside of a model, as before it was compiled."""
+    return [clean_name(name) for name, _ in uncompiled(model).named_modules() if name]
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
