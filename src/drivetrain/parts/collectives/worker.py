@@ -73,6 +73,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._broken: CollectiveError | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -81,8 +82,13 @@ class Worker:
         """Queue a job.
 
         Raises:
-            CollectiveError: an earlier job failed.
+            CollectiveError: an earlier job failed, or the thread has ended.
         """
+        if self._closed:
+            raise CollectiveError(
+                "this communicator was closed, so nothing can be sent any more; finish with the "
+                "prepared model before free_memory()"
+            )
         if self._broken is not None:
             raise CollectiveError(
                 f"this communicator is broken by an earlier failure: {self._broken}"
@@ -92,6 +98,7 @@ class Worker:
     def close(self) -> None:
         """Run what is queued, then end the thread; may be called more than once."""
         atexit.unregister(self._end)
+        self._closed = True
         self._jobs.put(None)
         self._thread.join()
 
