@@ -1,53 +1,225 @@
-"""The kit's checks of accounts and parity with two tensor-parallel ranks per cell.
+"""Every conformance check with two tensor-parallel ranks per cell.
 
-The whole kit runs with the defaults, where a cell is one rank. Not all of its awkward models can be
-divided: what is about them is checked for those that can. None has repeated blocks, so none can be
+The whole kit runs with the defaults, too, where a cell is one rank. Some of its awkward models
+cannot be divided: they train whole on each rank of a cell. None has repeated blocks, so none can be
 cut into stages.
 """
 
+import copy
+from datetime import timedelta
 from typing import ClassVar
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
+from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
-from drivetrain.testing.conformance.accounts import AccountChecks
-from drivetrain.testing.conformance.parity import ParityChecks
-from drivetrain.testing.conformance.twins import Twins, plain_sgd
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.parts.collectives.solo import SoloCommunicator
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Axis
+from drivetrain.testing.conformance import StrategyConformance
+from drivetrain.testing.conformance.twins import Twins, adamw, everyone, plain_sgd
 from drivetrain.testing.models import CASES
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.pipeline.examples import inputs_for
+from drivetrain_megatron.tensor.model import TensorParallel
+from drivetrain_megatron.tensor.plan import users_plan
+from drivetrain_megatron.tensor.report import describe
 
-REFUSED = {
-    "tied": "its only block is given tokens",
-    "branching": "its forward needs to know the rank",
-    "odd_shapes": "a parameter without dims",
-    "transposed": "no layer tells what goes in",
-    "mixed_dtypes": "a layer computes in bf16 whatever comes in, and the trial is in fp64",
+WHOLE = {
+    "adapted": "the model: whole",
+    "unused": "the model: whole",
+    "branching": "no inputs were found",
+    "odd_shapes": "the model: whole",
+    "transposed": "no inputs were found",
+    "mixed_dtypes": "it cannot be tried in fp64: RuntimeError: mat1 and mat2 must have the same",
+    "batchnorm": "last stays whole",
+    "called_twice": "the model: whole",
+    "two_outputs": "main stays whole",
 }
+"""Models that cannot be divided, and what the report says."""
+
+EACH = pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
+SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "shards"])
+AXIS = Axis(name="tp", size=2, rank=0, ranks=(0, 1), hosts=("here", "here"))
 
 
-class TestTensorParallel(AccountChecks, ParityChecks):
+class TestTensorParallel(StrategyConformance):
+    """The ranks of a cell get the same batches; their activations travel over ``tp``."""
+
     strategy: ClassVar = {"name": "megatron", "tp": 2}
-    worlds = (2, 4)
-
-    def test_training_equals_one_process(self, world, case):
-        if case in REFUSED:
-            pytest.skip(f"cannot be divided: {REFUSED[case]}")
-        super().test_training_equals_one_process(world, case)
+    worlds: ClassVar = (2, 4)
+    inner_axes: ClassVar = ("tp",)
+    rounding: ClassVar = 2.0**-8
+    """Ranks add their parts of a product in the low dtype."""
 
     def test_cost_equals_ledger(self, world):
         """Over dp; what activations send over tp needs inputs, see the tests of the cost."""
-        for name in sorted(CASES.keys() - REFUSED.keys()):
-            case = CASES[name]
+        for name, case in CASES.items():
             with self.accelerator() as accelerator:
                 twins = Twins(accelerator, case, plain_sgd)
                 strategy = accelerator.strategy_of(twins.model)
                 spec = ModelSpec.of(case.build(), states=0)
-                promised = type(strategy).cost(strategy.config, spec, strategy.run).sent
+                promised = type(strategy).cost(strategy.config, spec, strategy.run)
+                assert promised.uncounted == {"tp": "activations"}
                 train(twins)
                 before = over_dp(accelerator)
                 train(twins)
                 grown = {key: n - before.get(key, 0) for key, n in over_dp(accelerator).items()}
                 if accelerator.is_main_process:
-                    assert {key: n for key, n in grown.items() if n} == promised, name
+                    assert {key: n for key, n in grown.items() if n} == promised.sent, name
+
+    def test_taken_off(self, world):
+        """After ``free_memory`` a divided model is refused; a whole one trains by itself."""
+        with self.accelerator() as accelerator:
+            divided = Twins(accelerator, CASES["mlp"])
+            whole = Twins(accelerator, CASES["batchnorm"])
+            inner = [accelerator.unwrap_model(twins.model) for twins in (divided, whole)]
+            accelerator.free_memory()
+            before = accelerator.traffic.total()
+            with pytest.raises(UsageError, match=r"not to be called after free_memory.*save_model"):
+                divided.case.loss(inner[0], divided.case.batch(0, 0))
+            whole.case.loss(inner[1], whole.case.batch(0, 0)).backward()
+            assert accelerator.traffic.total() == before
+
+
+@EACH
+@SEQUENCE
+def test_reports(name, sequence_parallel):
+    """What stays whole has its bytes in the report, and the reason if there is more to say."""
+    model = CASES[name].build()
+    ranks = SoloCommunicator(AXIS, Traffic(), timedelta(seconds=1))
+    config = MegatronConfig(tp=2, sequence_parallel=sequence_parallel)
+    tensor = TensorParallel(ranks, sequence_parallel=sequence_parallel, named=None, strict=False)
+    plan = tensor.plan(model, inputs_for(config, model))
+    nbytes = {key: p.nbytes for key, p in model.named_parameters()}
+    text = "\n".join(describe(plan, tensor.facts(model, plan), nbytes, 2))
+    assert (": 0 of " in text and "100.0% of the bytes stay whole" in text) == (name in WHOLE)
+    assert WHOLE.get(name, "whole on each rank: ") in text
+    assert ("by words: embedding, head" in text) == (name == "tied")
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_training_with_sequence_parallelism(name):
+    """Where there is nothing between groups of layers to divide, it changes nothing."""
+    strategy = {"name": "megatron", "tp": 2, "sequence_parallel": True}
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    twins = Twins(accelerator, CASES[name], adamw)
+    for step in range(2):
+        twins.backward(step)
+        twins.step()
+    twins.check()
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("name", ["branching", "transposed"])
+def test_plans_and_pipelines_need_inputs(name):
+    """A model that has to be divided, and cannot be called, is an error that says what to set."""
+    model = CASES[name].build()
+    for config in (MegatronConfig(tp=2, plan={"*": "colwise"}), MegatronConfig(tp=1, pp=2)):
+        with pytest.raises(UsageError, match=r"set model\.dummy_inputs = "):
+            inputs_for(config, model)
+    assert inputs_for(MegatronConfig(tp=2), model) is None
+
+
+def test_repeated_blocks_need_inputs():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(CASES["mlp"].build() for _ in range(2))
+
+        def forward(self, left, right):
+            return self.layers[0](left) + self.layers[1](right)
+
+    with pytest.raises(UsageError, match=r"set model\.dummy_inputs = "):
+        inputs_for(MegatronConfig(tp=2), Blocks())
+
+
+def test_plan_for_what_cannot_be_tried():
+    """A user's plan is kept or refused, with the reason."""
+    model = CASES["mixed_dtypes"].build()
+    named = users_plan(model, {"coarse": "colwise", "last": "rowwise"})
+    ranks = SoloCommunicator(AXIS, Traffic(), timedelta(seconds=1))
+    tensor = TensorParallel(ranks, sequence_parallel=False, named=named, strict=True)
+    with pytest.raises(ConfigError, match=r"'coarse' to be colwise.*cannot be tried in fp64"):
+        tensor.plan(model, inputs_for(MegatronConfig(tp=2), model))
+
+
+class OneBlock(nn.Module):
+    """Tokens come in, nothing repeats; the sizes of one layer are those of the vocabulary."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.tokens = nn.Embedding(22, 8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.head = nn.Linear(8, 22)
+        self.dropout = dropout
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        x = x + F.dropout(self.down(F.gelu(self.up(x))), self.dropout, self.training)
+        return self.head(x)
+
+
+@SEQUENCE
+@pytest.mark.ranks(2)
+def test_one_block_that_takes_tokens(sequence_parallel):
+    """Its layers are divided in groups and by words; compiled, it trains the same."""
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        model = OneBlock().double()
+        twin = copy.deepcopy(model)
+        strategy = {"name": "megatron", "tp": 2, "sequence_parallel": sequence_parallel}
+        accelerator = Accelerator(strategy=strategy, cpu=True)
+        if compiled:
+            model = torch.compile(model, backend="aot_eager")
+        prepared = accelerator.prepare(model)
+        facts = accelerator.strategy_of(prepared)._facts
+        assert [name for name, known in facts.items() if known.partition is None] == ["down.bias"]
+        ids = torch.arange(14).view(2, 7)
+        losses = []
+        for each in (prepared, twin):
+            losses.append(F.cross_entropy(each(ids).flatten(0, 1), ids.flatten()))
+        torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-10, atol=0.0)
+        accelerator.backward(losses[0])
+        torch.autograd.backward(losses[1])
+        inner = accelerator.unwrap_model(prepared, keep_torch_compile=False)
+        rank = accelerator.mesh["tp"].rank
+        for name, whole in twin.named_parameters():
+            partition = facts[name].partition
+            expected = whole.grad if partition is None else partition.take(whole.grad, rank)
+            mine = inner.get_parameter(name).grad
+            torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+        accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_random_numbers_of_a_model_without_inputs_are_those_of_the_cell():
+    """Nothing is known of it, so whatever it draws must be equal on all ranks of a cell."""
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 6))
+
+        def forward(self, x, scale):
+            noise = torch.rand(6)
+            return F.dropout(x @ self.weight, 0.5, self.training) * scale + noise
+
+    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
+    model = accelerator.prepare(Noisy())
+    torch.manual_seed(accelerator.process_index)
+    outputs = [model(torch.ones(4, 6), 2.0) for _ in range(2)]
+    assert not torch.equal(*outputs)
+    for theirs in everyone([output.detach() for output in outputs]):
+        for mine, other in zip(outputs, theirs, strict=True):
+            assert torch.equal(mine, other)
+    accelerator.free_memory()
 
 
 def train(twins):

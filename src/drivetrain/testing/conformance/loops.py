@@ -29,7 +29,7 @@ class LoopChecks(Suite):
                 window.append((inputs, targets))
                 with accelerator.accumulate(twins.model):
                     loss = F.mse_loss(twins.model(inputs), targets)
-                    before = _reduced_bytes(accelerator)
+                    before = self._reduced_bytes(accelerator)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         _backward_window(twins, window)
@@ -37,7 +37,7 @@ class LoopChecks(Suite):
                         window = []
                         twins.step()
                     else:
-                        sent = _reduced_bytes(accelerator) - before
+                        sent = self._reduced_bytes(accelerator) - before
                         assert sent == 0 or reduces_each(accelerator, twins.model), (
                             f"{sent} bytes of gradient sent inside the window"
                         )
@@ -167,6 +167,15 @@ class LoopChecks(Suite):
                 compiled.step()
             compiled.check()
 
+    def _reduced_bytes(self, accelerator: Accelerator) -> int:
+        """Return the bytes of reductions so far; gathers of parameters are not about gradients."""
+        sent = accelerator.traffic.sent()
+        return sum(
+            count
+            for (axis, operation), count in sent.items()
+            if operation != "all_gather" and axis not in self.inner_axes
+        )
+
 
 def _loader(ranks: int, *, batches: int) -> DataLoader[tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(5)
@@ -184,9 +193,3 @@ def _backward_window(twins: Twins, window: list[tuple[torch.Tensor, torch.Tensor
     for inputs, targets in [batch for each in windows for batch in each]:
         loss = F.mse_loss(twins.twin(inputs), targets)
         torch.autograd.backward(loss / (len(window) * len(windows)))
-
-
-def _reduced_bytes(accelerator: Accelerator) -> int:
-    """Return the bytes of reductions so far; gathers of parameters are not about gradients."""
-    sent = accelerator.traffic.sent()
-    return sum(count for (_, operation), count in sent.items() if operation != "all_gather")

@@ -51,7 +51,8 @@ class PrecisionChecks(Suite):
         for name, window, clip in product(("mlp", "tied"), (1, 2), (False, True)):
             case = in_fp32(CASES[name])
             with self.accelerator(**_options(precision, window)) as accelerator:
-                twins = LowTwins(accelerator, case, autocast_loss(case, _COMPUTE[precision]))
+                loss = autocast_loss(case, _COMPUTE[precision])
+                twins = LowTwins(accelerator, case, loss, rounding=self.rounding)
                 for step in range(STEPS):
                     twins.train(step, [1.0] * window, clip=clip)
                 twins.check(_TOLERANCE[precision])
@@ -101,7 +102,7 @@ class PrecisionChecks(Suite):
         for name, window in product(("mlp", "tied"), (1, 2)):
             case = in_fp32(CASES[name])
             with self.accelerator(**_options("bf16", window, param="bf16")) as accelerator:
-                twins = _prepared(accelerator, case, copies_loss(case, LOW), "param")
+                twins = self._prepared(accelerator, case, copies_loss(case, LOW), "param")
                 if twins is None:
                     return
                 for step in range(STEPS):
@@ -112,7 +113,7 @@ class PrecisionChecks(Suite):
         """Updates too small for a bf16 weight to see add up in its master."""
         case = in_fp32(CASES["mlp"])
         with self.accelerator(**_options("bf16", 1, param="bf16")) as accelerator:
-            twins = _prepared(accelerator, case, copies_loss(case, LOW), "param")
+            twins = self._prepared(accelerator, case, copies_loss(case, LOW), "param")
             if twins is not None:
                 for step in range(48):
                     twins.train(step, [2.0**-8])
@@ -123,7 +124,7 @@ class PrecisionChecks(Suite):
         case = in_fp32(CASES["mlp"])
         case = replace(case, batch=functools.partial(_same_batch, case))
         with self.accelerator(**_options("bf16", 64, param="bf16")) as accelerator:
-            twins = _prepared(accelerator, case, copies_loss(case, LOW), "param")
+            twins = self._prepared(accelerator, case, copies_loss(case, LOW), "param")
             if twins is not None:
                 twins.train(0, [64.0] + [64 * 2.0**-9] * 63)
                 twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
@@ -133,14 +134,32 @@ class PrecisionChecks(Suite):
         case, sent = in_fp32(CASES["mlp"]), []
         for dtypes in ({"reduce": "bf16"}, {}):
             with self.accelerator(**_options("bf16", 1, **dtypes)) as accelerator:
-                twins = _prepared(accelerator, case, autocast_loss(case, LOW), "reduce")
+                twins = self._prepared(accelerator, case, autocast_loss(case, LOW), "reduce")
                 if twins is None:
                     return
-                before = _reduced_bytes(accelerator)
+                before = self._reduced_bytes(accelerator)
                 twins.train(0, [1.0])
-                sent.append(_reduced_bytes(accelerator) - before)
+                sent.append(self._reduced_bytes(accelerator) - before)
                 twins.check(_TOLERANCE["bf16"])
         assert sent[0] <= 0.6 * sent[1], f"{sent[0]} bytes of gradients in bf16, {sent[1]} in fp32"
+
+    def _prepared(
+        self, accelerator: Accelerator, case: Case, loss: Loss, key: str
+    ) -> LowTwins | None:
+        """Prepare both, or return None when the strategy says that it does not honour a dtype."""
+        try:
+            return LowTwins(accelerator, case, loss, rounding=self.rounding)
+        except ConfigError as error:
+            if f"dtypes.{key}" not in str(error):
+                raise
+            return None
+
+    def _reduced_bytes(self, accelerator: Accelerator) -> int:
+        """Return the bytes of reductions of gradients so far."""
+        sent = accelerator.traffic.sent()
+        return sum(
+            n for (axis, op), n in sent.items() if "reduce" in op and axis not in self.inner_axes
+        )
 
 
 class _Apart(nn.Module):
@@ -202,16 +221,6 @@ def _options(precision: str, window: int, **dtypes: str) -> dict[str, Any]:
     }
 
 
-def _prepared(accelerator: Accelerator, case: Case, loss: Loss, key: str) -> LowTwins | None:
-    """Prepare both, or return None when the strategy says that it does not honour a dtype."""
-    try:
-        return LowTwins(accelerator, case, loss)
-    except ConfigError as error:
-        if f"dtypes.{key}" not in str(error):
-            raise
-        return None
-
-
 def _same_batch(case: Case, step: int, rank: int) -> Batch:
     return case.batch(0, rank)
 
@@ -219,9 +228,3 @@ def _same_batch(case: Case, step: int, rank: int) -> Batch:
 def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.dtype for name, tensor in tensors}
-
-
-def _reduced_bytes(accelerator: Accelerator) -> int:
-    """Return the bytes of reductions so far."""
-    sent = accelerator.traffic.sent()
-    return sum(n for (_, operation), n in sent.items() if "reduce" in operation)

@@ -1,6 +1,6 @@
 """What all conformance checks share: the strategy under test, the worlds, an Accelerator."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -17,11 +17,16 @@ class Suite:
         strategy: the name of the strategy, or its name and options.
         worlds: the numbers of ranks it is tested on.
         timeout_s: seconds that one check may take.
+        rounding: largest relative error of a first loss in a low dtype: the order of additions,
+            or, for a strategy whose ranks add parts of a sum in that dtype, its precision.
+        inner_axes: mesh axes whose ranks share one replica: what they send is no gradient.
     """
 
     strategy: ClassVar[str | Mapping[str, Any]]
     worlds: ClassVar[Sequence[int]] = (1, 2, 3, 4)
     timeout_s: ClassVar[float] = 60.0
+    rounding: ClassVar[float] = 1e-6
+    inner_axes: ClassVar[Collection[str]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run every check on every world, and checks that take a case on every awkward model."""
