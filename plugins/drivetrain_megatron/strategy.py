@@ -19,15 +19,16 @@ from drivetrain.parts.collectives import connect
 from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, combine_norms
-from drivetrain.shards import Reader, Shard, TensorFacts, state_tensors
-from drivetrain.strategy import Prepared, Run, Strategy
+from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors
+from drivetrain.strategy import Prepared, Run
+from drivetrain_megatron.around import Around
 from drivetrain_megatron.batches import SameBatch
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.coordinates import GlobalShards, LocalReader
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.deferred import SharedSource
 from drivetrain_megatron.facts import ParameterFacts
-from drivetrain_megatron.nesting import advice, data_parallel
+from drivetrain_megatron.nesting import advice
 from drivetrain_megatron.original import Original
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.engine import Pipeline
@@ -42,7 +43,7 @@ from drivetrain_megatron.whole import WholeState
 logger = get_logger(__name__)
 
 
-class Megatron(Strategy[MegatronConfig]):
+class Megatron(Around):
     """Tensor and pipeline parallelism, over data parallelism.
 
     ``prepare`` returns the very model it was given: its layers compute in parts.
@@ -53,8 +54,6 @@ class Megatron(Strategy[MegatronConfig]):
 
     def __init__(self, config: MegatronConfig, run: Run) -> None:
         super().__init__(config, run)
-        kind, options = data_parallel(config)
-        self._inner: Strategy[Any] = kind(options, run)
         world = run.world
         self._tp, self._pp = (
             connect(run.mesh[name], run.traffic, world.device, world.timeout)
@@ -120,6 +119,8 @@ class Megatron(Strategy[MegatronConfig]):
         """Let the data-parallel strategy take one more optimizer."""
         self._original.check_steps_parts(optimizer, self._facts)
         self._original.add(optimizer)
+        if self._builder is not None:
+            self._builder.follow(optimizer)
         return self._inner.bind(optimizer)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -146,14 +147,6 @@ class Megatron(Strategy[MegatronConfig]):
         """Give every stage the value of a loss that the last one has."""
         if self._pipeline is not None:
             self._pipeline.publish(loss)
-
-    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
-        """Yield the pieces of gradient that this rank's optimizers read."""
-        return self._inner.gradients(only)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients at hand."""
-        self._inner.scale_gradients(factor)
 
     def clip_grad_norm(
         self,
@@ -201,24 +194,14 @@ class Megatron(Strategy[MegatronConfig]):
         finally:
             self._synchronizing = before
 
-    def stand_in(self, *, synchronize: bool) -> None:
-        """Take part in one step of the other data-parallel ranks; a cell of several cannot."""
-        if self._tp.size * self._pp.size > 1:
-            super().stand_in(synchronize=synchronize)
-        self._inner.stand_in(synchronize=synchronize)
-
-    def catch_up(self, source: int) -> None:
-        """Take over the training state of one rank."""
-        self._inner.catch_up(source)
-
     def progress(self) -> Mapping[str, int]:
         """Return how many forwards have drawn dropout masks."""
-        return {**self._inner.progress(), "dropout_forwards": self._dropout.forwards}
+        return {**super().progress(), "dropout_forwards": self._dropout.forwards}
 
     def resume(self, progress: Mapping[str, int]) -> None:
         """Let the next forward draw the masks that it would have drawn in the saved run."""
         self._dropout.forwards = progress.get("dropout_forwards", self._dropout.forwards)
-        self._inner.resume(progress)
+        super().resume(progress)
 
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
         """Return what the whole model's state dict holds, the same on every rank."""
@@ -232,15 +215,13 @@ class Megatron(Strategy[MegatronConfig]):
         places = self._whole.places(module)
         state = state_tensors(module)
         mine = {name: state[name] for name in names if places[name].rank == self._pp.rank}
-        parameters = {id(p): p for p in mine.values() if isinstance(p, nn.Parameter)}
-        with self.gathered(list(parameters.values()), modify=False):
+        with self.gathered(parameters_among(mine.values()), modify=False):
             yield {name: self._whole.broadcast(places[name], mine.get(name)) for name in names}
 
     @contextmanager
     def inference(self, module: nn.Module) -> Iterator[None]:
         """Context for many forwards, which the ranks of a cell run together, on their shares."""
-        cell = self._tp.size * self._pp.size
-        with nullcontext() if cell > 1 else self._inner.inference(module):
+        with self._inner.inference(module) if self._is_one_rank else nullcontext():
             yield
 
     @contextmanager
@@ -258,14 +239,6 @@ class Megatron(Strategy[MegatronConfig]):
             yield
         if modify and self._pipeline is not None:
             self._pipeline.stages.outdate()
-
-    def names(self) -> Mapping[int, str]:
-        """Return names of what optimizers hold, by identity."""
-        return self._inner.names()
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module."""
-        return self._inner.unwrap(model)
 
     def close(self) -> None:
         """Take hooks off and end threads; layers stay divided."""

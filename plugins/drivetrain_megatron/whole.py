@@ -44,14 +44,8 @@ class WholeState:
         self._axis, self._device = axis, device
         first: dict[int, str] = {}
         self._whole = {
-            name: TensorFacts(
-                name,
-                tuple(tensor.shape),
-                tensor.dtype,
-                first.setdefault(id(tensor), name),
-                tensor.requires_grad,
-            )
-            for name, tensor in state_tensors(model).items()
+            name: replace(TensorFacts.of(name, t), identity=first.setdefault(id(t), name))
+            for name, t in state_tensors(model).items()
         }
 
     def places(self, module: nn.Module) -> dict[str, Place]:

@@ -73,6 +73,11 @@ class TensorFacts:
     identity: Hashable
     trainable: bool
 
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "TensorFacts":
+        """Describe a tensor that this rank has whole; tied names share the very same object."""
+        return cls(name, tuple(tensor.shape), tensor.dtype, id(tensor), tensor.requires_grad)
+
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
@@ -83,6 +88,11 @@ def state_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return what a module's state dict holds: the objects themselves, perhaps without memory."""
     state = module.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def parameters_among(tensors: Iterable[Tensor]) -> list[nn.Parameter]:
+    """Return the distinct parameters."""
+    return list({id(p): p for p in tensors if isinstance(p, nn.Parameter)}.values())
 
 
 class Reader(Protocol):

@@ -21,7 +21,7 @@ from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import Reader, Shard, TensorFacts, state_tensors
+from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors
 
 ConfigT = TypeVar("ConfigT")
 
@@ -223,10 +223,7 @@ class Strategy(ABC, Generic[ConfigT]):
         Raises:
             UsageError: the strategy cannot.
         """
-        raise UsageError(
-            f"{type(self).__name__} cannot stand in for a rank without batches; give every rank "
-            "as many batches with even_batches=True"
-        )
+        raise self._refusal("stand in for a rank without batches")
 
     def catch_up(self, source: int) -> None:
         """Take over the training state of one rank, which went on when others stood in.
@@ -237,10 +234,7 @@ class Strategy(ABC, Generic[ConfigT]):
         Raises:
             UsageError: the strategy cannot.
         """
-        raise UsageError(
-            f"{type(self).__name__} cannot take over the state of rank {source}; give every rank "
-            "as many batches with even_batches=True"
-        )
+        raise self._refusal(f"take over the state of rank {source}")
 
     def gathered(
         self, parameters: Iterable[nn.Parameter], *, modify: bool = True
@@ -267,10 +261,7 @@ class Strategy(ABC, Generic[ConfigT]):
         Args:
             module: as ``unwrap`` returns it.
         """
-        return [
-            TensorFacts(name, tuple(tensor.shape), tensor.dtype, id(tensor), tensor.requires_grad)
-            for name, tensor in state_tensors(module).items()
-        ]
+        return [TensorFacts.of(name, tensor) for name, tensor in state_tensors(module).items()]
 
     @contextmanager
     def whole_state(
@@ -283,9 +274,7 @@ class Strategy(ABC, Generic[ConfigT]):
             names: of ``state_facts``.
         """
         state = state_tensors(module)
-        chosen = [state[name] for name in names]
-        parameters = {id(p): p for p in chosen if isinstance(p, nn.Parameter)}
-        with self.gathered(list(parameters.values()), modify=False):
+        with self.gathered(parameters_among(state[name] for name in names), modify=False):
             yield {name: state[name].detach() for name in names}
 
     def progress(self) -> Mapping[str, int]:
@@ -298,7 +287,6 @@ class Strategy(ABC, Generic[ConfigT]):
         Args:
             progress: what ``progress`` returned there, perhaps of another strategy.
         """
-        return
 
     def names(self) -> Mapping[int, str]:
         """Return, by identity, the name of each parameter that an optimizer holds in place of one.
@@ -316,4 +304,7 @@ class Strategy(ABC, Generic[ConfigT]):
 
         Also called when ``prepare`` has raised.
         """
-        return
+
+    def _refusal(self, what: str) -> UsageError:
+        even = "give every rank as many batches with even_batches=True"
+        return UsageError(f"{type(self).__name__} cannot {what}; {even}")

@@ -60,6 +60,7 @@ class PipelineBuilder:
         self._deferring: list[nn.Module] = []
         self._optimizers: tuple[Optimizer, ...] = ()
         self._handles: list[RemovableHandle] = []
+        self._pipeline: Pipeline | None = None
         self.copied_buffers: frozenset[str] = frozenset()
 
     def plan(self, model: nn.Module, inputs: Inputs) -> None:
@@ -115,11 +116,9 @@ class PipelineBuilder:
         parts = Parts(self._link, self._axis, self._shared, self._weights, forwards)
         stages = LocalStages(self._split, inner, parts, self._run.world.device)
         pipeline = Pipeline(stages, plan, self._trace())
-        # A forward between backward and step refreshes copies, but of values before the step.
-        self._handles = [
-            optimizer.register_step_post_hook(lambda *_: stages.outdate())
-            for optimizer in self._optimizers
-        ]
+        self._pipeline = pipeline
+        for optimizer in self._optimizers:
+            self.follow(optimizer)
         forward = type(model).forward
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -128,6 +127,14 @@ class PipelineBuilder:
         functools.update_wrapper(call, forward)
         model.__dict__["forward"] = MethodType(call, model)
         return pipeline
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let copies of shared parameters be made anew after each step of an optimizer."""
+        # A forward between backward and step refreshes copies, but of values before the step.
+        outdate = self._pipeline.stages.outdate if self._pipeline is not None else None
+        if outdate is not None:
+            hook = optimizer.register_step_post_hook(lambda *_: outdate())
+            self._handles.append(hook)
 
     def _trace(self) -> StepTrace | None:
         """Return what writes traces, if they are asked for: for one pipeline, others are alike."""
