@@ -1,6 +1,8 @@
 """Pipeline parallelism of whole models: losses, gradients and steps equal those of one process."""
 
 import copy
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +13,24 @@ from drivetrain import Accelerator
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
+ROOT = Path(__file__).parents[3]
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def example_gpt(layers):
+    """Return the GPT of the example as it stands."""
+    spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples/train_gpt.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GPT(48, layers, 6, 32).double()
+
+
+MODELS = {**ARCHITECTURES, "example": example_gpt}
 
 
 def build(name, layers=4):
     torch.manual_seed(0)
-    return ARCHITECTURES[name](layers)
+    return MODELS[name](layers)
 
 
 def loss_outside(model, ids):
@@ -91,7 +105,7 @@ def check(name, loss_of, *, accumulation=1, rows=4, steps=3, **options):
     accelerator.free_memory()
 
 
-EACH = pytest.mark.parametrize("name", list(ARCHITECTURES))
+EACH = pytest.mark.parametrize("name", list(MODELS))
 LOSS = pytest.mark.parametrize("loss_of", [loss_outside, loss_inside])
 
 
@@ -158,6 +172,14 @@ def test_tensor_and_pipeline(name, sequence_parallel):
 def test_tensor_and_pipeline_in_two_halves(name, sequence_parallel):
     options = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "micro_batches": 3}
     check(name, loss_inside, **options, schedule="zb-h1")
+
+
+@pytest.mark.parametrize("inner", ["ddp", "zero1"])
+@pytest.mark.ranks(8, timeout=200)
+def test_three_dims(inner):
+    """tp 2, pp 2 and dp 2 at once, by a name in the configuration."""
+    options = {"tp": 2, "pp": 2, "micro_batches": 2, "data_parallel": {"name": inner}}
+    check("gpt2", loss_inside, steps=2, **options)
 
 
 def step_loss(output, targets):
