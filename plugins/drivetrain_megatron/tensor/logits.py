@@ -164,6 +164,22 @@ class _Unwrap(torch.autograd.Function):
         return ShardedLogits(grad, ctx.cut)
 
 
+class _Same(torch.autograd.Function):
+    """One node of autograd's graph, after which nothing is different.
+
+    Who looks for the node of a leaf, such as ``torch.autograd.graph.get_gradient_edge``, views it
+    and takes the node before the view's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: ShardedLogits) -> Tensor:
+        return ShardedLogits(logits._local, logits._cut)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def _gathered(value: Any) -> Any:
     return value.gathered() if isinstance(value, ShardedLogits) else value
 
@@ -219,6 +235,14 @@ def _on_shares(
     return ShardedLogits.of(out, *logits._cut)
 
 
+def _new(
+    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Make a plain tensor of the same dtype and device."""
+    made: Tensor = func(logits._local, *args, **kwargs)
+    return made
+
+
 def _cast(
     func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
@@ -243,6 +267,8 @@ def _viewed(
     meta = [torch.empty(each.shape, device="meta") if isinstance(each, Tensor) else each
             for each in (logits, *args)]  # fmt: skip
     shape = func(*meta, **kwargs).shape
+    if shape == logits.shape:
+        return _Same.apply(logits)  # type: ignore[no-any-return,no-untyped-call]
     if not shape or shape[-1] != logits.shape[-1]:
         return None
     local = logits.local()
@@ -338,6 +364,7 @@ _KEPT: dict[str, Kept] = {
         "__neg__", "tanh", "cpu", "cuda",
     ), _on_shares),
     **dict.fromkeys(("to", "type_as"), _cast),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), _new),
     **dict.fromkeys((
         "mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__",
     ), _scaled),

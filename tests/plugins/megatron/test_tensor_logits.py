@@ -5,15 +5,17 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from drivetrain import communication
+from drivetrain import Accelerator, communication
 from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import connect
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.testing.huggingface import llama, token_batch
 from drivetrain_megatron.tensor.edges import Edges
 from drivetrain_megatron.tensor.emulated import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column
@@ -338,3 +340,58 @@ def test_a_head_on_real_ranks():
         with pytest.raises(UsageError, match="all_reduce on logits"):
             communication.reduce(head(x), "sum", group=ranks.axis)
     ranks.close()
+
+
+def test_the_node_of_a_leaf_is_found():
+    """As of a plain tensor: what is noted there is met by whoever follows the graph."""
+
+    def body(ranks):
+        leaf = logits_of(ranks)[1].detach().requires_grad_()
+        node = get_gradient_edge(leaf).node
+        assert leaf.local().grad_fn.next_functions[0][0] is node
+        leaf.view_as(leaf).float().sum().backward()
+        close(leaf.grad.gathered(), torch.ones_like(WHOLE))
+
+    run_emulated(2, body)
+
+
+def test_tensors_like_logits_need_no_words():
+    def body(ranks):
+        _, logits, _ = logits_of(ranks)
+        made = [logits.new_zeros(()), logits.new_ones(2, 3), logits.new_full((2,), 7.0)]
+        for tensor in made:
+            assert type(tensor) is torch.Tensor
+            assert tensor.dtype is torch.float64
+        assert made[2].tolist() == [7.0, 7.0]
+        assert not calls(ranks)
+
+    run_emulated(2, body)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.ranks(4)
+def test_micro_batches_of_a_pipeline_send_no_words(micro_batches):
+    """The loss outside of the model is made of outputs joined along rows: nothing is gathered."""
+    torch.manual_seed(0)
+    model = llama()
+    twin = copy.deepcopy(model)
+    strategy = {"name": "megatron", "tp": 2, "pp": 2, "micro_batches": micro_batches}
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    model = accelerator.prepare(model)
+    ids = token_batch(1, rows=5)
+    losses = []
+    for each in (model, twin):
+        logits = each(ids).logits
+        losses.append(F.cross_entropy(logits.view(-1, WORDS), ids.view(-1)))
+    accelerator.backward(losses[0])
+    losses[1].backward()
+    over_tp = {operation for axis, operation in accelerator.traffic.sent() if axis == "tp"}
+    assert over_tp == {"all_reduce"}
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-10)
+    theirs = dict(twin.named_parameters())
+    facts = accelerator.strategy_of(model)._facts
+    for name, parameter in model.named_parameters():
+        partition, grad = facts[name].partition, theirs[name].grad
+        rank = accelerator.mesh["tp"].rank
+        close(parameter.grad, grad if partition is None else partition.take(grad, rank))
+    accelerator.free_memory()
