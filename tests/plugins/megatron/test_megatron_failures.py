@@ -1,5 +1,9 @@
 """A rank that fails in a pipeline: the others end soon, and say where they were."""
 
+import os
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -71,3 +75,65 @@ def test_more_stages_than_blocks():
     accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
     with pytest.raises(Exception, match="between 1 and 1 stages for a model of 1 blocks|repeated"):
         accelerator.prepare(gpt2(1))
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from drivetrain import Accelerator
+from drivetrain.errors import CollectiveError
+from drivetrain.testing.huggingface import gpt2, token_batch
+
+torch.manual_seed(0)
+accelerator = Accelerator(
+    strategy={"name": "megatron", "pp": 4, "micro_batches": 4},
+    config={"launch": {"timeout_s": 6}},
+    cpu=True,
+)
+model = accelerator.prepare(gpt2(4))
+ids = token_batch(0, rows=4)
+accelerator.backward(model(input_ids=ids, labels=ids).loss)
+if accelerator.process_index == 2:
+    model.transformer.h[2].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+try:
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+except CollectiveError as error:
+    print(error, flush=True)
+    os._exit(3)
+"""
+
+
+def test_a_rank_that_is_killed():
+    """No launcher stops the others: they end by themselves, and name what they waited for."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": "4",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        said = [process.communicate(timeout=90)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in ranks] == [3, 3, -9, 3]
+    for rank in (0, 1, 3):
+        for word in ("stage", "micro-batch"):
+            assert word in said[rank], said[rank]
+        assert "forward" in said[rank] or "gradient" in said[rank] or "input" in said[rank]
