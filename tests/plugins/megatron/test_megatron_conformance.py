@@ -6,6 +6,7 @@ cut into stages.
 """
 
 import copy
+import time
 from datetime import timedelta
 from typing import ClassVar
 
@@ -16,11 +17,13 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
-from drivetrain.errors import ConfigError, UsageError
+from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from drivetrain.parts.collectives.solo import SoloCommunicator
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
 from drivetrain.testing.conformance import StrategyConformance
+from drivetrain.testing.conformance.failures import SOON_S
+from drivetrain.testing.conformance.tcp import cut_connections
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, plain_sgd
 from drivetrain.testing.models import CASES
 from drivetrain_megatron.config import MegatronConfig
@@ -71,6 +74,21 @@ class TestTensorParallel(StrategyConformance):
                 grown = {key: n - before.get(key, 0) for key, n in over_dp(accelerator).items()}
                 if accelerator.is_main_process:
                     assert {key: n for key, n in grown.items() if n} == promised.sent, name
+
+    def test_one_rank_that_dies(self, world):
+        """Its cell fails at once; another cell when the processes of the first one end."""
+        accelerator = self.make_accelerator()
+        twins = Twins(accelerator, CASES["mlp"])
+        twins.backward(0)
+        twins.step()
+        everyone(None)
+        started = time.monotonic()
+        if accelerator.process_index < world - 1:
+            with pytest.raises(CollectiveError):
+                accelerator.backward(twins.loss(1))
+        assert time.monotonic() - started < SOON_S
+        cut_connections()
+        accelerator.free_memory()
 
     def test_taken_off(self, world):
         """After ``free_memory`` a divided model is refused; a whole one trains by itself."""
