@@ -99,7 +99,10 @@ def test_what_does_not_divide_is_reported():
     if accelerator.is_main_process:
         (said,) = [line for line in lines if "not even" in line]
         assert "over 4 ranks" in said
-        assert "model.embed_tokens.weight, of whose 97 indices of dim 0 ranks hold 24, 24, 24, 25" in said
+        assert (
+            "model.embed_tokens.weight, of whose 97 indices of dim 0 ranks hold 24, 24, 24, 25"
+            in said
+        )
     accelerator.free_memory()
 
 
