@@ -13,7 +13,7 @@ from drivetrain import Accelerator
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.tcp import is_supported, sent_bytes, sent_since
-from drivetrain.testing.conformance.twins import Twins, adamw, plain_sgd
+from drivetrain.testing.conformance.twins import Twins, adamw, everyone, plain_sgd
 from drivetrain.testing.models import CASES
 
 Ledger: TypeAlias = Mapping[tuple[str, str], int]
@@ -138,7 +138,9 @@ def _layers() -> nn.Module:
 def _settle(accelerator: Accelerator, model: nn.Module) -> None:
     """Wait for what is on its way: whole values are there when nothing is."""
     with accelerator.gathered(model):
-        return
+        pass
+    # What this rank has handed over may wait in the kernel until the others have taken it.
+    everyone(None)
 
 
 def _train(twins: Twins, steps: int) -> None:
