@@ -29,6 +29,7 @@ from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.pipeline.weights import WeightGradients
 from drivetrain_megatron.pipeline.worker import Forwards
+from drivetrain_megatron.tensor.eager import Uncompiled
 
 logger = get_logger(__name__)
 
@@ -56,6 +57,7 @@ class PipelineBuilder:
         self._planned: tuple[Recording, Cut] | None = None
         self._split: Split | None = None
         self._shared: SharedParameters | None = None
+        self._uncompiled = Uncompiled()
         self._weights = WeightGradients()
         self._deferring: list[nn.Module] = []
         self._optimizers: tuple[Optimizer, ...] = ()
@@ -80,6 +82,9 @@ class PipelineBuilder:
         if self._planned is None:
             raise RuntimeError("plan() comes before split()")
         recording, cut = self._planned
+        if self._run.mesh["tp"].size == 1:
+            shared = "because ranks share its blocks; compile the blocks instead"
+            self._uncompiled.set(model, [model], shared)
         rank = self._axis.rank
         owned = list(range(rank, self._stages, self._axis.size))
         self.copied_buffers = frozenset(
@@ -152,6 +157,7 @@ class PipelineBuilder:
         self._weights.detach_from(self._deferring)
         if self._split is not None:
             self._split.close()
+        self._uncompiled.undo()
 
 
 def chosen_cut(

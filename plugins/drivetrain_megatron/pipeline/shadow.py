@@ -274,6 +274,6 @@ def values_needed(what: str) -> ValuesNeededError:
     return ValuesNeededError(
         f"expected values for {what}, found a tensor whose values exist on another pipeline "
         "stage: its shape and dtype are known here, its numbers are not. Return the loss from the "
-        "model, or call .item() after accelerator.backward(loss); for choices that depend on "
-        "values, compute them inside of the model's blocks"
+        "model, or call .item() after accelerator.backward(loss), in an accumulation window after "
+        "the last one; for choices that depend on values, compute them inside of the model's blocks"
     )

@@ -3,7 +3,7 @@
 Inside of its forward they exchange activations, through threads that a compiler cannot see into.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -22,9 +22,20 @@ class Uncompiled:
     def __init__(self) -> None:
         self._before: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
 
-    def set(self, model: nn.Module) -> None:
-        """Begin; a model of which nothing is compiled stays as it is."""
-        for module in model.modules():
+    def set(
+        self,
+        model: nn.Module,
+        modules: Iterable[nn.Module] | None = None,
+        reason: str = "because ranks share its layers",
+    ) -> None:
+        """Begin; a model of which nothing is compiled stays as it is.
+
+        Args:
+            model: the user's.
+            modules: of it that shall run as written; None for all.
+            reason: what the user is told.
+        """
+        for module in model.modules() if modules is None else modules:
             inner = uncompiled(module)
             if inner is not module:  # the wrapper that torch.compile(module) returned
                 self._put(module, "forward", inner)
@@ -32,8 +43,7 @@ class Uncompiled:
                 self._put(module, _COMPILED_CALL, None)
         if self._before:
             logger.announce(
-                f"torch.compile: {type(uncompiled(model)).__name__} runs uncompiled, because ranks "
-                "share its layers"
+                f"torch.compile: {type(uncompiled(model)).__name__} runs uncompiled, {reason}"
             )
 
     def undo(self) -> None:

@@ -268,3 +268,24 @@ def test_levels_may_change():
         model.zero_grad()
         twin.zero_grad()
     accelerator.free_memory()
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+@pytest.mark.ranks(2)
+def test_compiled_models_run_as_they_are_written(how):
+    model = build("gpt2")
+    twin = copy.deepcopy(model)
+    if how == "wrapped":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2, "micro_batches": 2}, cpu=True)
+    model = accelerator.prepare(model)
+    for step in range(2):
+        ids = token_batch(step, rows=4 - step)
+        loss = loss_outside(model, ids)
+        accelerator.backward(loss)
+        expected = loss_outside(twin, ids)
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+    accelerator.free_memory()

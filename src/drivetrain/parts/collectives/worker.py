@@ -22,13 +22,15 @@ class Job:
         describe: turns an exception into the error that the submitter sees.
     """
 
-    __slots__ = ("_describe", "_error", "_finished", "_run")
+    __slots__ = ("_describe", "_error", "_finished", "_inference", "_run")
 
     def __init__(
         self, run: Callable[[], None], describe: Callable[[BaseException], CollectiveError]
     ) -> None:
         self._run: Callable[[], None] | None = run
         self._describe = describe
+        # Tensors made in inference mode can be written to in inference mode alone, a thread's own.
+        self._inference = torch.is_inference_mode_enabled()
         self._error: CollectiveError | None = None
         # A lock is the cheapest thing one thread can wait on for another.
         self._finished = threading.Lock()
@@ -54,7 +56,8 @@ class Job:
         self._error = broken
         if broken is None and self._run is not None:
             try:
-                self._run()
+                with torch.inference_mode(self._inference):
+                    self._run()
             except Exception as error:
                 self._error = self._describe(error)
                 self._error.__cause__ = error
