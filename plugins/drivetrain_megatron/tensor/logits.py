@@ -3,7 +3,8 @@
 It stays so through what models do with logits before the loss: casts, views, slices and transposes
 that leave the last dim alone, scaling by a number, concatenation along other dims.
 ``F.cross_entropy`` of it is computed from the shares. Whatever else is asked of it gathers the
-words first and goes on with a plain tensor; every rank must then ask, as of any collective. Its
+words first and goes on with a plain tensor; every rank must then ask, as of any collective. What
+writes into it without gradients, as samplers do, writes into the shares: views see it. Its
 gradients are such tensors too, so that everything autograd has to offer (hooks,
 ``torch.autograd.grad``, functions of others) works on it.
 """
@@ -24,6 +25,7 @@ from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
 from drivetrain_megatron.tensor.operators import gather, gathered
 from drivetrain_megatron.tensor.outline import is_outline, outlined
 from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.writing import Call
 
 
 class Cut(NamedTuple):
@@ -96,13 +98,16 @@ class ShardedLogits(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer from facts, stay cut, compute the loss, or gather and go on."""
+        """Answer from facts, write, stay cut, compute the loss, or gather and go on."""
         kwargs = kwargs or {}
-        name = _name(func)
-        _refuse_writing(func, name, args, kwargs)
+        call = Call(func, args, kwargs)
+        name = call.name
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        written = _logits_in(call.written)
+        if written:
+            return _write(call, written)
         if name in _KEPT and args and isinstance(args[0], ShardedLogits):
             kept = _KEPT[name](func, args[0], args[1:], kwargs)
             if kept is not None:
@@ -133,8 +138,8 @@ class ShardedLogits(Tensor):
             )
             return ShardedLogits(func(first, second, **(kwargs or {})), cut)
         name = func._schema.name
-        if name.endswith("_"):
-            _refuse_if_cut(args[0], name)
+        if name.endswith("_") and _logits_in(args[0]):
+            raise _unwritable(name)
         args, kwargs = tree_map(_plain, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 
@@ -191,36 +196,44 @@ def _plain(value: Any) -> Any:
     return gathered(value._local, value._cut.ranks, value._cut.partition)
 
 
-def _name(func: Any) -> str:
-    """Return the name of a function or method; of the attribute, for what reads or writes one."""
-    name = str(func.__name__)
-    if name == "__get__":
-        return str(func.__self__.__name__)
-    return f"{func.__self__.__name__} =" if name == "__set__" else name
+def _logits_in(value: Any) -> list["ShardedLogits"]:
+    return [each for each in tree_leaves(value) if isinstance(each, ShardedLogits)]
 
 
-def _refuse_writing(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Let what writes into logits raise: a gathered copy would be written to, and lost.
+def _write(call: Call, written: Sequence[ShardedLogits]) -> Any:
+    """Do what a call does to logits: to all words, of which this rank keeps its own.
+
+    The shares are changed in place, so whatever views them, or is viewed by them, has the values.
 
     Raises:
-        UsageError: the function changes logits.
+        UsageError: autograd would have to know of it, or more than values would change.
     """
-    if name in _FACTS:
-        return
-    in_place = name.endswith("_") and not name.endswith("__")
-    # Collectives of torch.distributed fill their first argument.
-    is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")
-    changes_first = in_place or is_collective or name in _WRITING or name.endswith(" =")
-    written = args[0] if changes_first and args else kwargs.get("out")
-    _refuse_if_cut(written, name)
+    if call.is_recorded or call.replaces:
+        raise _unwritable(call.name)
+    if call.is_by_element:
+        call.func(written[0]._local, *call.args[1:])
+        return written[0]
+    wholes = {id(each): _plain(each) for each in written}
+    args, kwargs = tree_map(
+        lambda each: wholes[id(each)] if id(each) in wholes else _plain(each),
+        (tuple(call.args), dict(call.kwargs)),
+    )
+    out = call.func(*args, **kwargs)
+    for logits in written:
+        whole = wholes[id(logits)]
+        if (whole.shape, whole.stride()) != (logits.shape, logits.stride()):
+            raise _unwritable(call.name)
+        logits._local.copy_(logits._cut.share(whole))
+    logits_of = {id(wholes[id(logits)]): logits for logits in written}
+    return tree_map(lambda each: logits_of.get(id(each), each), out)
 
 
-def _refuse_if_cut(written: Any, name: str) -> None:
-    if any(isinstance(each, ShardedLogits) for each in tree_leaves(written)):
-        raise UsageError(
-            f"expected logits that are not written to, found {name} on logits whose words are cut "
-            "over ranks; make a new tensor (logits = logits / 2), or write to logits.gathered()"
-        )
+def _unwritable(name: str) -> UsageError:
+    return UsageError(
+        "expected logits that are not written to while gradients are recorded, nor reshaped in "
+        f"place, found {name} on logits whose words are cut over ranks; make a new tensor "
+        "(logits = logits / 2), write under torch.no_grad(), or write to logits.gathered()"
+    )
 
 
 Kept = Callable[[Any, ShardedLogits, Sequence[Any], Mapping[str, Any]], Tensor | None]
@@ -352,11 +365,6 @@ _FACTS = frozenset({
     "retains_grad", "requires_grad_", "requires_grad =", "grad =", "backward", "_backward_hooks",
     "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks", "untyped_storage",
     "storage_offset", "get_device", "is_signed", "is_mkldnn",
-})
-_WRITING = frozenset({
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__",
-    "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
-    "__irshift__",
 })
 _KEPT: dict[str, Kept] = {
     **dict.fromkeys((

@@ -272,10 +272,97 @@ def test_facts_and_text_are_free():
     run_emulated(2, body)
 
 
-def test_writing_is_refused():
+def indexed(x, index, value=-torch.inf):
+    x[index] = value
+
+
+def divided(x):
+    x[:, -1, :] /= 0.7
+
+
+def in_steps(x):
+    x /= 0.7
+    x *= 2
+    x -= 1
+    x.tanh_().mul_(3)
+
+
+WRITTEN = {
+    "one word": lambda x: indexed(x, (..., 5)),
+    "some words": lambda x: indexed(x, (slice(None), 0, slice(30, 60)), numbers(30)),
+    "below the best": lambda x: indexed(x, x < x.topk(5).values[..., [-1]]),
+    "every word by tensors": lambda x: indexed(x, torch.tensor([0]), numbers(7, WORDS)),
+    "last token": divided,
+    "through a view": lambda x: x[:, -1].view(2, WORDS).masked_fill_(WHOLE[:, 0] > 0, -1.0),
+    "masked_fill_": lambda x: x.masked_fill_(MASK[..., None], 0.5),
+    "scatter_": lambda x: x.scatter_(-1, LABELS[..., None], -torch.inf),
+    "by elements": in_steps,
+    "itself": lambda x: x.sub_(x.logsumexp(-1, keepdim=True)),
+    "inplace": lambda x: F.relu(x, inplace=True),
+    "init": lambda x: nn.init.constant_(x, 2.0),
+    "out": lambda x: torch.add(WHOLE, 1, out=x),
+}
+
+
+@each_size
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_without_gradients_it_is_written_to(size, guard, name):
+    """What is written is seen by views that were made before, and by what it is a view of."""
+    write = WRITTEN[name]
+
+    def body(ranks):
+        with guard():
+            whole = WHOLE.clone()
+            above, view, other = whole.unsqueeze(0), whole[:, -1], whole * 1
+            expected = write(whole)
+            base = logits_of(ranks)[1]
+            logits = base.view(2, 7, WORDS)
+            above_here, view_here, other_here = base.unsqueeze(0), logits[:, -1], logits * 1
+            out = write(logits)
+            assert (out is None) == (expected is None)
+            for mine, theirs in (
+                (logits, whole),
+                (base, whole),
+                (above_here, above),
+                (view_here, view),
+                (other_here, other),
+            ):
+                assert isinstance(mine, ShardedLogits) == (size > 1)
+                close(mine, theirs)
+            if name not in ("below the best", "itself"):
+                assert torch.equal(logits, whole)
+            assert out is None or out is logits or name == "through a view"
+
+    run_emulated(size, body)
+
+
+def test_numbers_by_element_send_nothing():
+    def body(ranks):
+        logits = logits_of(ranks)[1].detach()
+        in_steps(logits)
+        assert not calls(ranks)
+
+    run_emulated(2, body)
+
+
+def test_an_output_that_is_written_to_has_no_gradients_any_more():
+    """As of a plain tensor: what backward needs is gone, and it says so."""
+
+    def body(ranks):
+        logits = logits_of(ranks)[1].tanh()
+        with torch.no_grad():
+            logits[..., 5] = 0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            logits.sum().backward()
+
+    run_emulated(2, body)
+
+
+def test_writing_with_gradients_is_refused():
     def body(ranks):
         _, logits, _ = logits_of(ranks)
-        logits = logits.detach()
+        plain = logits.detach()
         out = torch.zeros(2, dtype=torch.float64)
 
         def assign():
@@ -285,14 +372,54 @@ def test_writing_is_refused():
             nonlocal logits
             logits /= 2
 
-        for write in (assign, divide, lambda: logits.mul_(2), lambda: logits.masked_fill_(MASK, 0)):
+        for write in (
+            assign,
+            divide,
+            lambda: logits.mul_(2),
+            lambda: logits.masked_fill_(MASK, 0),
+            lambda: plain.mul_(WHOLE.clone().requires_grad_()),
+            lambda: plain.squeeze_(0).transpose_(0, 1),
+            lambda: plain.set_(WHOLE),
+            lambda: setattr(plain, "data", WHOLE),
+        ):
             with pytest.raises(UsageError, match="logits = logits / 2"):
                 write()
         with pytest.raises(UsageError, match="not written to"):
             torch.add(WHOLE, 1, out=logits)
-        assert torch.equal(out.add_(logits[0, 0, :2]), WHOLE[0, 0, :2])
+        assert torch.equal(logits.gathered(), WHOLE)
+        assert torch.equal(out.add_(plain[0, 0, :2]), WHOLE[0, 0, :2])
 
     run_emulated(2, body)
+
+
+def sampled(model, ids, new, temperature=0.8, best=5):
+    """Generate as plain training scripts do, with a generator of their own."""
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(new):
+        logits = model(ids).logits[:, -1, :]
+        logits /= temperature
+        values, _ = torch.topk(logits, best)
+        logits[logits < values[:, [-1]]] = -float("inf")
+        word = torch.multinomial(F.softmax(logits, dim=-1), num_samples=1, generator=generator)
+        ids = torch.cat((ids, word), dim=1)
+    return ids
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.ranks(2)
+def test_sampling_equals_one_process(guard):
+    torch.manual_seed(0)
+    model = llama()
+    twin = copy.deepcopy(model).eval()
+    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
+    model = accelerator.prepare(model).eval()
+    ids = token_batch(1, rows=3)
+    with guard():
+        assert isinstance(model(ids).logits, ShardedLogits)
+        expected = sampled(twin, ids, new=8)
+        assert torch.equal(sampled(model, ids, new=8), expected)
+    assert len(expected[:, ids.shape[1] :].unique()) > 3
+    accelerator.free_memory()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""What a call of torch writes into: told by its name, as a tensor's own function sees it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+class Call(NamedTuple):
+    """A call of torch's, as ``__torch_function__`` gets it."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the function or method; of the attribute, for what reads or writes one."""
+        name = str(self.func.__name__)
+        if name == "__get__":
+            return str(self.func.__self__.__name__)  # type: ignore[attr-defined]
+        return f"{self.func.__self__.__name__} =" if name == "__set__" else name  # type: ignore[attr-defined]
+
+    @property
+    def written(self) -> Any:
+        """What the call writes into: tensors in any nesting, or None."""
+        name = self.name
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or name in _OPERATORS or self.replaces or self._asks_in_place:
+            return next(iter((*self.args, *self.kwargs.values())), None)
+        return self.kwargs.get("out")
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it changes more than values (storage, graph), or fills a buffer by sending."""
+        # Collectives of torch.distributed fill their first argument.
+        is_collective = str(getattr(self.func, "__module__", "")).startswith("torch.distributed")
+        return is_collective or self.name in _REPLACING or self.name.endswith(" =")
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether autograd would have to know of the writing."""
+        return torch.is_grad_enabled() and any(
+            isinstance(each, Tensor) and each.requires_grad
+            for each in tree_leaves((tuple(self.args), dict(self.kwargs)))
+        )
+
+    @property
+    def is_by_element(self) -> bool:
+        """Whether each element of the first argument becomes a function of itself alone."""
+        numbers = all(isinstance(each, int | float) for each in self.args[1:])
+        return self.name in _BY_ELEMENT and numbers and not self.kwargs
+
+    @property
+    def _asks_in_place(self) -> bool:
+        # With gradients, what such a function returns is all that its callers go on with.
+        return self.kwargs.get("inplace") is True and not self.is_recorded
+
+
+# fmt: off
+_OPERATORS = frozenset({
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__",
+    "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
+    "__irshift__",
+})
+_REPLACING = frozenset({"set_", "detach_", "share_memory_", "rename_"})
+_BY_ELEMENT = frozenset({
+    "add_", "sub_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "__iadd__", "__isub__",
+    "__imul__", "__itruediv__", "fill_", "zero_", "neg_", "tanh_",
+})
+# fmt: on
