@@ -19,6 +19,9 @@ from drivetrain_megatron.tensor.verify import Trial, verify
 _CONFIGURATIONS = ("config", "cfg", "args")
 """Under which names modules keep the configuration of their model."""
 
+_MOST_MIXED = 8
+"""How many choices of attributes are tried together with reshapes: every trial takes time."""
+
 
 @dataclass(slots=True)
 class Derivation:
@@ -165,30 +168,36 @@ def _attempts(
 def _changes(
     block: nn.Module, group: Group, division: Division
 ) -> Iterator[tuple[Mapping[Number, tuple[int, ...]], int | None]]:
-    """Yield what to change in how the block's code counts: nothing, attributes, or reshapes."""
-    for numbers in _numbers(block, group, division):
+    """Yield what to change in how the block's code counts: nothing, attributes, reshapes, or both.
+
+    Code that splits by an attribute may reshape to the sizes of its input: that needs both.
+    """
+    choices = _choices(_numbers(block, group, division))
+    for numbers in choices:
         yield numbers, None
-    yield {}, 0
-    yield {}, 1
+    for place in (0, 1):
+        yield {}, place
+    for place in (0, 1):
+        for numbers in choices[1 : 1 + _MOST_MIXED]:
+            yield numbers, place
 
 
-def _numbers(
-    block: nn.Module, group: Group, division: Division
-) -> Iterator[Mapping[Number, tuple[int, ...]]]:
-    """Yield which attributes to change: none, one that counts a divided size, or all such."""
+def _choices(found: Mapping[Number, tuple[int, ...]]) -> list[Mapping[Number, tuple[int, ...]]]:
+    """Return which attributes to change: none, one, or all."""
+    alone = [{number: values} for number, values in found.items()]
+    return [{}, *alone, *([found] if len(found) > 1 else [])]
+
+
+def _numbers(block: nn.Module, group: Group, division: Division) -> dict[Number, tuple[int, ...]]:
+    """Return the attributes that count a divided size, and what they are on each rank."""
     owners = {_parent(name) for name in (*group.columns, group.row)} | {_common(group.columns)}
-    found = {
+    return {
         Number(owner, attribute): division.numbers[value]
         for owner in sorted(owners)
         if not is_linear(block.get_submodule(owner))
         for attribute, value in _counts(block.get_submodule(owner))
         if value in division.numbers
     }
-    yield {}
-    for number, values in found.items():
-        yield {number: values}
-    if len(found) > 1:
-        yield found
 
 
 def _counts(module: nn.Module) -> Iterator[tuple[str, int]]:

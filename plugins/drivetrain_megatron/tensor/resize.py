@@ -24,7 +24,8 @@ class LocalSizes(TorchFunctionMode):
 
     Args:
         numbers: sizes of the whole, and what they are on this rank.
-        place: which of several sizes that would do is meant, counted from the right: 0, 1, …
+        place: which of several sizes that would do is meant, counted from the right: 0, 1, …;
+            the leftmost where there are fewer.
         dim: which dim of activations counts tokens; features and heads stand behind it.
         tokens: how many tokens a shard of the sequence has, and how many all have; None where
             activations are whole.
@@ -72,9 +73,9 @@ class LocalSizes(TorchFunctionMode):
             and size in self._numbers
             and wanted // size * self._numbers[size] == found
         ]
-        if len(fitting) <= self._place:
+        if not fitting:
             return sizes
-        index = fitting[-1 - self._place]
+        index = fitting[max(len(fitting) - 1 - self._place, 0)]
         return _replaced(sizes, index, self._numbers[sizes[index]])
 
     def _with_tokens(self, tensor: Tensor, sizes: list[int]) -> list[int]:
