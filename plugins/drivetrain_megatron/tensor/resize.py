@@ -59,13 +59,14 @@ class LocalSizes(TorchFunctionMode):
         if not all(type(size) is int and size >= 0 for size in sizes):
             return args  # a dtype, or a size that torch works out
         sizes = self._with_tokens(tensor, sizes)
-        if prod(sizes) != tensor.numel():
-            sizes = self._with_features(sizes, tensor.numel())
+        found = _extent(tensor.shape) if 0 in sizes else tensor.numel()
+        if _extent(sizes) != found:
+            sizes = self._with_features(sizes, found)
         return (tensor, sizes)
 
     def _with_features(self, sizes: list[int], found: int) -> list[int]:
         """Return the sizes with this rank's features or heads, if they fit then."""
-        wanted = prod(sizes)
+        wanted = _extent(sizes)
         fitting = [
             index
             for index, size in enumerate(sizes)
@@ -86,6 +87,11 @@ class LocalSizes(TorchFunctionMode):
         some, every = self._tokens
         meant = sizes[dim] == some and tensor.shape[dim] == every
         return _replaced(sizes, dim, every) if meant else sizes
+
+
+def _extent(sizes: Sequence[int]) -> int:
+    """Return how many elements there are, leaving out dims that have none."""
+    return prod(size or 1 for size in sizes)
 
 
 def _replaced(sizes: Sequence[int], index: int, size: int) -> list[int]:
