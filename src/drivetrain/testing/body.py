@@ -73,7 +73,12 @@ def _call(job: Job) -> None:
         holder = holder()
     torch.manual_seed(0)
     random.seed(0)
-    getattr(holder, job.function)(**arguments)
+    try:
+        getattr(holder, job.function)(**arguments)
+    finally:
+        for given in arguments.values():
+            if isinstance(given, pytest.MonkeyPatch):
+                given.undo()  # this process runs other tests, and pytest's own knows of no change
 
 
 def _unpickled(name: str, data: bytes) -> Any:

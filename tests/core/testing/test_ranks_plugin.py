@@ -1,5 +1,6 @@
 """Tests on ranks: what passes, what a report shows, and that one test never harms the next."""
 
+import math
 import os
 import signal
 import subprocess
@@ -72,6 +73,14 @@ def run(project, body, *args):
     header = "import os, signal, threading, time, warnings\nimport pytest, torch\n"
     project.makepyfile(test_case=header + "import torch.distributed as dist\n" + body)
     return project.runpytest_subprocess(*args, timeout=150)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.ranks(2)
+def test_what_is_patched_is_patched_for_one_test(monkeypatch, number):
+    assert math.tau != number - 1
+    monkeypatch.setattr(math, "tau", number)
+    assert math.tau == number
 
 
 def test_failures_are_reported_by_rank_and_harm_no_later_test(project):

@@ -202,3 +202,19 @@ def test_two_ranks(sizes, sequence_parallel):
 def test_four_ranks(sizes, sequence_parallel):
     for form in FORMS:
         check(form, sizes, tp=4, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "shards"])
+@pytest.mark.ranks(2)
+def test_empty_batches(sequence_parallel):
+    """A batch without rows trains nothing, and is no error."""
+    for form in (Split, Chunks, Reshaped):
+        torch.manual_seed(0)
+        model = Decoder(form, 32, 4).double()
+        accelerator = Accelerator(
+            strategy={"name": "megatron", "tp": 2, "sequence_parallel": sequence_parallel}, cpu=True
+        )
+        model = accelerator.prepare(model)
+        accelerator.backward(model(torch.zeros(0, 7, dtype=torch.int64)).sum())
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+        accelerator.free_memory()
