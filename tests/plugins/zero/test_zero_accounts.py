@@ -8,6 +8,7 @@ language model whose parameters are really divided, and nothing may grow.
 import gc
 import importlib.util
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,8 @@ def storage_bytes(tensors):
     for tensor in tensors:
         if issubclass(type(tensor), Tensor) and tensor.device.type != "meta":
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            with suppress(RuntimeError):  # of another test: a tensor that has facts and no memory
+                storages[storage.data_ptr()] = storage.nbytes()
     storages.pop(0, None)
     return sum(storages.values())
 

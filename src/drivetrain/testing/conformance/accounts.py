@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -169,7 +170,8 @@ def _bytes(tensors: Iterable[object]) -> int:
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.device.type != "meta":
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            with suppress(RuntimeError):  # a tensor that has facts and no memory
+                storages[storage.data_ptr()] = storage.nbytes()
     storages.pop(0, None)
     return sum(storages.values())
 
