@@ -71,7 +71,7 @@ class TensorFacts:
     shape: tuple[int, ...]
     dtype: torch.dtype
     identity: Hashable
-    trainable: bool
+    trainable: bool = False
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "TensorFacts":

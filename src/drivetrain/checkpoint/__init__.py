@@ -8,7 +8,7 @@ from drivetrain.checkpoint.background import Background
 from drivetrain.checkpoint.contents import Contents
 from drivetrain.checkpoint.convert import export_checkpoint
 from drivetrain.checkpoint.difference import describe_difference
-from drivetrain.checkpoint.export import ExportPlan, ExportTensor, plan_export, write_export
+from drivetrain.checkpoint.export import ExportPlan, plan_export, write_export
 from drivetrain.checkpoint.exported import read_export
 from drivetrain.checkpoint.inspection import Description, describe, find_problems
 from drivetrain.checkpoint.loading import CheckpointReader, ModelReader, open_checkpoint
@@ -24,7 +24,6 @@ __all__ = [
     "Contents",
     "Description",
     "ExportPlan",
-    "ExportTensor",
     "ExportedWeights",
     "ModelReader",
     "Save",

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.export import ExportPlan, ExportTensor, plan_export, write_export
+from drivetrain.checkpoint.export import ExportPlan, plan_export, write_export
 from drivetrain.checkpoint.loading import ModelReader, open_checkpoint
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
+from drivetrain.shards import TensorFacts
 
 
 def export_checkpoint(
@@ -48,7 +49,7 @@ def export_checkpoint(
         names = [name for name, state in source.keys() if not state]  # noqa: SIM118
         dtypes = {name: _exported(source.dtype(name), dtype) for name in names}
         described = [
-            ExportTensor(name, source.shape(name), dtypes[name], source.aliases.get(name, name))
+            TensorFacts(name, source.shape(name), dtypes[name], source.aliases.get(name, name))
             for name in names
         ]
         plan = plan_export(described, max_shard_size)

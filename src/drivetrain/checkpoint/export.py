@@ -13,16 +13,15 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.agreement import share, together
 from drivetrain.checkpoint.tensorfile import TensorFile, file_order, sync_directory, write_bytes
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
+from drivetrain.shards import TensorFacts
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,36 +35,6 @@ _DRAFT = re.compile(rf"\.{_EXPORTED.pattern}\.tmp-[0-9a-f]{{16}}")
 
 
 @dataclass(frozen=True, slots=True)
-class ExportTensor:
-    """A parameter or persistent buffer, as the plan sees it.
-
-    Attributes:
-        name: its name in the user's model.
-        shape: the global shape.
-        dtype: as it is exported.
-        identity: equal for tied tensors, which are stored once, under the first name.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    identity: Hashable
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "ExportTensor":
-        """Describe a parameter or buffer; tied names share the very same object.
-
-        Its memory is not looked at: a sharded parameter may have none between uses.
-        """
-        return cls(name, tuple(tensor.shape), tensor.dtype, id(tensor))
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class ExportPlan:
     """Which tensor goes to which file, in the order of writing.
 
@@ -74,7 +43,7 @@ class ExportPlan:
         aliases: names that are left out -> the name their tensor is stored under.
     """
 
-    files: dict[str, tuple[ExportTensor, ...]]
+    files: dict[str, tuple[TensorFacts, ...]]
     aliases: dict[str, str]
 
     @property
@@ -93,7 +62,7 @@ Fetch = Callable[[Sequence[str]], Iterable[tuple[str, Tensor]]]
 """Yields (name, whole tensor) for the given names, in their order."""
 
 
-def plan_export(tensors: Iterable[ExportTensor], max_shard_size: int | str = "10GB") -> ExportPlan:
+def plan_export(tensors: Iterable[TensorFacts], max_shard_size: int | str = "10GB") -> ExportPlan:
     """Divide tensors over files, in order; a tensor above the limit gets a file of its own.
 
     Args:
@@ -106,7 +75,7 @@ def plan_export(tensors: Iterable[ExportTensor], max_shard_size: int | str = "10
     limit = parse_size(max_shard_size)
     kept: dict[Hashable, str] = {}
     aliases: dict[str, str] = {}
-    groups: list[list[ExportTensor]] = [[]]
+    groups: list[list[TensorFacts]] = [[]]
     filled = 0
     for tensor in tensors:
         first = kept.setdefault(tensor.identity, tensor.name)
@@ -176,7 +145,7 @@ def _file_name(index: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _ordered(tensors: Sequence[ExportTensor]) -> tuple[ExportTensor, ...]:
+def _ordered(tensors: Sequence[TensorFacts]) -> tuple[TensorFacts, ...]:
     by_name = {tensor.name: tensor for tensor in tensors}
     return tuple(by_name[n] for n in file_order({n: t.dtype for n, t in by_name.items()}))
 
@@ -187,7 +156,7 @@ def _prepare(directory: Path) -> None:
     _discard(path for path in directory.iterdir() if _DRAFT.fullmatch(path.name))
 
 
-def _write_file(path: Path, tensors: Sequence[ExportTensor], fetch: Fetch, *, writes: bool) -> None:
+def _write_file(path: Path, tensors: Sequence[TensorFacts], fetch: Fetch, *, writes: bool) -> None:
     """Fetch the tensors of one file; the rank that writes puts them into it.
 
     After a failure it goes on fetching: fetching communicates, and the others would wait.

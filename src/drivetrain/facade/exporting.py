@@ -74,11 +74,7 @@ class Exporting(Core):
                     f"expected trainable parameters in {type(module).__name__} for "
                     "only_trainable=True, found none; export all of it without"
                 )
-        described = [
-            checkpoint.ExportTensor(one.name, one.shape, one.dtype, one.identity)
-            for one in facts.values()
-        ]
-        plan = checkpoint.plan_export(described, max_shard_size)
+        plan = checkpoint.plan_export(facts.values(), max_shard_size)
 
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
             for batch in _batches(facts[name] for name in names):

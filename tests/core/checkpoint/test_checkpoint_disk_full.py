@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from drivetrain.checkpoint import (
     Contents,
-    ExportTensor,
     open_checkpoint,
     plan_export,
     read_export,
@@ -19,7 +18,7 @@ from drivetrain.checkpoint import (
 )
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Shard
+from drivetrain.shards import Part, Shard, TensorFacts
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_disk_full_on_one_rank_is_told_to_both(small_disk):
 def test_disk_full_in_an_export(small_disk):
     def write(numel):
         tensor = torch.ones(numel, dtype=torch.uint8)
-        plan = plan_export([ExportTensor.of("w", tensor)])
+        plan = plan_export([TensorFacts.of("w", tensor)])
         write_export(small_disk, plan, lambda _: [("w", tensor)], world=World())
 
     write(1000)

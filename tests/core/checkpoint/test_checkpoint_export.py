@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from drivetrain.checkpoint import ExportTensor, plan_export, read_export, write_export
+from drivetrain.checkpoint import plan_export, read_export, write_export
 from drivetrain.checkpoint.export import parse_size
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
+from drivetrain.shards import TensorFacts
 
 WORLD = World()
 
@@ -20,7 +21,7 @@ def tensors_of(count, value=0.0):
 
 
 def write(directory, tensors, size="10GB"):
-    plan = plan_export([ExportTensor.of(name, t) for name, t in tensors.items()], size)
+    plan = plan_export([TensorFacts.of(name, t) for name, t in tensors.items()], size)
     write_export(directory, plan, lambda names: ((n, tensors[n]) for n in names), world=WORLD)
     return plan
 
@@ -96,7 +97,7 @@ def test_an_earlier_export_leaves_nothing_behind(tmp_path, first, second):
 
 def test_tensors_are_asked_for_one_file_at_a_time_and_none_is_kept(tmp_path):
     asked = []
-    plan = plan_export([ExportTensor.of(n, t) for n, t in tensors_of(4).items()], 80)
+    plan = plan_export([TensorFacts.of(n, t) for n, t in tensors_of(4).items()], 80)
 
     def fetch(wanted):
         asked.append(list(wanted))
@@ -118,7 +119,7 @@ def test_tensors_are_asked_for_one_file_at_a_time_and_none_is_kept(tmp_path):
 def test_a_tensor_unlike_the_plan_keeps_the_earlier_export(tmp_path, tensor, message):
     write(tmp_path, tensors_of(2))
     before = names(tmp_path)
-    plan = plan_export([ExportTensor("layer.0", (10,), torch.float32, 0)])
+    plan = plan_export([TensorFacts("layer.0", (10,), torch.float32, 0)])
     with pytest.raises(CheckpointError, match=message):
         write_export(tmp_path, plan, lambda names: ((n, tensor) for n in names), world=WORLD)
     assert names(tmp_path) == before
@@ -128,7 +129,7 @@ def test_a_tensor_unlike_the_plan_keeps_the_earlier_export(tmp_path, tensor, mes
 def test_fetching_goes_on_after_a_failure(tmp_path):
     """Fetching communicates: a rank that stopped would leave the others waiting."""
     seen = []
-    plan = plan_export([ExportTensor(n, (1,), torch.float32, n) for n in "abc"])
+    plan = plan_export([TensorFacts(n, (1,), torch.float32, n) for n in "abc"])
 
     def fetch(wanted):
         for name in wanted:

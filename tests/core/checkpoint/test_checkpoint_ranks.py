@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from drivetrain.checkpoint import (
     Contents,
-    ExportTensor,
     describe_difference,
     open_checkpoint,
     plan_export,
@@ -22,7 +21,7 @@ from drivetrain.checkpoint import (
 from drivetrain.checkpoint.agreement import together
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Shard
+from drivetrain.shards import Part, Shard, TensorFacts
 
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 
@@ -194,7 +193,7 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_timeout():
 @pytest.mark.ranks(2)
 def test_export_gathers_on_all_and_writes_on_one(tmp_path):
     world = World.discover(cpu=True)
-    plan = plan_export([ExportTensor(n, (2,), torch.float32, n) for n in "ab"], 8)
+    plan = plan_export([TensorFacts(n, (2,), torch.float32, n) for n in "ab"], 8)
 
     def fetch(names):
         for name in names:
