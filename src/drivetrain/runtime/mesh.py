@@ -115,15 +115,71 @@ class Mesh(Mapping[str, Axis]):
         Raises:
             ConfigError: the axis cannot be cut into such groups.
         """
-        if (name, size) not in self._started:
-            sizes = {each: axis.size for each, axis in self.items()}
-            groups = [
-                line[start : start + size]
-                for line in _lines(name, sizes)
-                for start in range(0, len(line), size)
-            ]
-            self._started[name, size] = _start(self.neighbors(name, size), groups, world)
-        return self._started[name, size]
+        groups = (
+            line[start : start + size]
+            for line in self._lines(name)
+            for start in range(0, len(line), size)
+        )
+        return self._start_once(self.neighbors(name, size), groups, world)
+
+    def across(self, name: str, size: int) -> Axis:
+        """Return the ranks that stand where this one stands, one in each group of neighbors.
+
+        The axis is cut into groups of ``size`` neighbors; with shards inside of the groups, these
+        ranks hold replicas of one shard. Nothing is started.
+
+        Raises:
+            ConfigError: the axis cannot be cut into such groups.
+        """
+        axis, index = self[name], self.neighbors(name, size).rank
+        return Axis(
+            name=f"{name}.far",
+            size=axis.size // size,
+            rank=axis.rank // size,
+            ranks=axis.ranks[index::size],
+            hosts=axis.hosts[index::size],
+        )
+
+    def start_across(self, name: str, size: int, world: World) -> Axis:
+        """Return what ``across`` does with a process group. Collective the first time.
+
+        Raises:
+            ConfigError: the axis cannot be cut into such groups.
+        """
+        groups = (line[index::size] for line in self._lines(name) for index in range(size))
+        return self._start_once(self.across(name, size), groups, world)
+
+    def per_host(self, name: str, world: World) -> int:
+        """Return how many neighbors on an axis share a host: on every host, on every line.
+
+        Looks at the lines of all ranks, so all ranks get the same answer or the same error.
+
+        Raises:
+            ConfigError: hosts have different numbers of ranks, or those of one are not neighbors.
+        """
+        lines = list(self._lines(name))
+        expected = _runs(lines[0], world)[0][1]
+        for line in lines:
+            runs = _runs(line, world)
+            in_a_row = len(runs) == len(dict(runs))
+            if not in_a_row or any(count != expected for _, count in runs):
+                shown = "; ".join(_placed(each, world) for each in dict.fromkeys((lines[0], line)))
+                raise ConfigError(
+                    f"expected every host to hold equally many ranks of the axis {name!r}, in a "
+                    f"row, found {shown}; start equally many ranks on every host, or give the "
+                    "number of neighbors instead of leaving it to the hosts"
+                )
+        return expected
+
+    def _lines(self, name: str) -> Iterator[tuple[int, ...]]:
+        return _lines(name, {each: axis.size for each, axis in self.items()})
+
+    def _start_once(self, axis: Axis, groups: Iterable[tuple[int, ...]], world: World) -> Axis:
+        """Start the groups of a part of an axis, unless that was done before."""
+        key = (axis.name, axis.size)
+        if key not in self._started:
+            self._started[key] = _start(axis, groups, world)
+        return self._started[key]
 
     def __getitem__(self, name: str) -> Axis:
         try:
@@ -159,6 +215,17 @@ def _lines(name: str, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
     ]
     for corner in itertools.product(*reversed(others)):
         yield tuple(sum(corner) + strides[name] * i for i in range(sizes[name]))
+
+
+def _runs(line: tuple[int, ...], world: World) -> list[tuple[str, int]]:
+    """Return the hosts that a line passes through, each with how many ranks follow each other."""
+    hosts = itertools.groupby(world.hosts[rank] for rank in line)
+    return [(host, len(list(run))) for host, run in hosts]
+
+
+def _placed(line: tuple[int, ...], world: World) -> str:
+    counts = ", ".join(f"{count} on {host!r}" for host, count in _runs(line, world))
+    return f"along ranks {', '.join(map(str, line))}: {counts}"
 
 
 def _start(axis: Axis, lines: Iterable[tuple[int, ...]], world: World) -> Axis:
