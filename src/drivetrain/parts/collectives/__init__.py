@@ -14,14 +14,17 @@ that the ring algorithm sends.
 
 from drivetrain.parts.collectives.communicator import Communicator, Handle, Reduction
 from drivetrain.parts.collectives.connect import connect
-from drivetrain.parts.collectives.volume import Operation, chunk_bounds, sent_elements
+from drivetrain.parts.collectives.parts import Parts
+from drivetrain.parts.collectives.volume import Operation, chunk_bounds, sent_bytes, sent_elements
 
 __all__ = [
     "Communicator",
     "Handle",
     "Operation",
+    "Parts",
     "Reduction",
     "chunk_bounds",
     "connect",
+    "sent_bytes",
     "sent_elements",
 ]

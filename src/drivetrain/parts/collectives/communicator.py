@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives.volume import Chunks, Operation, chunk_bounds, sent_elements
+from drivetrain.parts.collectives.parts import Layout, Parts, byte_lengths, checked_parts
+from drivetrain.parts.collectives.staging import gather_staged, reduce_staged
+from drivetrain.parts.collectives.volume import (
+    Chunks,
+    Operation,
+    chunk_bounds,
+    sent_bytes,
+    sent_elements,
+)
 from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
 
@@ -29,6 +37,7 @@ class Call:
         chunks: what each rank holds of the tensor; None where an operation is not about chunks.
         source: where a broadcast starts.
         reduction: how values are combined.
+        layout: lengths and dtypes of the parts; None where an operation is about one tensor.
     """
 
     operation: Operation
@@ -36,6 +45,11 @@ class Call:
     chunks: Chunks | None = None
     source: int = 0
     reduction: Reduction = "sum"
+    layout: Layout | None = None
+
+    def elements(self, flat: Tensor | None) -> int:
+        """Return the elements of the tensor, or, where there is none, the bytes of the parts."""
+        return sum(byte_lengths(self.layout or ())) if flat is None else flat.numel()
 
 
 class Handle(Protocol):
@@ -118,6 +132,38 @@ class Communicator(ABC):
             UsageError: the chunks do not cover the tensor, one per rank, in ascending order.
         """
 
+    def gather_parts(self, parts: Parts, *, label: str = "") -> Handle:
+        """Fill the tensors of the other ranks from those that the ranks hold.
+
+        Bytes move, so tensors of any dtypes go together. It is an ``all_gather`` in the ledger.
+
+        Args:
+            parts: for each rank of the axis, the 1-D contiguous tensors that it holds, perhaps
+                none; lengths and dtypes are the same on every rank. They must not overlap.
+            label: names the operation in errors; the default is the line of the call.
+
+        Raises:
+            UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
+        """
+        return gather_staged(self, checked_parts(parts, self.size), label or caller(2))
+
+    def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
+        """Put the sums over ranks, times scale, into this rank's tensors.
+
+        Each tensor is summed in its own dtype. What those of the other ranks hold afterwards is
+        of no use. It is a ``reduce_scatter`` in the ledger.
+
+        Args:
+            parts: for each rank of the axis, the 1-D contiguous tensors that it keeps, perhaps
+                none; lengths and dtypes are the same on every rank. They must not overlap.
+            scale: the factor.
+            label: names the operation in errors; the default is the line of the call.
+
+        Raises:
+            UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
+        """
+        return reduce_staged(self, checked_parts(parts, self.size), scale, label or caller(2))
+
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
@@ -130,7 +176,9 @@ class Communicator(ABC):
     def close(self) -> None:
         """Finish what was submitted and release threads and memory; the group stays usable."""
 
-    def _sent_bytes(self, call: Call, tensor: Tensor) -> int:
+    def _sent_bytes(self, call: Call, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return sent_bytes(call.operation, byte_lengths(call.layout or ()), self.rank)
         elements = sent_elements(
             call.operation,
             tensor.numel(),
@@ -147,9 +195,9 @@ class Communicator(ABC):
         return self.submitted
 
 
-def caller() -> str:
-    """Return file:line of the code that called a communicator's method."""
-    frame = sys._getframe(3)
+def caller(depth: int = 3) -> str:
+    """Return file:line of the code that called a communicator's method, so many frames up."""
+    frame = sys._getframe(depth)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

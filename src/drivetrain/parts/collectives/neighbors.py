@@ -59,7 +59,7 @@ class Neighbors:
         """Return the backend's tag, below 2**31."""
         return self._first_tag + tag
 
-    def begin(self, call: Call, number: int, label: str, flat: Tensor) -> None:
+    def begin(self, call: Call, number: int, label: str, flat: Tensor | None) -> None:
         """Get ready for the messages of an operation: nothing to do."""
 
     def end(self) -> None:

@@ -34,6 +34,8 @@ GRACE = timedelta(seconds=5)
 LINGER_S = 0.1
 """Then it keeps its connections for this long: who has got the header must wake up to read it."""
 
+PARTS = "bytes"
+"""What stands for a dtype where there are many: in a header, the elements of parts are bytes."""
 
 TAG_MASK, LANE_SHIFT = (1 << 31) - 1, 12
 """A tag has 31 bits; the upper 19 are for the header's checksum, the rest for 1024 rings."""
@@ -49,12 +51,12 @@ class Header:
 
     Attributes:
         number: the operation's sequence number on its communicator, from 1.
-        elements: how many the tensor has.
-        plan: checksum of chunks, source and reduction.
+        elements: how many the tensor has; of parts, their bytes.
+        plan: checksum of chunks, source, reduction, and lengths and dtypes of parts.
         name: checksum of the label that the caller gave; 0 if it gave none: where the code lies
             may differ between hosts.
         operation: which collective.
-        dtype: the tensor's, as in "float32".
+        dtype: the tensor's, as in "float32"; of parts, "bytes".
         label: the end of the label, for the error's text; not compared.
     """
 
@@ -70,16 +72,20 @@ class Header:
     SIZE: ClassVar[int] = _LAYOUT.size
 
     @classmethod
-    def of(cls, call: Call, number: int, label: str, flat: Tensor) -> "Header":
-        """Return the header of a call; label is the caller's, or the line of the call."""
+    def of(cls, call: Call, number: int, label: str, flat: Tensor | None) -> "Header":
+        """Return the header of a call; label is the caller's, or the line of the call.
+
+        There is no flat tensor where the call is about parts.
+        """
         chunks = [tuple(chunk) for chunk in call.chunks or ()]
+        plan = (chunks, call.source, call.reduction, call.layout)
         return cls(
             number=number,
-            elements=flat.numel(),
-            plan=zlib.crc32(repr((chunks, call.source, call.reduction)).encode()),
+            elements=call.elements(flat),
+            plan=zlib.crc32(repr(plan).encode()),
             name=zlib.crc32(call.label.encode()),
             operation=call.operation,
-            dtype=str(flat.dtype).removeprefix("torch."),
+            dtype=PARTS if flat is None else str(flat.dtype).removeprefix("torch."),
             label=label,
         )
 
@@ -119,7 +125,8 @@ class Header:
         }
         found = [words for words, (mine, theirs) in pairs.items() if mine != theirs]
         if not found and self.plan != other.plan:  # other sizes have other chunks anyway
-            return ["chunks, source or reduction"]
+            parts = self.dtype == PARTS
+            return ["lengths or dtypes of parts" if parts else "chunks, source or reduction"]
         return found
 
     def __str__(self) -> str:
@@ -144,7 +151,7 @@ class CheckedNeighbors(Neighbors):
         """Return the backend's tag: the header's checksum is in that of data."""
         return (super().number(tag) + (self._lane << LANE_SHIFT)) & TAG_MASK
 
-    def begin(self, call: Call, number: int, label: str, flat: Tensor) -> None:
+    def begin(self, call: Call, number: int, label: str, flat: Tensor | None) -> None:
         """Tell the right neighbor what comes next here, and listen to the left one."""
         mine = Header.of(call, number, label, flat)
         data = mine.pack()

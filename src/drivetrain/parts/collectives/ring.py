@@ -30,8 +30,10 @@ from drivetrain.parts.collectives.communicator import (
     flatten,
     reason,
 )
+from drivetrain.parts.collectives.messages import Cut
 from drivetrain.parts.collectives.neighbors import Neighbors, Tag
 from drivetrain.parts.collectives.order import CheckedNeighbors, Disagreement
+from drivetrain.parts.collectives.parts import Parts, as_bytes, checked_parts, layout_of
 from drivetrain.parts.collectives.solo import Finished
 from drivetrain.parts.collectives.volume import Chunks, checked_chunks
 from drivetrain.parts.collectives.worker import Job, Worker
@@ -78,7 +80,7 @@ class RingCommunicator(Communicator):
         bounds = self.chunk(flat.numel())
         return self._submit(
             Call("all_reduce", label, reduction=reduction),
-            lambda: self._reduce(flat, bounds, scale, reduction, gather=True),
+            lambda: self._reduce(_held(flat, bounds), scale, reduction, gather=True),
             flat,
         )
 
@@ -90,7 +92,7 @@ class RingCommunicator(Communicator):
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         return self._submit(
             Call("reduce_scatter", label, bounds),
-            lambda: self._reduce(flat, bounds, scale, "sum", gather=False),
+            lambda: self._reduce(_held(flat, bounds), scale),
             flat,
         )
 
@@ -99,8 +101,20 @@ class RingCommunicator(Communicator):
         flat = flatten(flat, (flat.numel(),))
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         return self._submit(
-            Call("all_gather", label, bounds), lambda: self._gather(flat, bounds), flat
+            Call("all_gather", label, bounds), lambda: self._gather(_held(flat, bounds)), flat
         )
+
+    def gather_parts(self, parts: Parts, *, label: str = "") -> Handle:
+        """Fill the tensors of the other ranks; large ones in place, small ones packed together."""
+        held = checked_parts(parts, self.size)
+        call = Call("all_gather", label, layout=layout_of(held))
+        return self._submit(call, lambda: self._gather(as_bytes(held)))
+
+    def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
+        """Put the sums over ranks, times scale, into this rank's tensors; small ones packed."""
+        held = checked_parts(parts, self.size)
+        call = Call("reduce_scatter", label, layout=layout_of(held))
+        return self._submit(call, lambda: self._reduce(held, scale))
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
@@ -115,7 +129,7 @@ class RingCommunicator(Communicator):
         bounds = self.chunk(self.size)
         self._submit(
             Call("barrier", "barrier"),
-            lambda: self._reduce(token, bounds, 1.0, "sum", gather=True),
+            lambda: self._reduce(_held(token, bounds), gather=True),
             token,
         ).wait()
 
@@ -126,8 +140,8 @@ class RingCommunicator(Communicator):
 
     # --- submission, on the caller's thread ---
 
-    def _submit(self, call: Call, run: Callable[[], None], flat: Tensor) -> Handle:
-        if flat.numel() == 0:
+    def _submit(self, call: Call, run: Callable[[], None], flat: Tensor | None = None) -> Handle:
+        if call.elements(flat) == 0:
             return Finished()
         number, label = self._number(), call.label or caller()
         self.traffic.add(self.axis.name, call.operation, self._sent_bytes(call, flat))
@@ -159,20 +173,28 @@ class RingCommunicator(Communicator):
     # --- the algorithms, on the communication thread ---
 
     def _reduce(
-        self, flat: Tensor, bounds: Chunks, scale: float, reduction: Reduction, *, gather: bool
+        self,
+        held: Parts,
+        scale: float = 1.0,
+        reduction: Reduction = "sum",
+        *,
+        gather: bool = False,
     ) -> None:
-        chunks = self._pieces(flat, bounds)
+        chunks = self._cut(held)
         rank, size = self.rank, self.size
         incoming = [chunks[(rank - step - 2) % size] for step in range(size - 1)]
-        arrivals = self._arrivals([piece for chunk in incoming for piece in chunk])
-        sends = [self._neighbors.send(piece, Tag.SCATTER) for piece in chunks[(rank - 1) % size]]
+        arrivals = self._arrivals([piece for chunk in incoming for piece in chunk.messages])
+        first = chunks[(rank - 1) % size]
+        first.pack()
+        sends = [self._neighbors.send(piece, Tag.SCATTER) for piece in first.messages]
         # Posted early, so that a neighbour's finished piece never waits for its buffer. It cannot
         # come too early: the sum it carries needs the piece that lies in this place until then.
         gathered = self._post_gather(chunks) if gather else []
         combine = torch.add if reduction == "sum" else torch.maximum
         for step, chunk in enumerate(incoming):
             last = step == size - 2
-            for piece in chunk:
+            chunk.pack()
+            for piece in chunk.messages:
                 combine(piece, next(arrivals), out=piece)
                 if last and scale != 1.0:
                     piece.mul_(scale)
@@ -180,18 +202,21 @@ class RingCommunicator(Communicator):
                     sends.append(self._neighbors.send(piece, Tag.SCATTER))
                 elif gather:
                     sends.append(self._neighbors.send(piece, Tag.GATHER))
+        chunks[rank].unpack()
         sends += self._forward(gathered)
         self._neighbors.finish(sends)
 
-    def _gather(self, flat: Tensor, bounds: Chunks) -> None:
-        chunks = self._pieces(flat, bounds)
+    def _gather(self, held: Parts) -> None:
+        chunks = self._cut(held)
         gathered = self._post_gather(chunks)
-        sends = [self._neighbors.send(piece, Tag.GATHER) for piece in chunks[self.rank]]
+        mine = chunks[self.rank]
+        mine.pack()
+        sends = [self._neighbors.send(piece, Tag.GATHER) for piece in mine.messages]
         self._neighbors.finish(sends + self._forward(gathered))
 
     def _chain(self, flat: Tensor, source: int) -> None:
         """Pass a tensor from the source around the ring, piece by piece."""
-        pieces = self._split(flat)
+        pieces = Cut([flat], PIECE_BYTES).messages
         last = (self.rank - source) % self.size == self.size - 1
         sends = []
         receives: list[Any] = []
@@ -204,38 +229,39 @@ class RingCommunicator(Communicator):
                 sends.append(self._neighbors.send(piece, Tag.GATHER))
         self._neighbors.finish(sends)
 
-    def _post_gather(self, chunks: list[list[Tensor]]) -> list[list[tuple[Tensor, Any]]]:
+    def _post_gather(self, chunks: list[Cut]) -> list[tuple[Cut, list[Any]]]:
         """Post the receives of an all-gather, in place, in the order of arrival."""
+        coming = [chunks[(self.rank - step - 1) % self.size] for step in range(self.size - 1)]
         return [
-            [
-                (piece, self._neighbors.receive(piece, Tag.GATHER))
-                for piece in chunks[(self.rank - step - 1) % self.size]
-            ]
-            for step in range(self.size - 1)
+            (chunk, [self._neighbors.receive(piece, Tag.GATHER) for piece in chunk.messages])
+            for chunk in coming
         ]
 
-    def _forward(self, gathered: list[list[tuple[Tensor, Any]]]) -> list[Any]:
+    def _forward(self, gathered: list[tuple[Cut, list[Any]]]) -> list[Any]:
         """Wait for the pieces of an all-gather; pass on all but those of the last step."""
         sends = []
-        for chunk in gathered[:-1]:
-            for piece, receive in chunk:
+        for chunk, receives in gathered[:-1]:
+            for piece, receive in zip(chunk.messages, receives, strict=True):
                 self._neighbors.wait(receive)
                 sends.append(self._neighbors.send(piece, Tag.GATHER))
-        for chunk in gathered[-1:]:
-            self._neighbors.finish([receive for _, receive in chunk])
+            chunk.unpack()
+        for chunk, receives in gathered[-1:]:
+            self._neighbors.finish(receives)
+            chunk.unpack()
         return sends
+
+    def _cut(self, held: Parts) -> list[Cut]:
+        """Cut what each rank holds into messages."""
+        return [Cut(tensors, PIECE_BYTES) for tensors in held]
 
     def _arrivals(self, pieces: list[Tensor]) -> Iterator[Tensor]:
         """Yield what the left neighbour sends for each piece; valid until the next is asked for."""
-        buffers = self._buffers(pieces)
-        posted = []
-        for index, piece in enumerate(pieces[:WINDOW]):
-            buffer = buffers[index][: piece.numel()]
-            posted.append((buffer, self._neighbors.receive(buffer, Tag.SCATTER)))
-        return self._arriving(pieces, buffers, posted)
+        slot = self._make_room(pieces)
+        posted = [self._post(index, piece, slot) for index, piece in enumerate(pieces[:WINDOW])]
+        return self._arriving(pieces, slot, posted)
 
     def _arriving(
-        self, pieces: list[Tensor], buffers: list[Tensor], posted: list[tuple[Tensor, Any]]
+        self, pieces: list[Tensor], slot: int, posted: list[tuple[Tensor, Any]]
     ) -> Iterator[Tensor]:
         for index in range(len(pieces)):
             buffer, receive = posted[index]
@@ -243,29 +269,23 @@ class RingCommunicator(Communicator):
             yield buffer
             following = index + WINDOW
             if following < len(pieces):
-                buffer = buffers[following % WINDOW][: pieces[following].numel()]
-                posted.append((buffer, self._neighbors.receive(buffer, Tag.SCATTER)))
+                posted.append(self._post(following, pieces[following], slot))
 
-    def _buffers(self, pieces: list[Tensor]) -> list[Tensor]:
-        """Return the reused receive buffers, as large as the largest piece needs."""
-        if not pieces:
-            return []
-        longest = max(piece.numel() for piece in pieces)
-        itemsize = pieces[0].element_size()
-        slot = -(-longest * itemsize // 64) * 64  # keep every buffer on its own cache line
+    def _post(self, index: int, piece: Tensor, slot: int) -> tuple[Tensor, Any]:
+        """Post the receive for a piece, in the buffer that is free by then."""
+        start = index % WINDOW * slot
+        buffer = self._scratch[start : start + piece.nbytes].view(piece.dtype)
+        return buffer, self._neighbors.receive(buffer, Tag.SCATTER)
+
+    def _make_room(self, pieces: list[Tensor]) -> int:
+        """Return the bytes of a reused receive buffer, which the largest piece fits in."""
+        longest = max((piece.nbytes for piece in pieces), default=0)
+        slot = -(-longest // 64) * 64  # keep every buffer on its own cache line
         if self._scratch.numel() < slot * WINDOW:
             self._scratch = torch.empty(slot * WINDOW, dtype=torch.uint8, device="cpu")
-        dtype = pieces[0].dtype
-        return [
-            self._scratch[index * slot : (index + 1) * slot].view(dtype) for index in range(WINDOW)
-        ]
+        return slot
 
-    def _pieces(self, flat: Tensor, bounds: Chunks) -> list[list[Tensor]]:
-        """Cut a flat tensor into a chunk per rank, and each chunk into messages."""
-        return [self._split(flat[start:stop]) for start, stop in bounds]
 
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        """Cut a chunk into messages: none for an empty chunk, here as on the other side."""
-        if flat.numel() == 0:
-            return []
-        return list(torch.split(flat, PIECE_BYTES // flat.element_size()))
+def _held(flat: Tensor, bounds: Chunks) -> Parts:
+    """Return what each rank holds of a flat tensor: its chunk."""
+    return [[flat[start:stop]] for start, stop in bounds]

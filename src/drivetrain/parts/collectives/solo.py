@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from drivetrain.parts.collectives.communicator import Communicator, Handle, Reduction, flatten
+from drivetrain.parts.collectives.parts import Parts, checked_parts
 from drivetrain.parts.collectives.volume import Chunks, checked_chunks
 
 
@@ -41,6 +42,17 @@ class SoloCommunicator(Communicator):
     def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
         """Return a finished handle: the only chunk is there."""
         checked_chunks(chunks, flat.numel(), self.size)
+        return Finished()
+
+    def gather_parts(self, parts: Parts, *, label: str = "") -> Handle:
+        """Return a finished handle: all parts are this rank's."""
+        checked_parts(parts, self.size)
+        return Finished()
+
+    def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
+        """Multiply by the scale."""
+        for tensor in checked_parts(parts, self.size)[0]:
+            self._scaled(tensor, scale)
         return Finished()
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:

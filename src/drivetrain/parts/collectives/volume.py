@@ -41,6 +41,36 @@ def checked_chunks(chunks: Chunks | None, numel: int, size: int) -> Chunks:
     )
 
 
+def sent_bytes(operation: Operation, lengths: Sequence[int], rank: int) -> int:
+    """Return how many bytes one rank sends in one collective over chunks.
+
+    In a ring every rank passes on all chunks but one: a reduce-scatter never sends the chunk it
+    keeps, an all-gather never sends the chunk its right neighbour started with.
+
+    Args:
+        operation: which collective; an all-reduce is a reduce-scatter and an all-gather.
+        lengths: bytes of each rank's chunk, in order of rank.
+        rank: the sending rank.
+
+    Raises:
+        UsageError: the operation is a broadcast, which knows no chunks.
+    """
+    if operation == "broadcast":
+        raise UsageError(
+            "expected an operation over chunks, found a broadcast: what it sends depends on its "
+            "source; use sent_elements"
+        )
+    total = sum(lengths)
+    scatter = total - lengths[rank]
+    gather = total - lengths[(rank + 1) % len(lengths)]
+    match operation:
+        case "reduce_scatter":
+            return scatter
+        case "all_gather":
+            return gather
+    return scatter + gather
+
+
 def sent_elements(
     operation: Operation,
     numel: int,
@@ -52,9 +82,8 @@ def sent_elements(
 ) -> int:
     """Return how many elements one rank sends in one collective over a flat tensor.
 
-    In a ring every rank passes on all chunks but one: a reduce-scatter never sends the chunk it
-    keeps, an all-gather never sends the chunk its right neighbour started with. A broadcast is a
-    chain from the source around the ring; its last rank sends nothing.
+    Chunks go around the ring as ``sent_bytes`` says. A broadcast is a chain from the source around
+    the ring; its last rank sends nothing.
 
     Args:
         operation: which collective.
@@ -72,12 +101,5 @@ def sent_elements(
     if operation == "broadcast":
         return 0 if (rank - source) % size == size - 1 else numel
     bounds = checked_chunks(chunks, numel, size)
-    lengths = [stop - start for start, stop in bounds]
-    scatter = numel - lengths[rank]
-    gather = numel - lengths[(rank + 1) % size]
-    match operation:
-        case "reduce_scatter":
-            return scatter
-        case "all_gather":
-            return gather
-    return scatter + gather
+    # Chunks of one dtype: what holds for bytes holds for elements.
+    return sent_bytes(operation, [stop - start for start, stop in bounds], rank)
