@@ -1,0 +1,371 @@
+"""Collectives on parts: tensors of many sizes and dtypes at once, packed into few messages."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.errors import CollectiveError, UsageError
+from drivetrain.parts.collectives import Communicator, Handle, connect, ring, sent_bytes
+from drivetrain.parts.collectives.messages import Cut
+from drivetrain.parts.collectives.native import NativeCommunicator
+from drivetrain.parts.collectives.neighbors import Neighbors, Tag
+from drivetrain.parts.traffic import Traffic
+from drivetrain.runtime.mesh import Axis, Mesh
+from drivetrain.runtime.world import World
+
+CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=30)
+FLOATS = [torch.float32, torch.bfloat16, torch.float64]
+SUMMED = [*FLOATS, torch.int8]
+MOVED = [*SUMMED, torch.bool]
+ODD = [0, 1, 3, 0, 17, 255, 1, 1001, 64, 5]
+WORLDS = [
+    pytest.param(size, marks=pytest.mark.ranks(size, timeout=60), id=f"{size} ranks")
+    for size in (2, 3, 4)
+]
+
+Shapes = list[list[tuple[int, torch.dtype]]]
+"""For each rank, the lengths and dtypes of its tensors."""
+
+
+def open_axis() -> Axis:
+    world = World.discover(cpu=True)
+    return Mesh.build({"dp": world.size}, world)["dp"]
+
+
+def open_ring(traffic: Traffic, *, checked: bool = False) -> Communicator:
+    return connect(open_axis(), traffic, CPU, TIMEOUT, checked=checked)
+
+
+def open_native(traffic: Traffic) -> Communicator:
+    axis = open_axis()
+    return NativeCommunicator(axis, traffic, TIMEOUT, axis.group)
+
+
+def cases(size: int, dtypes: list[torch.dtype]) -> dict[str, Shapes]:
+    """What ranks may hold, by what is special about it."""
+    mixed = [[(n + rank, dtypes[n % len(dtypes)]) for n in ODD] for rank in range(size)]
+    one = [[(n, dtypes[0]) for n in ODD] for _ in range(size)]
+    tiny = [(n % 40, dtypes[n % len(dtypes)]) for n in range(120)]
+    large = (ring.PIECE_BYTES // dtypes[0].itemsize + 7, dtypes[0])
+    return {
+        "all alike": one,
+        "every length and dtype": mixed,
+        "all on the last rank": [[] for _ in range(size - 1)] + [mixed[0]],
+        "nothing on rank 0": [[], *mixed[1:]],
+        "only empty tensors on rank 1": [mixed[0], [(0, dtypes[0])] * 3, *mixed[2:]],
+        "one tensor each": [[(33 * rank, dtypes[rank % 2])] for rank in range(size)],
+        "tiny ones around a large one": [[*tiny[:50], large, *tiny[50:]] for _ in range(size)],
+        "nothing": [[] for _ in range(size)],
+        "nothing but empty tensors": [[(0, dtypes[0]), (0, dtypes[1])] for _ in range(size)],
+    }
+
+
+def values(numel: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Small integers: exact in every dtype, so sums can be compared bit by bit."""
+    return ((torch.arange(numel) * (seed + 3) + seed) % 11).to(dtype)
+
+
+def inputs(shapes: Shapes, seed: int) -> list[list[Tensor]]:
+    """Slices of larger tensors, at odd places."""
+    return [
+        [
+            torch.cat(
+                [torch.ones(1, dtype=dtype), values(numel, seed + index + 3 * holder, dtype)]
+            )[1:]
+            for index, (numel, dtype) in enumerate(tensors)
+        ]
+        for holder, tensors in enumerate(shapes)
+    ]
+
+
+def blank(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:] for tensor in tensors]
+
+
+def same(parts: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(map(torch.equal, parts, expected)) and len(parts) == len(expected)
+
+
+def total_of(shapes: Shapes) -> list[int]:
+    return [sum(numel * dtype.itemsize for numel, dtype in tensors) for tensors in shapes]
+
+
+def check_gather(communicator: Communicator, traffic: Traffic, shapes: Shapes) -> None:
+    rank = communicator.rank
+    expected = inputs(shapes, seed=0)
+    parts = [
+        [each.clone() for each in tensors] if holder == rank else blank(tensors)
+        for holder, tensors in enumerate(expected)
+    ]
+    traffic.clear()
+    handle = communicator.gather_parts(parts)
+    handle.wait()
+    assert handle.done()
+    handle.wait()
+    assert all(map(same, parts, expected))
+    sent = sent_bytes("all_gather", total_of(shapes), rank)
+    assert traffic.sent() == ({("dp", "all_gather"): sent} if sent else {})
+
+
+def check_reduce(communicator: Communicator, traffic: Traffic, shapes: Shapes) -> None:
+    rank = communicator.rank
+    everyone = [inputs(shapes, seed) for seed in range(communicator.size)]
+    own = [[parts[rank][i] for parts in everyone] for i in range(len(shapes[rank]))]
+    expected = [torch.stack(each).sum(0).to(each[0].dtype) for each in own]
+    parts = inputs(shapes, seed=rank)
+    traffic.clear()
+    handle = communicator.reduce_parts(parts)
+    handle.wait()
+    assert handle.done()
+    assert same(parts[rank], expected)
+    sent = sent_bytes("reduce_scatter", total_of(shapes), rank)
+    assert traffic.sent() == ({("dp", "reduce_scatter"): sent} if sent else {})
+
+
+def check_scale(communicator: Communicator) -> None:
+    rank, size = communicator.rank, communicator.size
+    for shapes in cases(size, FLOATS).values():
+        parts = inputs(shapes, seed=7)
+        communicator.reduce_parts(parts, scale=0.5).wait()
+        halves = [each * size * 0.5 for each in inputs(shapes, seed=7)[rank]]
+        assert same(parts[rank], halves)
+
+
+def check(communicator: Communicator, traffic: Traffic, *, summed: list[torch.dtype]) -> None:
+    for shapes in cases(communicator.size, MOVED).values():
+        check_gather(communicator, traffic, shapes)
+    for shapes in cases(communicator.size, summed).values():
+        check_reduce(communicator, traffic, shapes)
+    check_scale(communicator)
+    communicator.barrier()
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 4096, ring.PIECE_BYTES])
+@pytest.mark.parametrize("size", WORLDS)
+def test_ring(size: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ring, "PIECE_BYTES", piece_bytes)
+    traffic = Traffic()
+    communicator = open_ring(traffic)
+    try:
+        check(communicator, traffic, summed=SUMMED)
+    finally:
+        communicator.close()
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_native(size: int):
+    traffic = Traffic()
+    check(open_native(traffic), traffic, summed=SUMMED)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_checked_ring(size: int):
+    traffic = Traffic()
+    communicator = open_ring(traffic, checked=True)
+    check(communicator, traffic, summed=SUMMED)
+    communicator.close()
+
+
+@pytest.mark.ranks(1)
+def test_alone():
+    traffic = Traffic()
+    communicator = open_ring(traffic)
+    parts = [[torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(0)]]
+    communicator.gather_parts(parts).wait()
+    handle = communicator.reduce_parts(parts, scale=0.5)
+    handle.wait()
+    assert handle.done()
+    assert [each.tolist() for each in parts[0]] == [[0.5] * 3, [0.5] * 2, []]
+    assert not traffic.entries()
+    check_wrong_parts(communicator)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_many_at_once_with_others_between():
+    communicator = open_ring(Traffic())
+    rank, handles, checks = communicator.rank, [], []
+    for index in range(20):
+        weights = [[torch.full((9 + index,), float(holder == rank))] * 1 for holder in range(2)]
+        sums = [[torch.ones(5), torch.ones(index)] for _ in range(2)]
+        flat = torch.ones(31)
+        handles += [
+            communicator.gather_parts(weights),
+            communicator.all_reduce(flat),
+            communicator.reduce_parts(sums, scale=2.0),
+        ]
+        checks += [(weights[0][0], 1.0), (weights[1][0], 1.0), (flat, 2.0)]
+        checks += [(each, 4.0) for each in sums[rank]]
+    for handle in handles:
+        handle.wait()
+    for tensor, value in checks:
+        assert tensor.eq(value).all()
+    communicator.close()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_parameters_that_need_gradients():
+    for communicator in (open_ring(Traffic()), open_native(Traffic())):
+        weight = torch.nn.Parameter(torch.full((4, 3), float(communicator.rank)))
+        flat = weight.view(-1)
+        communicator.gather_parts([[flat[:5], flat[5:6]], [flat[6:]]]).wait()
+        assert weight.flatten().tolist() == [0.0] * 6 + [1.0] * 6
+        communicator.reduce_parts([[flat[:5], flat[5:6]], [flat[6:]]]).wait()
+        mine = weight.flatten()[:6] if communicator.rank == 0 else weight.flatten()[6:]
+        assert mine.tolist() == [2.0 * communicator.rank] * 6
+        communicator.barrier()
+        communicator.close()
+
+
+# --- messages ---
+
+
+def count_sends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by the bytes of each message sent from now on."""
+    sent: list[int] = []
+    send = Neighbors.send
+
+    def counted(self: Neighbors, piece: Tensor, tag: Tag) -> object:
+        sent.append(piece.nbytes)
+        return send(self, piece, tag)
+
+    monkeypatch.setattr(Neighbors, "send", counted)
+    return sent
+
+
+@pytest.mark.ranks(3, timeout=60)
+def test_few_messages_for_many_tensors(monkeypatch: pytest.MonkeyPatch):
+    communicator = open_ring(Traffic())
+    sent = count_sends(monkeypatch)
+    large = ring.PIECE_BYTES // 4 + 10_000  # two messages of float32, the second a small one
+    shapes = [[(7, torch.float32)] * 200 + [(large, torch.float32)] + [(9, torch.int8)] * 200] * 3
+    nbytes = total_of(shapes)[0]
+    communicator.gather_parts(inputs(shapes, 0)).wait()
+    assert sum(sent) == 2 * nbytes  # its own and one to pass on
+    assert len(sent) == 2 * 2  # the large tensor; its end together with all others
+    sent.clear()
+    communicator.reduce_parts(inputs(shapes, 0)).wait()
+    assert sum(sent) == 2 * nbytes
+    assert len(sent) == 2 * 3  # one message per dtype
+    communicator.close()
+
+
+def test_large_tensors_are_not_copied():
+    large, small = torch.zeros(1000), [torch.full((2,), float(i)) for i in range(3)]
+    cut = Cut([small[0], large, small[1], torch.zeros(0), small[2]], piece_bytes=1024)
+    assert [each.numel() for each in cut.messages] == [256, 256, 256, 232, 6]
+    memory = large.untyped_storage().data_ptr()
+    assert all(each.untyped_storage().data_ptr() == memory for each in cut.messages[:4])
+    cut.pack()
+    assert cut.messages[-1].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    cut.messages[-1].add_(1)
+    cut.unpack()
+    assert [each.tolist() for each in small] == [[1.0] * 2, [2.0] * 2, [3.0] * 2]
+
+
+def test_one_small_tensor_is_not_copied_either():
+    tensor = torch.zeros(3)
+    assert Cut([tensor], piece_bytes=1024).messages[0].data_ptr() == tensor.data_ptr()
+    assert Cut([torch.zeros(0)], piece_bytes=1024).messages == []
+
+
+def test_packed_messages_are_not_too_long():
+    tensors = [torch.zeros(numel % 16 + 1) for numel in range(500)]
+    cut = Cut(tensors, piece_bytes=1024)
+    lengths = [each.nbytes for each in cut.messages]
+    assert sum(lengths) == sum(each.nbytes for each in tensors)
+    assert max(lengths) <= 1024
+    assert min(lengths[:-1]) > 1024 - 64
+
+
+# --- what is sent, and what is refused ---
+
+
+def test_sent_bytes():
+    lengths = [5, 0, 20]
+    assert [sent_bytes("all_gather", lengths, rank) for rank in range(3)] == [25, 5, 20]
+    assert [sent_bytes("reduce_scatter", lengths, rank) for rank in range(3)] == [20, 25, 5]
+    assert [sent_bytes("all_reduce", lengths, rank) for rank in range(3)] == [45, 30, 25]
+    assert sent_bytes("all_gather", [9], 0) == sent_bytes("reduce_scatter", [9], 0) == 0
+    with pytest.raises(UsageError, match="sent_elements"):
+        sent_bytes("broadcast", lengths, 0)
+
+
+def check_wrong_parts(communicator: Communicator) -> None:
+    size = communicator.size
+    for run in (communicator.gather_parts, communicator.reduce_parts):
+        with pytest.raises(UsageError, match=f"each of {size} ranks, found {size + 1} lists"):
+            run([[torch.zeros(2)]] * (size + 1))
+        with pytest.raises(UsageError, match=r"1-D and contiguous, found shape \(2, 2\)"):
+            run([[torch.zeros(2, 2)]] * size)
+        with pytest.raises(UsageError, match=r"strides \(2,\) among those of rank 0"):
+            run([[torch.zeros(3), torch.zeros(8)[::2]]] * size)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_wrong_parts_are_refused_and_nothing_is_sent():
+    traffic = Traffic()
+    for communicator in (open_ring(traffic), open_native(traffic)):
+        check_wrong_parts(communicator)
+        communicator.close()
+    assert not traffic.entries()
+
+
+def gather_like(*lengths: int, dtype: torch.dtype = torch.float32) -> Callable[..., Handle]:
+    def run(communicator: Communicator) -> Handle:
+        parts = [[torch.zeros(numel, dtype=dtype) for numel in lengths] for _ in range(2)]
+        return communicator.gather_parts(parts, label="unit")
+
+    return run
+
+
+DISAGREEMENTS = {
+    "lengths": (gather_like(3, 5), gather_like(5, 3), "lengths or dtypes of parts"),
+    "dtypes": (
+        gather_like(4, 4),
+        gather_like(8, 8, dtype=torch.bfloat16),
+        "lengths or dtypes of parts",
+    ),
+    "bytes": (gather_like(4), gather_like(2_000_000), "elements"),
+    "operation": (
+        gather_like(4),
+        lambda axis: axis.reduce_parts([[torch.zeros(4)]] * 2, label="unit"),
+        "operation",
+    ),
+    "one tensor": (
+        gather_like(4),
+        lambda axis: axis.all_gather(torch.zeros(32, dtype=torch.uint8), label="unit"),
+        "dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(DISAGREEMENTS))
+@pytest.mark.ranks(2, timeout=60)
+def test_ranks_that_disagree_on_a_checked_ring(case: str):
+    first, second, words = DISAGREEMENTS[case]
+    communicator = open_ring(Traffic(), checked=True)
+    start = time.perf_counter()
+    with pytest.raises(CollectiveError, match=f"they differ in {words};") as caught:
+        (second if communicator.rank else first)(communicator).wait()
+    assert time.perf_counter() - start < 12
+    assert "bytes (unit)" in str(caught.value)
+    communicator.close()
+
+
+@pytest.mark.parametrize("open_one", [open_ring, open_native])
+@pytest.mark.ranks(2, timeout=60)
+def test_errors_name_the_line_of_the_call(open_one: Callable[[Traffic], Communicator]):
+    communicator = open_one(Traffic())
+    parts = [[torch.ones(2, dtype=torch.int16)]] * 2  # the native one cannot sum these
+    if isinstance(communicator, NativeCommunicator):
+        with pytest.raises(CollectiveError, match=r"reduce_scatter #1 \(.*test_parts_coll.*:\d+\)"):
+            communicator.reduce_parts(parts).wait()
+    else:
+        communicator.reduce_parts(parts).wait()
+        with pytest.raises(CollectiveError, match=r"reduce_scatter #2 \(.*test_parts_coll.*:\d+\)"):
+            communicator.reduce_parts(parts, scale=0.5).wait()
+    communicator.close()
