@@ -1,0 +1,1 @@
+"""FSDP: parameters divided row by row, gathered and freed in units."""

@@ -1,0 +1,298 @@
+"""Which parameters are gathered and freed together, and which modules' hooks do it.
+
+A unit is named by its key: the name of the module whose forward uses its parameters. What lies in
+no unit belongs to ROOT, the rest of the model. There are four ways to choose:
+
+- auto: every repeated block, every large layer outside of blocks
+- class: every module of some classes, the innermost where they nest
+- size: modules from the inside out, as soon as so many elements are in no unit yet
+- function: the modules that a function of the user's returns
+
+Auto and size need names and shapes only, so a cost is estimated where there is no model. With the
+model they leave out modules without a forward, which the names of a list's members tell as well.
+"""
+
+import difflib
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from drivetrain.cost import TensorSpec
+from drivetrain.errors import UsageError
+from drivetrain.parts.naming import clean_name
+from drivetrain_fsdp.tree import ROOT, Tree, holds, named_modules, parent, upwards
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitChoice:
+    """How units are chosen.
+
+    Attributes:
+        how: see this file's docstring.
+        classes: names of classes, for ``class``; a module's own or an ancestor's.
+        size: elements from which a layer outside of blocks is a unit (``auto``), or from which a
+            module becomes one (``size``).
+        function: ``package.module:name`` or ``__main__:name``, for ``function``: called with the
+            model, returns modules of it.
+    """
+
+    how: Literal["auto", "class", "size", "function"] = "auto"
+    classes: tuple[str, ...] = ()
+    size: int = 1_000_000
+    function: str = ""
+
+
+def unit_keys(
+    specs: Sequence[TensorSpec], choice: UnitChoice, model: nn.Module | None = None
+) -> list[str]:
+    """Return the key of the unit that each parameter belongs to, in order.
+
+    Args:
+        specs: distinct parameters under their first names, those of a compiled model as well.
+        choice: how units are chosen.
+        model: needed for ``class`` and ``function``.
+
+    Raises:
+        UsageError: no module is of a named class; the function cannot be imported or called,
+            returns what is no module of the model, or has a parameter in two units; there is no
+            model where it is needed.
+    """
+    names = [clean_name(spec.name) for spec in specs]
+    tree = Tree(names, model)
+    if choice.how == "auto":
+        return _by_blocks(names, specs, tree, choice.size)
+    if choice.how == "size":
+        return _by_size(names, specs, tree, choice.size)
+    if model is None:
+        raise UsageError(
+            f"expected a model to choose units by {choice.how}, found sizes only; choose them by "
+            "auto or size here"
+        )
+    if choice.how == "class":
+        return _by_class(names, tree, choice.classes, model)
+    return _by_function(names, tree, choice.function, model)
+
+
+def extra_owners(model: nn.Module, keys: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return the modules outside of a unit's module that use its parameters too, as tied ones.
+
+    Hooks of these modules must gather the unit as well: of the head that is tied to an embedding.
+    What a module around the unit's own reads by itself is not found here.
+
+    Args:
+        model: the model.
+        keys: the unit of each parameter, by the parameter's clean name.
+
+    Returns:
+        Names of modules by key, without units that need none.
+    """
+    tree = Tree((clean_name(n) for n, _ in model.named_parameters(remove_duplicate=False)), model)
+    first = {id(module): name for name, module in named_modules(model)}
+    names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+    found: dict[str, dict[str, None]] = {}
+    for path in _places(model, ()):
+        # A module has its hooks in all of its places, so each is called by its first name.
+        around = [first[id(module)] for module in path]
+        for parameter in path[-1].parameters(recurse=False):
+            key = keys.get(names[id(parameter)], ROOT)
+            user = ROOT if key in around else tree.user(reversed(around))
+            if not holds(user, key):
+                found.setdefault(key, {})[user] = None
+    return {key: tuple(users) for key, users in found.items()}
+
+
+def describe(keys: Sequence[str], specs: Sequence[TensorSpec]) -> str:
+    """Return a line for the log: how many units, the largest, the rest, and what is frozen.
+
+    Args:
+        keys: the unit of each parameter.
+        specs: the parameters.
+    """
+    sizes: Counter[str] = Counter()
+    for key, spec in zip(keys, specs, strict=True):
+        sizes[key] += spec.numel
+    total, frozen = sizes.total(), sum(spec.numel for spec in specs if not spec.trainable)
+    rest = sizes.pop(ROOT, 0)
+    if sizes:
+        largest, numel = max(sizes.items(), key=lambda pair: pair[1])
+        units = f"{len(sizes)} unit{'s' if len(sizes) > 1 else ''}, the largest {largest} with "
+        text = f"{units}{_elements(numel)} elements; {_elements(rest)} in the rest of the model"
+    else:
+        text = f"one unit, the whole model with {_elements(rest)} elements"
+    if not frozen:
+        return text
+    percent = 100 if frozen == total else min(99, max(1, round(100 * frozen / total)))
+    return f"{text}; {percent} % frozen, which get no gradients"
+
+
+def _elements(numel: int) -> str:
+    for unit, word in ((10**9, "G"), (10**6, "M")):
+        if numel >= unit:
+            return f"{numel / unit:.1f} {word}"
+    return f"{numel:,}"
+
+
+def _places(module: nn.Module, around: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, ...]]:
+    """Yield the way to each place in which a module stands; shared ones stand in several."""
+    path = (*around, module)
+    yield path
+    for child in module.children():
+        yield from _places(child, path)
+
+
+def _by_blocks(
+    names: Sequence[str], specs: Sequence[TensorSpec], tree: Tree, size: int
+) -> list[str]:
+    users = [tree.user(upwards(parent(name))) for name in names]
+    sizes: Counter[str] = Counter()
+    for user, spec in zip(users, specs, strict=True):
+        sizes[user] += spec.numel
+    return [
+        _block(name, tree) or (user if sizes[user] >= size else ROOT)
+        for name, user in zip(names, users, strict=True)
+    ]
+
+
+def _block(name: str, tree: Tree) -> str:
+    """Return the outermost member of a list that holds a parameter; ROOT when there is none."""
+    members = (m for m in upwards(parent(name)) if m.rpartition(".")[2].isdecimal())
+    called = [member for member in members if tree.is_called(member)]
+    return called[-1] if called else ROOT
+
+
+def _by_size(names: Sequence[str], specs: Sequence[TensorSpec], tree: Tree, size: int) -> list[str]:
+    keys = [ROOT] * len(names)
+    waiting: dict[str, list[int]] = {}  # parameters in no unit yet, by the module that is asked
+    for index, name in enumerate(names):
+        waiting.setdefault(parent(name), []).append(index)
+    for module in reversed(tree.modules):
+        members = waiting.pop(module, [])
+        large = sum(specs[index].numel for index in members) >= max(size, 1)
+        if large and tree.is_called(module) and not tree.is_list(module):
+            for index in members:
+                keys[index] = module
+        elif module != ROOT:
+            waiting.setdefault(parent(module), []).extend(members)
+    return keys
+
+
+def _by_class(
+    names: Sequence[str], tree: Tree, classes: Sequence[str], model: nn.Module
+) -> list[str]:
+    own_names = set(tree.modules)
+    kinds = {
+        name: type(module)  # of a compiled module the inside's, which comes later
+        for name, module in named_modules(model)
+        if name in own_names and tree.is_called(name)
+    }
+    ancestors = {name: {base.__name__ for base in kind.__mro__} for name, kind in kinds.items()}
+    for wanted in classes or ("",):
+        if not any(wanted in own for own in ancestors.values()):
+            raise UsageError(_no_such_class(wanted, [kind.__name__ for kind in kinds.values()]))
+    chosen = {name for name, own in ancestors.items() if own & set(classes)}
+    return [next((m for m in upwards(parent(n)) if m in chosen), ROOT) for n in names]
+
+
+def _no_such_class(wanted: str, there: Iterable[str]) -> str:
+    counts = Counter(there)
+    near = difflib.get_close_matches(wanted, counts, n=3)
+    order = [*near, *(name for name in counts if name not in near)]
+    shown = ", ".join(f"{name} ({counts[name]})" for name in order[:_SHOWN])
+    more = f" and {len(order) - _SHOWN} more" if len(order) > _SHOWN else ""
+    return (
+        "expected the class of a module that is called and holds parameters (tied ones count where "
+        f"they come first), found {wanted!r}; name classes of this model, which has so many "
+        f"modules of each: {shown}{more}"
+    )
+
+
+def _by_function(names: Sequence[str], tree: Tree, path: str, model: nn.Module) -> list[str]:
+    units = _returned(path, tree, model)
+    label = {id(p): clean_name(name) for name, p in model.named_parameters()}
+    keys: dict[str, str] = {}
+    for unit, module in units.items():
+        for parameter in module.parameters():
+            name = label[id(parameter)]
+            other = keys.setdefault(name, unit)
+            if other != unit:
+                raise UsageError(_in_two_units(path, name, other, unit))
+    return [keys.get(name, ROOT) for name in names]
+
+
+def _in_two_units(path: str, name: str, one: str, other: str) -> str:
+    if holds(one, other) or holds(other, one):
+        reason, way_out = "one is inside of the other", "return the inner ones only"
+    else:
+        reason = "they share it"
+        way_out = "return one module around both of them, or leave at least one of them out"
+    return (
+        f"expected units of {path} that share no parameter, found {name!r} in {one or 'the model'} "
+        f"and in {other or 'the model'}: {reason}; {way_out}"
+    )
+
+
+def _returned(path: str, tree: Tree, model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that the user's function returns, by name and in its order."""
+    found = _function(path)(model)
+    expected = f"expected {path} to return modules of the model that it is called with, found "
+    if not isinstance(found, Iterable):
+        raise UsageError(f"{expected}{_kind(found)}; return a list of modules")
+    names = {id(module): name for name, module in named_modules(model)}
+    units = {}
+    for module in found:
+        name = names.get(id(module))
+        if name is None:
+            outside = " that is not in this model" if isinstance(module, nn.Module) else ""
+            raise UsageError(
+                f"{expected}{_kind(module)}{outside}; return modules, such as model.layers[0]"
+            )
+        if not tree.is_called(name):
+            raise UsageError(
+                f"{expected}{name!r}, {_kind(module)} that nothing calls, so nothing would gather "
+                "it; return the modules inside of it that are called, or the one around it"
+            )
+        units[name] = module
+    return units
+
+
+def _kind(thing: Any) -> str:
+    return "None" if thing is None else f"an object of class {type(thing).__name__}"
+
+
+def _function(path: str) -> Callable[[nn.Module], Any]:
+    """Import a function.
+
+    Raises:
+        UsageError: says what is missing.
+    """
+    home, _, name = path.partition(":")
+    if not all(word.isidentifier() for word in (*home.split("."), name)):
+        raise UsageError(
+            f"expected a function as 'package.module:name', found {path!r}; write the module "
+            "that Python imports, a colon and the function's name, or '__main__:name' for one in "
+            "the training script"
+        )
+    try:
+        module = importlib.import_module(home)
+    except ImportError as error:
+        raise UsageError(
+            f"expected a module to import the function of {path!r} from, found {error}; install "
+            "it, put its folder into PYTHONPATH, or write '__main__' for the training script"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if callable(value)]
+        near = difflib.get_close_matches(name, own, n=1)
+        hint = f", of which {near[0]!r} is the nearest" if near else ""
+        kind = _kind(function) if hasattr(module, name) else "nothing of that name"
+        raise UsageError(
+            f"expected a function {name!r} in {home}, found {kind}; name one that is defined "
+            f"there{hint}"
+        )
+    return function  # type: ignore[no-any-return]
