@@ -45,6 +45,7 @@ import torch.distributed as dist
 import yaml
 from live_memory import LiveParameters, forget_peak, resident
 from peers import (
+    WARMUP,
     Decoder,
     Sample,
     adamw,
@@ -63,7 +64,6 @@ from torch.optim import Optimizer
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 
-WARMUP = 2
 MB = 1e6
 
 
@@ -160,7 +160,7 @@ def gather_ahead(units: list[Any], count: int) -> None:
 def compare_steps(model: Decoder, options: argparse.Namespace) -> None:
     ours, theirs = Drivetrain(copy.deepcopy(model), options), Torch(model, options)
     steps, batches = (ours.step, theirs.step), own_batches(options)
-    in_turn(steps, batches, 0, warmup=WARMUP)
+    in_turn(steps, batches, 0)  # only to warm up
     before = ours.sent()
     means = in_turn(steps, batches, options.pairs, warmup=0)
     grown = {key: count - before.get(key, 0) for key, count in ours.sent().items()}
