@@ -10,6 +10,10 @@ native   everything else             the asynchronous operations of ``torch.dist
 Whatever the algorithm, operations run in the order in which they were submitted, which must be the
 same on every rank (a ring that is ``checked`` says where it is not), and the ledger gets the bytes
 that the ring algorithm sends.
+
+Most operations work on one flat tensor. ``gather_parts`` and ``reduce_parts`` work on many of any
+sizes and dtypes: the ring sends large ones as they lie and packs small ones into few messages, the
+others copy all side by side.
 """
 
 from drivetrain.parts.collectives.communicator import Communicator, Handle, Reduction

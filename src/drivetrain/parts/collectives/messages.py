@@ -52,7 +52,8 @@ class Cut:
     def unpack(self) -> None:
         """Fill the tensors from the buffers, when their messages have come or are complete."""
         for buffer, pieces in self._packs:
-            torch._foreach_copy_(pieces, buffer.split([piece.numel() for piece in pieces]))
+            lengths = [piece.numel() for piece in pieces]
+            torch._foreach_copy_(pieces, torch.split(buffer, lengths))
 
     def _add(self, pieces: list[Tensor]) -> None:
         if len(pieces) == 1:
@@ -65,8 +66,8 @@ class Cut:
 
 def _slices(tensor: Tensor, piece_bytes: int) -> Sequence[Tensor]:
     """Cut a tensor into slices: none of an empty one, here as on the other side."""
-    if tensor.numel() == 0:
-        return []
+    if tensor.nbytes <= piece_bytes:
+        return [tensor] if tensor.numel() else []
     return torch.split(tensor, piece_bytes // tensor.element_size())
 
 

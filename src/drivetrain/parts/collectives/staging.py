@@ -72,7 +72,7 @@ class Staging:
         lengths = [tensor.numel() for tensors in parts for tensor in tensors]
         first = next(tensor for tensors in parts for tensor in tensors)
         self.flat = first.new_empty(sum(lengths))
-        views = iter(self.flat.split(lengths))
+        views = iter(torch.split(self.flat, lengths))
         self.slices = [list(itertools.islice(views, len(tensors))) for tensors in parts]
         ends = itertools.accumulate(sum(map(Tensor.numel, tensors)) for tensors in parts)
         self.chunks = list(itertools.pairwise([0, *ends]))
