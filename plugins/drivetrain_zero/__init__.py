@@ -13,21 +13,13 @@ With P elements, N ranks and f = (N-1)/N a rank sends f P for the reduction and 
 updated parameters per step, as much as data parallelism does; stage 3 gathers once more for
 backward: 3 f P.
 
-==================== ================================================================
-config.py            the knobs
-layout.py            which parameter lies where, who owns what: arithmetic
-placement.py         a model's parameters into units, whole or built on meta
-unit.py              one unit's memory: flat tensor, owned shard, parameters as views
-gradients.py         one unit's gradients: buffer, reduction, owned range
-reducer.py           when units are reduced during backward
-gathering.py         when units are gathered and freed (stage 3)
-binding.py           fragments in the place of parameters in optimizers
-suitability.py       whether an optimizer may step fragments
-surgery.py           changes to whole parameters
-state.py             checkpoints
-cost.py              bytes held and sent
-zero.py, stages.py   the contract: what all stages do, and what each adds
-==================== ================================================================
+==========  =====================================================
+config.py   the knobs
+layout.py   how a model is cut into units: arithmetic
+stages.py   the strategies: what each stage adds
+==========  =====================================================
+
+Units, their gradients, their gathering and their checkpoints are ``drivetrain.parts.units``.
 """
 
 from drivetrain_zero.config import Zero1Config, Zero2Config, Zero3Config

@@ -7,8 +7,10 @@ from drivetrain.config.option import option
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
 from drivetrain.parts.buckets import MIB
+from drivetrain.parts.units.gathering import Until
+from drivetrain.parts.units.layout import Cut
 from drivetrain.runtime.mesh import Axis, Mesh
-from drivetrain_zero.layout import Cut
+from drivetrain_zero.layout import Sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +38,13 @@ class Zero1Config:
 
     @property
     def cut(self) -> Cut:
-        """How the model is cut into units."""
-        return Cut(int(self.bucket_mib * MIB), self.partition == "parameter")
+        """What ranks own of parameters."""
+        return "whole" if self.partition == "parameter" else "flat"
+
+    @property
+    def sizes(self) -> Sizes:
+        """How large units are."""
+        return Sizes(int(self.bucket_mib * MIB), self.cut)
 
     @property
     def lent_buffers(self) -> int:
@@ -48,15 +55,6 @@ class Zero1Config:
     def reduces_each(self) -> bool:
         """Whether every micro-batch's gradients are reduced."""
         return False
-
-    @property
-    def spared(self) -> int:
-        """How many units stay whole from the end of forward to the beginning of backward."""
-        return 0
-
-    def regathered_over(self, mesh: Mesh) -> Axis | None:
-        """Return the ranks that units are gathered over for backward; None: they were not freed."""
-        return None
 
     def places(self, spec: TensorSpec) -> bool:
         """Return whether a parameter lies in a unit; what never moves needs none."""
@@ -113,26 +111,29 @@ class Zero3Config(Zero2Config):
     )
 
     @property
-    def cut(self) -> Cut:
-        """How the model is cut into units: blocks and large layers."""
-        return Cut(
+    def sizes(self) -> Sizes:
+        """How large units are: blocks and large layers."""
+        return Sizes(
             int(self.bucket_mib * MIB),
-            self.partition == "parameter",
+            self.cut,
             shard_from=self.keep_below,
             own_unit_from=self.own_unit_from,
         )
 
     @property
-    def spared(self) -> int:
-        """How many units stay whole from the end of forward to the beginning of backward.
+    def ahead(self) -> int:
+        """How many units are gathered ahead of the one that computes."""
+        return self.prefetch
 
-        As many as backward holds when it begins: the last one and those that are gathered ahead.
-        """
-        return 1 + self.prefetch
+    @property
+    def most_live(self) -> int | None:
+        """How many units may be whole at once: what is gathered ahead is the only bound."""
+        return None
 
-    def regathered_over(self, mesh: Mesh) -> Axis | None:
-        """Return the ranks that units are gathered over for backward; None: they were not freed."""
-        return (self.near(mesh) or mesh["dp"]) if self.reshard_after_forward else None
+    @property
+    def until(self) -> Until:
+        """When a unit is freed that a training forward has gathered."""
+        return "forward" if self.reshard_after_forward else "backward"
 
     def near(self, mesh: Mesh) -> Axis | None:
         """Return the neighbors that keep units together until backward; None: there are none.

@@ -5,17 +5,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from drivetrain.parts.buckets import is_dense
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A parameter or buffer as cost estimates see it."""
+    """A parameter or buffer as cost estimates see it.
+
+    Attributes:
+        name: in the user's model.
+        shape: the global shape.
+        dtype: as the user gave it.
+        trainable: whether it requires gradients.
+        outer_dim: the dim whose slices lie one after the other in memory: 0 unless transposed.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    outer_dim: int = 0
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "TensorSpec":
+        """Describe a tensor, which may live on the meta device."""
+        shape = tuple(tensor.shape)
+        return cls(name, shape, tensor.dtype, tensor.requires_grad, _outer_dim(tensor))
 
     @property
     def numel(self) -> int:
@@ -67,10 +84,7 @@ class ModelSpec:
             inputs: see the attributes.
         """
         return cls(
-            tuple(
-                TensorSpec(name, tuple(p.shape), p.dtype, p.requires_grad)
-                for name, p in model.named_parameters()
-            ),
+            tuple(TensorSpec.of(name, parameter) for name, parameter in model.named_parameters()),
             tuple(
                 TensorSpec(name, tuple(b.shape), b.dtype, False)
                 for name, b in model.named_buffers()
@@ -106,3 +120,10 @@ class Cost:
     def total_sent(self) -> int:
         """Bytes sent by one rank in one optimizer step, as far as they are counted."""
         return sum(self.sent.values())
+
+
+def _outer_dim(tensor: Tensor) -> int:
+    strides = {dim: tensor.stride(dim) for dim, size in enumerate(tensor.shape) if size > 1}
+    if not strides or not is_dense(tensor):
+        return 0
+    return max(strides, key=lambda dim: strides[dim])

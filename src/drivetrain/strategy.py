@@ -295,6 +295,20 @@ class Strategy(ABC, Generic[ConfigT]):
         """
         return {}
 
+    def dtensors(self) -> Mapping[str, Tensor]:
+        """Return the shards of all parameters, by name, as ``torch.distributed.tensor.DTensor``s.
+
+        They share the shards' memory. Every rank must call it.
+
+        Raises:
+            UsageError: the strategy does not keep rows of parameters.
+        """
+        raise UsageError(
+            f"expected a strategy that keeps rows of each parameter, found {type(self).__name__}; "
+            "take accelerator.get_state_dict(model) for whole tensors, or save_state(), whose "
+            "shards every strategy reads"
+        )
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module inside a prepared one."""
         return model

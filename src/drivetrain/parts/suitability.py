@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 _SHAPE = (6, 4)
 _CUT = 10
+_ROWS = 2
 _STEPS = 3
 _RATE = 0.1
 
@@ -26,12 +27,22 @@ def steps_each_alone(optimizer: Optimizer) -> bool:
 
 def steps_pieces(optimizer: Optimizer) -> bool:
     """Return whether stepping ranges of a flattened matrix is stepping the matrix."""
-    whole = _train(optimizer, [_matrix(0)])
     flat = _matrix(0).flatten()
-    pieces = _train(optimizer, [flat[:_CUT], flat[_CUT:]])
+    return _steps_as_whole(optimizer, [flat[:_CUT], flat[_CUT:]])
+
+
+def steps_rows(optimizer: Optimizer) -> bool:
+    """Return whether stepping some rows of a matrix and then the others is stepping the matrix."""
+    matrix = _matrix(0)
+    return _steps_as_whole(optimizer, [matrix[:_ROWS], matrix[_ROWS:]])
+
+
+def _steps_as_whole(optimizer: Optimizer, parts: Sequence[Tensor]) -> bool:
+    whole, pieces = _train(optimizer, [_matrix(0)]), _train(optimizer, parts)
     if whole is None or pieces is None:
         return False
-    return torch.allclose(whole[0].flatten(), torch.cat(pieces), rtol=1e-5)
+    stepped = torch.cat([piece.flatten() for piece in pieces])
+    return torch.allclose(whole[0].flatten(), stepped, rtol=1e-5)
 
 
 def _agrees(optimizer: Optimizer, parts: Sequence[Sequence[int]]) -> bool:

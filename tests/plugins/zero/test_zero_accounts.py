@@ -78,7 +78,7 @@ class Run:
         parameters = list(self.model.parameters())
         masters = [shard.tensor for shard in self.strategy.shards() if not shard.state]
         states = [v for state in self.optimizer.state.values() for v in state.values()]
-        kept = [unit.shard for unit in self.units()]
+        kept = [flat.shard for unit in self.units() for flat in unit.flats]
         fragments = [p for group in self.optimizer.param_groups for p in group["params"]]
         return {
             "parameters": storage_bytes([*parameters, *masters, *kept, *fragments]),
@@ -156,12 +156,13 @@ def check_memory(strategy, world, **options):
     # Three buckets in the ring's hands, on top of what is promised.
     assert live - lent <= 1.05 * sum(expected) + 3 * 0.1 * 2**20, "tensors that nobody counts"
     for unit in run.units():
-        assert unit.resident or world == 1 or unit.flat.untyped_storage().nbytes() == 0
+        assert unit.resident or world == 1 or unit.live_bytes == 0
     run.close()
 
 
 def buffers(run):
-    return [g._buffer for g in run.strategy._reducer._gradients if g._buffer is not None]
+    flats = [f for g in run.strategy._reducer._gradients for f in g._flats.values()]
+    return [flat.buffer for flat in flats if flat.buffer is not None]
 
 
 @each({key: STAGES[key] for key in ("zero1", "zero2", "sharded")})
@@ -186,7 +187,7 @@ def test_nothing_grows(strategy):
     assert after[0] <= before[0] + 256, f"bytes and objects grew from {before} to {after}"
     assert after[1] <= before[1] + 199, f"bytes and objects grew from {before} to {after}"
     for unit in run.units():
-        assert unit.resident or unit.flat.untyped_storage().nbytes() == 0
+        assert unit.resident or unit.live_bytes == 0
     run.close()
 
 
@@ -249,7 +250,7 @@ def test_few_units_are_whole_at_a_time(strategy):
     def count(*_):
         nonlocal most
         units = run.units()
-        most = max(most, sum(unit.flat.untyped_storage().nbytes() for unit in units))
+        most = max(most, sum(unit.live_bytes for unit in units))
 
     handles = [
         module.register_forward_hook(count)

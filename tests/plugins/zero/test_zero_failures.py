@@ -88,7 +88,7 @@ def start(strategy, **options):
 
 def assert_freed(twins):
     units = twins.accelerator.strategy_of(twins.model)._placement.units
-    whole = [u.label for u in units if not u.resident and u.flat.untyped_storage().nbytes()]
+    whole = [u.label for u in units if not u.resident and u.live_bytes]
     assert not whole, f"still whole: {whole}"
 
 

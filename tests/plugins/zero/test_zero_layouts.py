@@ -30,7 +30,7 @@ from drivetrain.testing.models import (
     squared_error,
     tokens,
 )
-from drivetrain_zero.layout import Cut, plan
+from drivetrain_zero.layout import Sizes, plan
 
 SMALL = {"bucket_mib": 0.001}
 STAGES = {
@@ -77,10 +77,10 @@ def random_specs(generator):
     return specs
 
 
-def random_cut(generator):
-    return Cut(
+def random_sizes(generator):
+    return Sizes(
         bucket_bytes=generator.choice([1, 64, 1000, 10**6]),
-        whole_parameters=generator.random() < 0.5,
+        cut=generator.choice(["flat", "whole"]),
         shard_from=generator.choice([None, 0, 1, 12, 100]),
         own_unit_from=generator.choice([1, 50, 10**6]),
     )
@@ -90,45 +90,54 @@ def random_cut(generator):
 def test_every_element_has_one_place_and_one_owner(seed):
     """Of any parameters, cut in any way, for any number of ranks."""
     generator = random.Random(seed)
-    specs, cut, size = random_specs(generator), random_cut(generator), generator.randrange(1, 6)
+    specs, sizes, size = random_specs(generator), random_sizes(generator), generator.randrange(1, 6)
     by_name = {spec.name: spec for spec in specs}
-    units = plan(specs, Precision(), cut, size)
+    units = plan(specs, Precision(), sizes, size)
     assert sorted(p.name for unit in units for p in unit.places) == sorted(by_name)
     for unit in units:
-        members = [by_name[place.name] for place in unit.places]
-        assert {(m.dtype, m.trainable) for m in members} == {(unit.dtype, unit.trainable)}
-        ends = [place.offset + place.numel for place in unit.places]
-        assert [place.offset for place in unit.places] == [0, *ends[:-1]], "a gap or an overlap"
-        assert [(p.shape, p.numel) for p in unit.places] == [(m.shape, m.numel) for m in members]
-        starts, stops = zip(*unit.chunks, strict=True)
-        assert (starts, len(starts)) == ((0, *stops[:-1]), size), "ranks leave a gap"
-        assert stops[-1] == unit.numel == ends[-1]
-        check_kind(unit, members, cut)
-    keys = [(u.key, u.dtype, u.trainable) for u in units if u.sharded]
+        for flat in unit.flats:
+            members = [by_name[place.name] for place in flat.places]
+            check_flat(flat, members, size)
+            check_kind(flat, unit.sharded, members, sizes)
+    keys = [u.key for u in units if u.sharded]
     assert len(keys) == len(set(keys)), "what is gathered together lies in two units"
 
 
-def check_kind(unit, members, cut):
+def check_flat(flat, members, size):
+    """Parameters of one kind side by side, every element owned by one rank."""
+    assert {(m.dtype, m.trainable) for m in members} == {(flat.dtype, flat.trainable)}
+    ends = [place.offset + place.numel for place in flat.places]
+    assert [place.offset for place in flat.places] == [0, *ends[:-1]], "a gap or an overlap"
+    assert [(p.shape, p.numel) for p in flat.places] == [(m.shape, m.numel) for m in members]
+    pieces = sorted(piece for rank in range(size) for piece in flat.pieces(rank))
+    starts = [start for start, _ in pieces]
+    stops = [stop for _, stop in pieces]
+    assert starts == [0, *stops[:-1]][: len(starts)], "ranks leave a gap"
+    assert max(stops, default=0) == flat.numel == ends[-1]
+    assert all(len(flat.pieces(rank)) <= 1 for rank in range(size)), "one range each"
+
+
+def check_kind(flat, sharded, members, sizes):
     """What is cut evenly, what is not cut, what is divided, and how large a bucket may be."""
-    owned = [unit.owned(rank) for rank in range(len(unit.chunks))]
-    if not cut.whole_parameters:
+    ranks = range(len(flat.places[0].shares))
+    owned = [flat.owned(rank) for rank in ranks]
+    if sizes.cut == "flat":
         assert max(owned) - min(owned) <= 1
-    for place, (start, stop) in itertools.product(unit.places, unit.chunks):
-        inside = min(stop, place.offset + place.numel) - max(start, place.offset)
-        assert not cut.whole_parameters or inside <= 0 or inside == place.numel, "a cut parameter"
-    large = [cut.shard_from is not None and m.numel >= max(cut.shard_from, 1) for m in members]
-    assert all(one is unit.sharded for one in large)
-    nbytes = sum(m.numel for m in members) * unit.dtype.itemsize
+    for place, rank in itertools.product(flat.places, ranks):
+        start, stop = place.shares[rank]
+        assert sizes.cut == "flat" or stop - start in (0, place.numel), "a cut parameter"
+    large = [sizes.shard_from is not None and m.numel >= max(sizes.shard_from, 1) for m in members]
+    assert all(one is sharded for one in large)
     filled = [m for m in members if m.numel]
-    assert unit.sharded or nbytes <= cut.bucket_bytes or len(filled) == 1
+    assert sharded or flat.nbytes <= sizes.bucket_bytes or len(filled) == 1
 
 
 def test_whole_parameters_are_spread():
     """No rank owns more than another by more than one parameter, over all units together."""
     specs = [TensorSpec("large", (100, 10), torch.float32, True)]
     specs += [TensorSpec(f"small{i}", (50, 10), torch.float32, True) for i in range(9)]
-    units = plan(specs, Precision(), Cut(2000, whole_parameters=True), 3)
-    owned = [sum(unit.owned(rank) for unit in units) for rank in range(3)]
+    units = plan(specs, Precision(), Sizes(2000, "whole"), 3)
+    owned = [sum(f.owned(rank) for unit in units for f in unit.flats) for rank in range(3)]
     assert sum(owned) == 5500
     assert max(owned) - min(owned) <= 1000
 

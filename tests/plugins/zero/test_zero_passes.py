@@ -107,15 +107,13 @@ def calls(twins, operation):
 
 
 def assert_freed(twins):
-    whole = [
-        u.label for u in units_of(twins) if not u.resident and u.flat.untyped_storage().nbytes()
-    ]
+    whole = [u.label for u in units_of(twins) if not u.resident and u.live_bytes]
     assert not whole, f"still whole: {whole}"
 
 
 def train(twins, steps):
     """Train both; every trainable unit is reduced once per backward and freed after it."""
-    trained = sum(unit.layout.trainable for unit in units_of(twins))
+    trained = sum(bool(unit.layout.trainable) for unit in units_of(twins))
     for step in steps:
         before = calls(twins, "reduce_scatter")
         twins.backward(step)

@@ -1,40 +1,39 @@
-"""What all stages of ZeRO do: lay out units, reduce, step what is owned, send it around."""
+"""What strategies over units have in common: lay out, reduce, step what is owned, send around."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.cost import Cost, ModelSpec
+from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError
-from drivetrain.parts.collectives import Communicator, connect
+from drivetrain.parts.collectives import connect
 from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
+from drivetrain.parts.units.accounts import Accounted, ConfigT
+from drivetrain.parts.units.binding import Binding, Bound
+from drivetrain.parts.units.hooks import UnitHook, ZeroGrad, is_compiled
+from drivetrain.parts.units.layout import UnitLayout
+from drivetrain.parts.units.placement import Placement
+from drivetrain.parts.units.ranks import Ranks
+from drivetrain.parts.units.reducer import Reducer
+from drivetrain.parts.units.slot import Slot
+from drivetrain.parts.units.state import ShardedState
+from drivetrain.parts.units.surgery import changes_accepted
+from drivetrain.parts.units.unit import Unit
 from drivetrain.shards import Reader, Shard
-from drivetrain.strategy import Prepared, Run, Strategy
-from drivetrain_zero.binding import Binding, Bound
-from drivetrain_zero.config import Zero1Config
-from drivetrain_zero.cost import Estimate
-from drivetrain_zero.hooks import UnitHook, ZeroGrad, is_compiled
-from drivetrain_zero.layout import UnitLayout, plan
-from drivetrain_zero.placement import Placement
-from drivetrain_zero.reducer import Reducer
-from drivetrain_zero.state import ShardedState
-from drivetrain_zero.surgery import changes_accepted
-from drivetrain_zero.unit import FlatUnit, Slot
-
-ConfigT = TypeVar("ConfigT", bound=Zero1Config)
+from drivetrain.strategy import Prepared, Run
 
 
-class Zero(Strategy[ConfigT], Generic[ConfigT]):
-    """What all stages do, over the mesh axis ``dp``; one object per prepared model.
+class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
+    """What strategies over units do, over the mesh axis ``dp``; one object per prepared model.
 
-    ``prepare`` returns the very objects it was given: parameters become views of flat units, and
-    the optimizers' groups hold this rank's fragments of them.
+    ``prepare`` returns the very objects it was given: parameters become views of units, and the
+    optimizers' groups hold this rank's fragments of them.
     """
 
     checks_order: ClassVar[bool] = False
@@ -43,28 +42,36 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
     def __init__(self, config: ConfigT, run: Run) -> None:
         super().__init__(config, run)
         self._model = nn.Module()  # until there is one
-        world = run.world
-        self._communicator: Communicator = connect(
-            run.mesh["dp"], run.traffic, world.device, world.timeout, checked=self.checks_order
-        )
-        self._placement = Placement(
-            self._communicator, run.precision, config.cut, config.places, world.device
-        )
+        self._ranks = self._connect()
+        self._placement = Placement(self._ranks, self._plan_units, config.places, run.world.device)
         self._handles: list[RemovableHandle] = []
         self._reducer = self._make_reducer([])
         self._binding = Binding(
             self._placement.slots,
-            whole_parameters=config.partition == "parameter",
+            cut=config.cut,
             fused=config.fused,
             before_step=self._before_step,
             after_step=self._after_step,
             clear=self._forget,
         )
 
-    @classmethod
-    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
-        """Return one axis, ``dp``, over all ranks."""
-        return {"dp": world_size}
+    def _plan_units(
+        self, specs: Sequence[TensorSpec], devices: Sequence[Hashable]
+    ) -> list[UnitLayout]:
+        spec = ModelSpec(tuple(specs), module=self._model)
+        return self.plan(self.config, spec, self.run, devices)
+
+    def _connect(self) -> Ranks:
+        world = self.run.world
+        return Ranks.all_sharing(
+            connect(
+                self.run.mesh["dp"],
+                self.run.traffic,
+                world.device,
+                world.timeout,
+                checked=self.checks_order,
+            )
+        )
 
     # --- taking over ---
 
@@ -77,7 +84,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         self._model = model
         for optimizer in optimizers:
             self._binding.check(optimizer)
-        self._reducer = self._make_reducer(self._plan(self.config, ModelSpec.of(model), self.run))
+        self._reducer = self._make_reducer(self.plan(self.config, ModelSpec.of(model), self.run))
         self._reducer.add(self._placement.lay_out(model))
         for optimizer in optimizers:
             self._binding.add(optimizer)
@@ -96,11 +103,11 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
     def _make_reducer(self, layouts: Sequence[UnitLayout]) -> Reducer:
         lent = self.config.lent_buffers
         return Reducer(
-            self._communicator,
+            self._ranks,
             self.run.precision,
             self.run.world.device,
             in_flight=lent,
-            pool_bytes=Estimate.of(layouts, self.run).lent_bytes() if lent else 0,
+            pool_bytes=self.estimate(self.config, layouts, self.run).lent_bytes() if lent else 0,
             at_end=self._after_round,
         )
 
@@ -139,23 +146,28 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
     ) -> Tensor:
         """Scale the gradients to a norm of at most max_norm: one number crosses the wire."""
         gradients = list(self.gradients(only))
-        over = [self._communicator] if self._communicator.size > 1 else []
+        sharing = self._ranks.sharing  # replicas own the same once more
+        over = [sharing] if sharing.size > 1 else []
         norm = global_norm(gradients, norm_type, over=over, device=self.run.world.device)
         clip_(gradients, norm, max_norm)
         return norm
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Keep gradients local inside, unless every micro-batch's gradients are reduced."""
-        return nullcontext() if self.config.reduces_each else self._local(enabled)
+        """Keep gradients local inside, or where they are reduced each time, from replicas only."""
+        if not self.config.reduces_each:
+            return self._switched("synchronizing", not enabled)
+        if self._ranks.replicas is not None:
+            return self._switched("replicating", not enabled)
+        return nullcontext()
 
     @contextmanager
-    def _local(self, enabled: bool) -> Iterator[None]:
-        before = self._reducer.synchronizing
-        self._reducer.synchronizing = not enabled
+    def _switched(self, switch: str, on: bool) -> Iterator[None]:
+        before = getattr(self._reducer, switch)
+        setattr(self._reducer, switch, on)
         try:
             yield
         finally:
-            self._reducer.synchronizing = before
+            setattr(self._reducer, switch, before)
 
     def _before_forward(self) -> None:
         if not self._reducer.synchronizing:
@@ -163,7 +175,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         self._reducer.rounds.finish()  # what an exception in backward cut short
         self._refresh()
         if self.config.buffers == "broadcast":
-            replicate(self._model.buffers(), self._communicator, "buffers before forward")
+            replicate(self._model.buffers(), self._ranks.everyone, "buffers before forward")
 
     def _refresh(self) -> None:
         """Follow changes of ``requires_grad``; every rank must make the same ones."""
@@ -180,7 +192,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         self._reducer.forget(slots)
 
     def _after_round(self) -> None:
-        """Do what the stage does when a backward is over."""
+        """Do what the strategy does when a backward is over."""
 
     def _after_step(self, bound: Bound) -> None:
         """Send the updated ranges around, in the order in which forward will need them."""
@@ -226,7 +238,7 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
     def _state(self) -> ShardedState:
         slots = {slot.name: slot for slot in self._placement}
         held = [(bound.optimizer, list(bound.slots)) for bound in self._binding]
-        return ShardedState(self._model, slots, held, self._communicator.rank)
+        return ShardedState(self._model, slots, held, self._ranks)
 
     @contextmanager
     def gathered(
@@ -234,37 +246,15 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
     ) -> Iterator[None]:
         """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
         units = self._placement.units_of(parameters)
-        changes = changes_accepted(units, self._communicator) if modify else nullcontext()
+        changes = changes_accepted(units, self._ranks.everyone) if modify else nullcontext()
         with self._holding(units), changes:
             yield
 
     @contextmanager
-    def _holding(self, units: Sequence[FlatUnit]) -> Iterator[None]:
+    def _holding(self, units: Sequence[Unit]) -> Iterator[None]:
         for unit in units:
             unit.arrive()
         yield
-
-    # --- accounts ---
-
-    @classmethod
-    def _plan(cls, config: ConfigT, model: ModelSpec, run: Run) -> list[UnitLayout]:
-        specs = [spec for spec in model.parameters if config.places(spec)]
-        return plan(specs, run.precision, config.cut, run.mesh["dp"].size)
-
-    @classmethod
-    def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
-        """Return what ``drivetrain_zero.cost`` works out."""
-        estimate = Estimate.of(cls._plan(config, model, run), run)
-        lent = config.lent_buffers
-        sent = estimate.sent(
-            model,
-            forwards=run.accumulation,
-            reductions=run.accumulation if config.reduces_each else 1,
-            regathered_over=config.regathered_over(run.mesh),
-            spared=config.spared,
-            buffers=config.buffers == "broadcast",
-        )
-        return Cost(held=estimate.held(model, lent_buffers=lent), sent=sent)
 
     def close(self) -> None:
         """Take everything off; parameters that are whole become ordinary ones."""
@@ -279,4 +269,4 @@ class Zero(Strategy[ConfigT], Generic[ConfigT]):
         except CollectiveError:
             return  # a rank failed: what did not arrive stays guarded
         finally:
-            self._communicator.close()
+            self._ranks.close()

@@ -16,8 +16,9 @@ from drivetrain.checkpoint.assembly import boxes
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import allocate_state, check_fits, group_of, state_keys
+from drivetrain.parts.units.ranks import Ranks
+from drivetrain.parts.units.slot import Slot
 from drivetrain.shards import Part, Reader, Shard
-from drivetrain_zero.unit import Slot
 
 _SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
 """State of torch's optimizers that is one number, whatever the parameter's shape."""
@@ -30,7 +31,7 @@ class ShardedState:
         model: the user's model.
         slots: the parameters that lie in units, by name.
         held: for each optimizer, in the order of ``prepare``, the names of what it holds.
-        rank: this rank on the axis; rank 0 saves what all ranks hold.
+        ranks: those that train the model; the first one saves what all of them hold.
     """
 
     def __init__(
@@ -38,24 +39,26 @@ class ShardedState:
         model: nn.Module,
         slots: Mapping[str, Slot],
         held: Sequence[tuple[Optimizer, Collection[str]]],
-        rank: int,
+        ranks: Ranks,
     ) -> None:
         self._model = model
         self._slots = slots
         self._held = held
-        self._rank = rank
+        self._ranks = ranks
 
     def shards(self) -> Iterator[Shard]:
         """Yield what this rank saves; together the ranks yield each element once."""
-        if self._rank == 0:
+        if self._ranks.first:
             for name, tensor in self._whole().items():
                 shape = tuple(tensor.shape)
                 yield Shard(name, "", tensor.detach(), shape, Part.whole(shape))
+        if not self._ranks.original:
+            return
         for name, slot in self._slots.items():
             if slot.owned_numel:
-                yield from _shards(name, "", slot, slot.unit.shard[slot.local()].detach())
-            elif not slot.numel and self._rank == 0:
-                empty = torch.empty(slot.shape, dtype=slot.unit.shard.dtype, device="cpu")
+                yield from _shards(name, "", slot, slot.flat.shard[slot.local].detach())
+            elif not slot.numel and self._ranks.first:
+                empty = torch.empty(slot.shape, dtype=slot.flat.shard.dtype, device="cpu")
                 yield Shard(name, "", empty, slot.shape, Part.whole(slot.shape))
         for index, (optimizer, names) in enumerate(self._held):
             for name in names:
@@ -83,7 +86,7 @@ class ShardedState:
             for name, tensor in self._whole().items():
                 tensor.copy_(reader.read(name))
             for slot in self._slots.values():
-                _read(reader, "", slot, slot.unit.shard[slot.local()])
+                _read(reader, "", slot, slot.flat.shard[slot.local])
             for index, (optimizer, names) in enumerate(self._held):
                 for name in names:
                     self._load_optimizer(
@@ -106,9 +109,8 @@ class ShardedState:
             if not isinstance(value, Tensor):
                 continue
             name = f"{index}.{key}"
-            pieces = not slot.unit.layout.whole_parameters
-            if pieces and value.shape == slot.fragment.shape:
-                yield from _shards(slot.name, name, slot, value.detach().reshape(-1))
+            if _is_divided(slot) and value.shape == slot.fragment.shape:
+                yield from _shards(slot.name, name, slot, slot.share_in_order(value.detach()))
             elif slot.owned[0] == 0:  # the owner of the first element speaks for all
                 shape = tuple(value.shape)
                 yield Shard(slot.name, name, value.detach(), shape, Part.whole(shape))
@@ -139,14 +141,13 @@ class ShardedState:
     ) -> Tensor:
         state, fragment = f"{index}.{key}", slot.fragment
         if fragment is None:
-            raise CheckpointError(f"{slot.name!r} is not held by rank {self._rank}")
+            raise CheckpointError(f"this rank holds nothing of {slot.name!r}, found state {key!r}")
         shape = reader.shape(slot.name, state)
-        whole = slot.unit.layout.whole_parameters
-        piecewise = not whole and shape == slot.shape and not (shape == () and key in _SCALARS)
-        if piecewise:
-            values = torch.empty(slot.owned_numel, dtype=fragment.dtype, device="cpu")
-            _read(reader, state, slot, values)
-            values = values.view(fragment.shape)
+        scalar = shape == () and key in _SCALARS
+        if _is_divided(slot) and shape == slot.shape and not scalar:
+            share = torch.empty(slot.owned_numel, dtype=fragment.dtype, device="cpu")
+            _read(reader, state, slot, share)
+            values = share.as_strided(slot.fragment_shape, slot.fragment_strides)
         else:
             values = reader.read(slot.name, state)
         if not isinstance(kept, Tensor) or kept.shape != values.shape:
@@ -158,11 +159,17 @@ class ShardedState:
 def _check_state(reader: Reader, slot: Slot, index: int, key: str) -> None:
     """Refuse state of whole parameters where ranks own ranges, before any value changes."""
     shape = reader.shape(slot.name, f"{index}.{key}")
-    if shape and shape != slot.shape and not slot.unit.layout.whole_parameters:
+    if shape and shape != slot.shape and _is_divided(slot):
         raise CheckpointError(
             f"expected state {key!r} of {slot.name!r} to have the parameter's shape {slot.shape}, "
-            f"or none, found {shape}; it belongs to a whole parameter: set partition: parameter"
+            f"or none, found {shape}; it belongs to a whole parameter: set partition: parameter, "
+            "or take a strategy that has it"
         )
+
+
+def _is_divided(slot: Slot) -> bool:
+    """Return whether ranks own parts of parameters, not whole ones."""
+    return slot.flat.layout.cut != "whole"
 
 
 def _shards(name: str, state: str, slot: Slot, owned: Tensor) -> Iterator[Shard]:

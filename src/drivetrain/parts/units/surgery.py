@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.parts.collectives import Communicator
-from drivetrain_zero.unit import FlatUnit
+from drivetrain.parts.units.unit import Unit
 
 _PIECE = 1 << 20
 _PRIME = 1_000_003
@@ -16,26 +16,30 @@ _WORDS = {1: torch.int8, 2: torch.int16}
 
 
 @contextmanager
-def changes_accepted(units: Sequence[FlatUnit], communicator: Communicator) -> Iterator[None]:
+def changes_accepted(units: Sequence[Unit], communicator: Communicator) -> Iterator[None]:
     """Context in which whole parameters may be changed, on all ranks alike or on rank 0 alone.
 
     Changes are found by comparing fingerprints, so it does not matter how they were made.
 
     Args:
         units: whole inside of the context.
-        communicator: the ranks that share them.
+        communicator: all ranks that train the model.
     """
-    before = [fingerprint(unit.flat) for unit in units]
+    before = [_fingerprints(unit) for unit in units]
     yield
-    after = [fingerprint(unit.flat) for unit in units]
+    after = [_fingerprints(unit) for unit in units]
     changed = [old != new for old, new in zip(before, after, strict=True)]
     if not units:
         return
-    flags = torch.tensor(changed, dtype=torch.uint8, device=units[0].flat.device)
+    flags = torch.tensor(changed, dtype=torch.uint8, device=units[0].values[0].device)
     communicator.all_reduce(flags, reduction="max", label="changed parameters").wait()
     for unit, flag in zip(units, flags.tolist(), strict=True):
         if flag:
-            unit.accept()
+            unit.accept(communicator)
+
+
+def _fingerprints(unit: Unit) -> list[int]:
+    return [fingerprint(flat) for flat in unit.values]
 
 
 @torch.no_grad()

@@ -10,6 +10,9 @@ One synchronised backward is a round::
 
 A parameter that got no gradient on any rank must not move, not even by an optimizer's momentum; so
 the ranks take the maximum of one byte per parameter: whether any of them had a gradient for it.
+
+Where units have replicas, rounds of an accumulation window end without handing gradients out: what
+is added up over replicas is the window's sum.
 """
 
 from collections import deque
@@ -20,20 +23,21 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import Communicator
-from drivetrain.parts.collectives.communicator import Handle
+from drivetrain.parts.collectives import Handle
 from drivetrain.parts.pool import BufferPool
 from drivetrain.parts.rounds import Rounds, on_gradient
+from drivetrain.parts.units.gradients import UnitGradients
+from drivetrain.parts.units.ranks import Ranks
+from drivetrain.parts.units.slot import Slot
+from drivetrain.parts.units.unit import Unit
 from drivetrain.runtime.precision import Precision
-from drivetrain_zero.gradients import UnitGradients
-from drivetrain_zero.unit import FlatUnit, Slot
 
 
 class Reducer:
     """Owns the gradient hooks and buffers of one model.
 
     Args:
-        communicator: the ranks that share the model.
+        ranks: those that train the model.
         precision: dtypes of gradients.
         device: where the buffers live.
         in_flight: buffers that may be lent at once; 0 keeps a buffer for every unit.
@@ -42,12 +46,13 @@ class Reducer:
 
     Attributes:
         synchronizing: whether backward sends gradients; otherwise they stay in the buffers.
+        replicating: whether replicas then add theirs up, and gradients are handed out.
         rounds: the rounds so far.
     """
 
     def __init__(
         self,
-        communicator: Communicator,
+        ranks: Ranks,
         precision: Precision,
         device: torch.device,
         *,
@@ -56,11 +61,12 @@ class Reducer:
         at_end: Callable[[], None] | None = None,
     ) -> None:
         self.synchronizing = True
+        self.replicating = True
         self.rounds = Rounds(self._begin, self._end)
-        self._communicator = communicator
+        self._ranks = ranks
         self._precision = precision
         self._device = device
-        self._scale = 1.0 / communicator.size
+        self._scale = 1.0 / ranks.everyone.size
         self._in_flight = in_flight
         self._pool_bytes = pool_bytes
         self._pool = BufferPool(in_flight, pool_bytes) if in_flight and pool_bytes else None
@@ -77,13 +83,13 @@ class Reducer:
         """Bytes of the buffers that are kept for lending."""
         return self._pool.nbytes if self._pool is not None else 0
 
-    def add(self, units: Sequence[FlatUnit]) -> None:
+    def add(self, units: Sequence[Unit]) -> None:
         """Reduce the gradients of more units, after those of the others."""
+        lend = self._borrow if self._in_flight else None
+        replicas = self._ranks.replicas
         for unit in units:
-            wire = self._precision.reduce_dtype(unit.layout.dtype)
-            total = self._precision.accumulate_dtype(unit.layout.dtype)
-            lend = self._borrow if self._in_flight else None
-            self._gradients.append(UnitGradients(unit, wire, total, lend, self._take_back))
+            gradients = UnitGradients(unit, self._precision, lend, self._take_back, replicas)
+            self._gradients.append(gradients)
         self.refresh()
 
     def refresh(self) -> None:
@@ -165,53 +171,61 @@ class Reducer:
         gradients.launch()
         self._flying.append(gradients)
         self._launched += 1
+        while self._flying and self._flying[0].done:  # its buffer is free, and replicas can begin
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        self._flying.popleft().settle(replicate=self.replicating)
 
     # --- after backward ---
 
     def _end(self) -> None:
         for gradients in self._active[self._launched :]:
             self._launch(gradients)
-        flags, handle = self._agree_on_missing()
+        flags, handle = self._agree_on_present() if self.replicating else (None, None)
         while self._flying:
-            self._flying.popleft().settle()
+            self._settle_oldest()
+        for gradients in self._active:
+            gradients.finish()
         if handle is not None:
             handle.wait()
-        present = flags.tolist()
+        if flags is not None:
+            self._hand_out(flags.tolist())
+        if self._at_end is not None:
+            self._at_end()
+
+    def _hand_out(self, present: Sequence[int]) -> None:
         first = 0
         for gradients in self._active:
             awaited = gradients.awaited
             had = present[first : first + len(awaited)]
             gradients.deliver([slot for slot, some in zip(awaited, had, strict=True) if some])
             first += len(awaited)
-        if self._at_end is not None:
-            self._at_end()
 
-    def _agree_on_missing(self) -> tuple[Tensor, Handle | None]:
+    def _agree_on_present(self) -> tuple[Tensor, Handle | None]:
         """Return one byte per active parameter, 1 where some rank has a gradient, when it came."""
         flags = [
-            slot not in gradients.missing
-            for gradients in self._active
-            for slot in gradients.awaited
+            slot in gradients.present for gradients in self._active for slot in gradients.awaited
         ]
         tensor = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         if not flags:
             return tensor, None
-        return tensor, self._communicator.all_reduce(
+        return tensor, self._ranks.everyone.all_reduce(
             tensor, reduction="max", label="which parameters have gradients"
         )
 
     # --- buffers ---
 
-    def _borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _borrow(self, nbytes: int) -> Tensor:
         """Lend a buffer; when all are out, the oldest reduction ends first."""
         while self._flying and len(self._lent) >= self._in_flight:
-            self._flying.popleft().settle()
+            self._settle_oldest()
         # Too many out, because gradients come in no order: one that is not kept afterwards.
-        fits = numel * dtype.itemsize <= self._pool_bytes and len(self._lent) < self._in_flight
+        fits = nbytes <= self._pool_bytes and len(self._lent) < self._in_flight
         if self._pool is not None and fits:
-            buffer = self._pool.take(numel, dtype, self._device)
+            buffer = self._pool.take(nbytes, torch.uint8, self._device)
         else:
-            buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._lent[buffer.untyped_storage()._cdata] = fits
         return buffer
 

@@ -1,4 +1,4 @@
-"""Stage 3: units are gathered just before use and freed after; who needs a unit next is remembered.
+"""Units are gathered just before use and freed after; who needs a unit next is remembered.
 
 Three mechanisms, from the fastest to the one that nothing escapes:
 
@@ -15,22 +15,23 @@ that take different paths end with an error that names the units.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator
-from drivetrain.parts.naming import clean_name
 from drivetrain.parts.rounds import after_backward, in_backward
-from drivetrain_zero.absent import AbsentGuard, DetachedGuard, refusal, shares_memory
-from drivetrain_zero.hooks import UnitHook, is_compiled
-from drivetrain_zero.layout import ROOT
-from drivetrain_zero.unit import FlatUnit, storages
+from drivetrain.parts.units.absent import AbsentGuard, DetachedGuard, refusal, shares_memory
+from drivetrain.parts.units.hooks import UnitHook
+from drivetrain.parts.units.layout import ROOT
+from drivetrain.parts.units.module_units import ModuleUnits, users
+from drivetrain.parts.units.unit import Unit, storages
+
+Until: TypeAlias = Literal["forward", "backward", "step"]
 
 _AS_IT_IS: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (
     lambda tensor: tensor,
@@ -45,29 +46,35 @@ class Gatherer:
         model: the user's model.
         units: its sharded units.
         ahead: how many units are gathered ahead.
-        reshard_after_forward: whether units are freed between forward and backward.
-        neighbors: when they are freed then, the ranks that hold them together until backward; None
-            leaves each rank its range, as between steps.
+        until: when a unit is freed that a training forward has gathered: after that ``forward``,
+            in ``backward``, or only when the optimizer steps (``step``).
+        neighbors: when they are freed after forward, the ranks that hold them together until
+            backward; None leaves each rank its range, as between steps.
+        most_live: how many units may be whole or on their way at once, the rest of the model not
+            counted: nothing is gathered ahead beyond that. None: as many as are asked for.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[FlatUnit],
+        units: Sequence[Unit],
         *,
         ahead: int,
-        reshard_after_forward: bool,
+        until: Until = "forward",
         neighbors: Communicator | None = None,
+        most_live: int | None = None,
     ) -> None:
         self._units = units
         self._storages = storages(units)
         self._ahead = ahead
-        self._reshard = reshard_after_forward
+        self._until = until
         self._neighbors = neighbors
-        self._next: dict[tuple[str, FlatUnit], FlatUnit] = {}
-        self._latest: dict[str, FlatUnit] = {}
-        self._order: dict[FlatUnit, None] = {}
-        self._spared: frozenset[FlatUnit] = frozenset()
+        self._most_live = most_live
+        self._keeping = False
+        self._next: dict[tuple[str, Unit], Unit] = {}
+        self._latest: dict[str, Unit] = {}
+        self._order: dict[Unit, None] = {}
+        self._spared: frozenset[Unit] = frozenset()
         self._forwards: list[tuple[object, AbstractContextManager[Any]]] = []
         self._cleaning = False
         for unit in units:
@@ -77,10 +84,11 @@ class Gatherer:
 
     # --- bringing and freeing ---
 
-    def fetch(self, unit: FlatUnit) -> None:
+    def fetch(self, unit: Unit) -> None:
         """Return when a unit is whole; start those that followed it last time in this phase."""
         if not unit.whole:
             if unit.arrival is None:
+                self._make_room()
                 unit.start()
             if self.in_forward:  # nobody would free what was started ahead between steps
                 phase = self._phase()
@@ -88,20 +96,29 @@ class Gatherer:
                 self._start_ahead(phase, unit)
             unit.arrive()
 
-    def release(self, unit: FlatUnit) -> None:
-        """Free a unit that nobody holds."""
-        if not unit.holds and (unit.whole or unit.arrival is not None):
+    def release(self, unit: Unit) -> None:
+        """Free a unit that nobody holds; one that is kept until the step is parked."""
+        if unit.holds or not unit.live:
+            return
+        if not self._keeping:
             unit.free()
+        elif unit.whole and not self._forwards:
+            unit.park()  # until its next use: what a loss reads of it is saved without values
 
     def release_all(self) -> None:
-        """Free every unit that nobody holds, and what neighbors keep of it."""
+        """Release every unit, and what neighbors keep of it."""
         for unit in self._units:
             self.release(unit)
             unit.near = None
         self._latest.clear()
 
+    def step_taken(self) -> None:
+        """Free every unit that nobody holds: its values are no longer the right ones."""
+        self._keeping = False
+        self.release_all()
+
     @contextmanager
-    def holding(self, units: Sequence[FlatUnit]) -> Iterator[None]:
+    def holding(self, units: Sequence[Unit]) -> Iterator[None]:
         """Context in which units stay whole; all ranks must enter it with the same units."""
         for unit in units:
             unit.holds += 1
@@ -139,7 +156,7 @@ class Gatherer:
             return "backward"
         return "forward" if torch.is_grad_enabled() else "evaluation"
 
-    def _remember(self, phase: str, unit: FlatUnit) -> None:
+    def _remember(self, phase: str, unit: Unit) -> None:
         before = self._latest.get(phase)
         if before is not None:
             self._next[phase, before] = unit
@@ -148,30 +165,39 @@ class Gatherer:
             self._order.pop(unit, None)
             self._order[unit] = None
 
-    def _start_ahead(self, phase: str, unit: FlatUnit) -> None:
+    def _start_ahead(self, phase: str, unit: Unit) -> None:
         for _ in range(self._ahead):
             following = self._next.get((phase, unit))
             if following is None:
                 return
-            if not following.whole and following.arrival is None:
+            if not following.live:
+                if self._full():
+                    return
                 following.start()
             unit = following
+
+    def _full(self) -> bool:
+        """Whether no further unit may be gathered ahead. What is kept by intent does not count."""
+        if self._most_live is None or self._until != "forward":
+            return False
+        live = sum(unit.live for unit in self._units if unit.layout.key != ROOT)
+        return live >= self._most_live
+
+    def _make_room(self) -> None:
+        """Free what was gathered ahead in vain, if a unit that is needed would be one too many."""
+        if self._full():
+            for unit in self._units:
+                if unit.arrival is not None and not unit.whole and not unit.holds:
+                    unit.free()
 
     # --- hooks ---
 
     def _register(self, model: nn.Module) -> list[RemovableHandle]:
-        modules = {clean_name(name): module for name, module in model.named_modules()}
-        by_module: dict[nn.Module, list[FlatUnit]] = {}
-        for unit in self._units:
-            # The inside of a compiled model is one graph: hooks on parts of it would break it.
-            module = model if is_compiled(model) else modules.get(unit.layout.key)
-            if module is not None and (unit.layout.key != ROOT or is_compiled(model)):
-                by_module.setdefault(module, []).append(unit)
         handles = [
             model.register_forward_pre_hook(UnitHook(self._enter_model), prepend=True),
             model.register_forward_hook(UnitHook(self._leave_model), always_call=True),
         ]
-        for module, units in by_module.items():
+        for module, units in users(model, self._units).items():
             hook = ModuleUnits(self, units)
             handles.append(module.register_forward_pre_hook(UnitHook(hook.enter), with_kwargs=True))
             handles.append(module.register_forward_hook(UnitHook(hook.leave), always_call=True))
@@ -182,6 +208,8 @@ class Gatherer:
             self._latest.clear()
             self._order.clear()
             self._cleaning = False  # a backward that raised has not cleaned
+            if self._until == "step" and torch.is_grad_enabled():
+                self._keeping = True
         self.enter_forward(self)
 
     def _leave_model(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -222,13 +250,13 @@ class Gatherer:
                 if unit.whole and not unit.holds:
                     unit.park()
 
-    def leave_unit(self, unit: FlatUnit) -> None:
+    def leave_unit(self, unit: Unit) -> None:
         """Free a unit after its forward, unless its backward is next."""
         if in_backward():
             return  # recomputed: its backward follows
         if not torch.is_grad_enabled():
             self.release(unit)
-        elif self._reshard and unit not in self._spared:
+        elif self._until == "forward" and unit not in self._spared:
             if self._neighbors is not None and unit.whole and not unit.holds:
                 unit.free_but_near(self._neighbors)
             else:
@@ -268,66 +296,3 @@ class Gatherer:
     def _clean(self) -> None:
         self._cleaning = False
         self.release_all()
-
-
-class ModuleUnits:
-    """The units of one module: what its hooks do.
-
-    Args:
-        gatherer: gathers and frees.
-        units: the units, those of several dtypes apart.
-    """
-
-    def __init__(self, gatherer: Gatherer, units: Sequence[FlatUnit]) -> None:
-        self._gatherer = gatherer
-        self._units = units
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Gather before forward; free when backward has passed through the inputs."""
-        self._gatherer.enter_forward(self)
-        for unit in self._units:
-            self._gatherer.fetch(unit)
-        if torch.is_grad_enabled():
-            inputs = [
-                leaf
-                for leaf in tree_leaves((args, kwargs))
-                if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf
-            ]
-            hook = CountedHook(len(inputs), self._passed)
-            for leaf in inputs:
-                leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # dies with the graph
-
-    def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Free after forward; after an exception the model's own hook does."""
-        if outputs is not None:
-            for unit in self._units:
-                if not shares_memory(outputs, unit):  # such as rows of a table of positions
-                    self._gatherer.leave_unit(unit)
-        self._gatherer.leave_forward(self)
-
-    def _passed(self) -> None:
-        for unit in self._units:
-            self._gatherer.release(unit)
-
-
-class CountedHook:
-    """A hook of several tensors' gradients that acts when all of them have come.
-
-    It holds nothing of the graph: autograd's nodes keep their hooks, and a hook that keeps nodes
-    makes a cycle that is never freed. (``register_multi_grad_hook`` does.)
-
-    Args:
-        count: how many gradients there are.
-        action: what to do then.
-    """
-
-    def __init__(self, count: int, action: Callable[[], None]) -> None:
-        self._count = count
-        self._action = action
-        self._seen = 0
-
-    def __call__(self, gradient: Tensor) -> None:
-        """Count one gradient."""
-        self._seen += 1
-        if self._seen % self._count == 0:
-            self._action()

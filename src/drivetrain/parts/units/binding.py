@@ -14,8 +14,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import UsageError
-from drivetrain_zero.suitability import check_suits
-from drivetrain_zero.unit import FlatUnit, Slot
+from drivetrain.parts.units.layout import Cut
+from drivetrain.parts.units.slot import Slot
+from drivetrain.parts.units.suitability import check_suits
+from drivetrain.parts.units.unit import Unit
 
 _FUSED = (SGD, Adam, AdamW, Adagrad)
 """Optimizers whose fused kernel does the same arithmetic in one pass over memory."""
@@ -37,7 +39,7 @@ class Bound:
     slots: dict[str, Slot] = field(default_factory=dict)
 
     @property
-    def units(self) -> set[FlatUnit]:
+    def units(self) -> set[Unit]:
         """The units that its step changes."""
         return {slot.unit for slot in self.slots.values()}
 
@@ -47,7 +49,7 @@ class Binding:
 
     Args:
         slots: the parameters that lie in units; grows when more do.
-        whole_parameters: whether ranks own whole parameters; otherwise flat ranges.
+        cut: what ranks own of parameters.
         fused: whether to take the fused kernel where the user left the choice open.
         before_step: called before every step.
         after_step: called after every step with what the optimizer holds.
@@ -58,14 +60,14 @@ class Binding:
         self,
         slots: Mapping[nn.Parameter, Slot],
         *,
-        whole_parameters: bool,
+        cut: Cut,
         fused: bool,
         before_step: Callable[[], None],
         after_step: Callable[[Bound], None],
         clear: Callable[[Iterable[Slot]], None],
     ) -> None:
         self._slots = slots
-        self._whole_parameters = whole_parameters
+        self._cut = cut
         self._fused = fused
         self._before_step = before_step
         self._after_step = after_step
@@ -82,7 +84,7 @@ class Binding:
         Raises:
             UsageError: says which partition it needs.
         """
-        check_suits(optimizer, whole_parameters=self._whole_parameters)
+        check_suits(optimizer, self._cut)
 
     def add(self, optimizer: Optimizer) -> None:
         """Bind one more optimizer."""
@@ -143,7 +145,7 @@ class Binding:
         if slot is None:
             return parameter
         bound.slots[slot.name] = slot
-        fragment = slot.unit.fragment(slot)
+        fragment = slot.flat.fragment(slot)
         state = bound.optimizer.state.pop(parameter, None)
         if state is not None and fragment is not None:
             bound.optimizer.state[fragment] = {k: _cut(v, slot, fragment) for k, v in state.items()}

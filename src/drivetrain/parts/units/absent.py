@@ -10,16 +10,16 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.guard import guard, writes
-from drivetrain_zero.unit import FlatUnit
+from drivetrain.parts.units.unit import Unit
 
 if TYPE_CHECKING:
-    from drivetrain_zero.gathering import Gatherer
+    from drivetrain.parts.units.gathering import Gatherer
 
 _DETACHED = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 """What gives the parameter without its history; one rank may look at its facts by itself."""
 
 
-def refusal(unit: FlatUnit) -> UsageError:
+def refusal(unit: Unit) -> UsageError:
     """Return the error for a use of values that are not there."""
     first = unit.slots[0].name
     return UsageError(
@@ -30,13 +30,13 @@ def refusal(unit: FlatUnit) -> UsageError:
     )
 
 
-def shares_memory(result: Any, unit: FlatUnit) -> bool:
+def shares_memory(result: Any, unit: Unit) -> bool:
     """Return whether a result, or a tensor inside it, is a view of a unit's values."""
-    storage = unit.flat.untyped_storage()._cdata
+    storages = {flat.untyped_storage()._cdata for flat in unit.values}
     return any(
         isinstance(leaf, Tensor)
         and leaf.layout is torch.strided
-        and leaf.untyped_storage()._cdata == storage
+        and leaf.untyped_storage()._cdata in storages
         for leaf in tree_leaves(result)
     )
 
@@ -49,7 +49,7 @@ class AbsentGuard:
         gatherer: gathers and frees it.
     """
 
-    def __init__(self, unit: FlatUnit, gatherer: "Gatherer") -> None:
+    def __init__(self, unit: Unit, gatherer: "Gatherer") -> None:
         self._unit = unit
         self._gatherer = gatherer
 

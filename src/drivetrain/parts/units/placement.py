@@ -1,28 +1,31 @@
 """Puts a model's parameters into units, also those that begin to train later."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.cost import TensorSpec
-from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.deferred import WeightSource, fill, meta_tensors
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.overlap import check_apart
 from drivetrain.parts.replicate import replicate
-from drivetrain.runtime.precision import Precision
-from drivetrain_zero.layout import Cut, UnitLayout, plan
-from drivetrain_zero.unit import FlatUnit, Slot
+from drivetrain.parts.units.layout import UnitLayout
+from drivetrain.parts.units.ranks import Ranks
+from drivetrain.parts.units.slot import Slot
+from drivetrain.parts.units.unit import Unit
+
+Plan: TypeAlias = Callable[[Sequence[TensorSpec], Sequence[Hashable]], Sequence[UnitLayout]]
+"""Cuts parameters into units, given the device of each; only equal devices share a unit."""
 
 
 class Placement:
     """The units of one model.
 
     Args:
-        communicator: the ranks that share them.
-        precision: which dtypes parameters get.
-        cut: how large units are.
+        ranks: those that train it.
+        plan: cuts parameters into units.
         belongs: whether a parameter lies in a unit; what never moves may need none.
         device: where parameters without values get theirs.
 
@@ -33,17 +36,15 @@ class Placement:
 
     def __init__(
         self,
-        communicator: Communicator,
-        precision: Precision,
-        cut: Cut,
+        ranks: Ranks,
+        plan: Plan,
         belongs: Callable[[TensorSpec], bool],
         device: torch.device,
     ) -> None:
-        self.units: list[FlatUnit] = []
+        self.units: list[Unit] = []
         self.slots: dict[nn.Parameter, Slot] = {}
-        self._communicator = communicator
-        self._precision = precision
-        self._cut = cut
+        self._ranks = ranks
+        self._plan = plan
         self._belongs = belongs
         self._device = device
         self._source: WeightSource | None = None
@@ -56,11 +57,13 @@ class Placement:
         """Keep the source of a model built on meta; fill what lies in no unit."""
         self._source = source
         placed = {
-            name for name, p in named_parameters(model).items() if self._belongs(_spec(name, p))
+            name
+            for name, p in named_parameters(model).items()
+            if self._belongs(TensorSpec.of(name, p))
         }
         fill(model, [n for n in meta_tensors(model) if n not in placed], source, self._device)
 
-    def lay_out(self, model: nn.Module) -> list[FlatUnit]:
+    def lay_out(self, model: nn.Module) -> list[Unit]:
         """Make the units of a model, all ranks with rank 0's values, and return them.
 
         Raises:
@@ -68,28 +71,27 @@ class Placement:
         """
         check_apart({**named_parameters(model), **dict(model.named_buffers())})
         ordinary = [parameter for parameter in model.parameters() if not parameter.is_meta]
-        replicate([*ordinary, *model.buffers()], self._communicator, "replicate model")
+        replicate([*ordinary, *model.buffers()], self._ranks.everyone, "replicate model")
         self._outside = named_parameters(model)
         units = self.follow()
         self._source = None
         return units
 
-    def follow(self) -> list[FlatUnit]:
+    def follow(self) -> list[Unit]:
         """Make units of parameters that lie in none and belong into one now; return them."""
-        specs = [_spec(name, parameter) for name, parameter in self._outside.items()]
+        specs = [TensorSpec.of(name, parameter) for name, parameter in self._outside.items()]
         chosen = [spec for spec in specs if self._belongs(spec)]
         if not chosen:
             return []
         devices = [self._device_of(self._outside[spec.name]) for spec in chosen]
-        layouts = plan(chosen, self._precision, self._cut, self._communicator.size, devices)
-        units = [self._make(layout) for layout in layouts]
+        units = [self._make(layout) for layout in self._plan(chosen, devices)]
         for spec in chosen:
             del self._outside[spec.name]
         self.units += units
         self.slots.update({slot.parameter: slot for unit in units for slot in unit.slots})
         return units
 
-    def units_of(self, parameters: Iterable[nn.Parameter]) -> list[FlatUnit]:
+    def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """Return the units of parameters, in order."""
         wanted = {self.slots[one].unit for one in parameters if one in self.slots}
         return [unit for unit in self.units if unit in wanted]
@@ -115,11 +117,12 @@ class Placement:
             else:
                 slot.fragment.grad.zero_()
 
-    def _make(self, layout: UnitLayout) -> FlatUnit:
-        device = self._device_of(self._outside[layout.places[0].name])
-        unit = FlatUnit(layout, self._outside, self._values, self._communicator, device)
+    def _make(self, layout: UnitLayout) -> Unit:
+        first = next(iter(layout.places))
+        device = self._device_of(self._outside[first.name])
+        unit = Unit(layout, self._outside, self._values, self._ranks.sharing, device)
         if self._source is not None and unit.resident:
-            replicate([unit.flat], self._communicator, "replicate model")
+            replicate(unit.values, self._ranks.everyone, "replicate model")
         return unit
 
     def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
@@ -129,7 +132,3 @@ class Placement:
 
     def _device_of(self, parameter: nn.Parameter) -> torch.device:
         return self._device if parameter.is_meta else parameter.device
-
-
-def _spec(name: str, parameter: nn.Parameter) -> TensorSpec:
-    return TensorSpec(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)

@@ -1,0 +1,189 @@
+"""The knobs of the strategy ``fsdp``, and what follows from them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from drivetrain.config.option import option
+from drivetrain.cost import TensorSpec
+from drivetrain.errors import ConfigError
+from drivetrain.parts.units.gathering import Until
+from drivetrain.parts.units.layout import Cut
+from drivetrain.runtime.mesh import Axis, Mesh
+from drivetrain.runtime.world import World
+from drivetrain_fsdp.units import UnitChoice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpConfig:
+    """Options of the strategy ``fsdp``."""
+
+    sharding: Literal["full", "grad", "hybrid"] = option(
+        "full",
+        help="full divides parameters, gradients and optimizer state over all ranks; grad keeps "
+        "parameters whole from the first forward of a step until the optimizer steps; hybrid "
+        "divides inside of groups of neighbors and replicates between them",
+        question="Divide over all ranks (full), keep parameters whole during a step (grad), or "
+        "divide inside of each host only (hybrid)?",
+    )
+    shard_size: int = option(
+        0,
+        help="with sharding: hybrid, how many neighboring ranks divide the model; 0: those of one "
+        "host",
+        minimum=0,
+    )
+    reshard_after_forward: bool | int = option(
+        True,
+        help="whether a unit is freed between its forward and its backward; a number of ranks "
+        "keeps it until backward, divided over groups of that many neighbors",
+    )
+    live_units: int = option(
+        2,
+        help="units that may be whole or on their way at once: the one that computes and those "
+        "that are gathered ahead",
+        minimum=1,
+        maximum=64,
+    )
+    units: Literal["auto", "class", "size", "function"] = option(
+        "auto",
+        help="what is gathered together: auto takes repeated blocks and large layers, class the "
+        "modules of unit_classes, size modules from unit_from elements on, function what "
+        "unit_function returns",
+    )
+    unit_classes: str = option(
+        "", help="with units: class, names of classes of modules, separated by commas"
+    )
+    unit_from: int = option(
+        1_000_000,
+        help="elements from which a layer outside of the repeated blocks (auto), or any module "
+        "(size), is a unit",
+        minimum=1,
+    )
+    unit_function: str = option(
+        "",
+        help="with units: function, a function as package.module:name or __main__:name that "
+        "returns modules of the model it is given, each of them a unit",
+    )
+    accumulate: Literal["reduce", "local"] = option(
+        "reduce",
+        help="reduce sends the gradients of every micro-batch and keeps this rank's share; local "
+        "keeps whole gradients during an accumulation window and sends them once",
+    )
+    buffers_in_flight: int = option(
+        2, help="units whose gradients may be filled or on their way at once", minimum=2
+    )
+    buffers: Literal["broadcast", "none"] = option(
+        "broadcast",
+        help="whether rank 0's buffers (BatchNorm statistics) replace the others' before a "
+        "training forward",
+    )
+    fused: bool = option(
+        True,
+        help="whether torch's fused kernel steps Adam, AdamW, Adagrad and SGD optimizers that "
+        "leave the choice open",
+    )
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            ConfigError: says which ones.
+        """
+        self._check_given_with("shard_size", self.shard_size, "sharding", "hybrid")
+        self._check_given_with("unit_classes", self.unit_classes, "units", "class")
+        self._check_given_with("unit_function", self.unit_function, "units", "function")
+        needed = {"class": "unit_classes", "function": "unit_function"}.get(self.units)
+        if needed is not None and not getattr(self, needed):
+            raise ConfigError(
+                f"expected {needed} with units: {self.units}, found none; set it, or take units: "
+                "auto"
+            )
+        group = self.reshard_after_forward
+        if isinstance(group, bool):
+            return
+        if group <= 1:
+            raise ConfigError(
+                "expected true, false or a number of ranks from 2 on in reshard_after_forward, "
+                f"found {group}; true keeps each rank's rows only, false the whole unit"
+            )
+        if self.sharding != "full":
+            raise ConfigError(
+                f"expected reshard_after_forward: true or false with sharding: {self.sharding}, "
+                f"found {group}: groups of neighbors are for sharding: full"
+            )
+
+    @property
+    def cut(self) -> Cut:
+        """What ranks own of parameters: rows."""
+        return "rows"
+
+    @property
+    def lent_buffers(self) -> int:
+        """How many gradient buffers are lent; 0 keeps whole gradients during a window."""
+        return 0 if self.accumulate == "local" else self.buffers_in_flight
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether every micro-batch's gradients are reduced."""
+        return self.accumulate == "reduce"
+
+    @property
+    def ahead(self) -> int:
+        """How many units are gathered ahead of the one that computes."""
+        return self.live_units - 1
+
+    @property
+    def most_live(self) -> int | None:
+        """How many units may be whole or on their way at once."""
+        return self.live_units
+
+    @property
+    def until(self) -> Until:
+        """When a unit is freed that a training forward has gathered."""
+        if self.sharding == "grad":
+            return "step"
+        return "forward" if self.reshard_after_forward else "backward"
+
+    @property
+    def choice(self) -> UnitChoice:
+        """How units are chosen."""
+        names = (name.strip() for name in self.unit_classes.split(","))
+        return UnitChoice(
+            how=self.units,
+            classes=tuple(name for name in names if name),
+            size=self.unit_from,
+            function=self.unit_function,
+        )
+
+    def places(self, spec: TensorSpec) -> bool:
+        """Return True: frozen parameters are divided as well."""
+        return True
+
+    def near(self, mesh: Mesh) -> Axis | None:
+        """Return the neighbors that keep units together until backward; None: there are none.
+
+        Raises:
+            ConfigError: the ranks cannot be cut into groups of that many.
+        """
+        size = self.reshard_after_forward
+        if isinstance(size, bool):
+            return None
+        near = mesh.neighbors("dp", size)
+        return None if near.size == mesh["dp"].size else near
+
+    def shard_ranks(self, mesh: Mesh, world: World) -> int:
+        """Return how many neighbors divide the model; all ranks unless replicas are asked for.
+
+        Raises:
+            ConfigError: hosts have unequal numbers of ranks, and no number is given.
+        """
+        if self.sharding != "hybrid":
+            return mesh["dp"].size
+        return self.shard_size or mesh.per_host("dp", world)
+
+    def _check_given_with(self, name: str, value: object, other: str, needed: str) -> None:
+        found = getattr(self, other)
+        if value and found != needed:
+            raise ConfigError(
+                f"expected {name} only with {other}: {needed}, found {other}: {found} with "
+                f"{name}: {value}; set {other}: {needed}, or leave {name} out"
+            )

@@ -1,0 +1,86 @@
+"""The shards as torch's ``DTensor``s, at the border: for torch's checkpoints and other tools.
+
+Inside of drivetrain shards are plain tensors, so optimizers pay nothing for the description.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.collectives import Communicator
+from drivetrain.parts.units.ranks import Ranks
+from drivetrain.parts.units.slot import Slot
+from drivetrain.runtime.mesh import Axis
+
+
+def as_dtensors(
+    slots: Iterable[Slot], ranks: Ranks, sharing: Axis, replicas: Axis | None
+) -> dict[str, DTensor]:
+    """Return every parameter's shard as a DTensor that shares its memory. Collective.
+
+    Each is sharded along the dim that is outermost in the parameter's memory, as ``torch.chunk``
+    cuts it. A 0-d parameter is replicated: what is written counts on the first rank alone.
+
+    Args:
+        slots: the parameters.
+        ranks: those that train the model.
+        sharing: the axis of those that divide it.
+        replicas: the axis of those that own the same; None: there are none.
+
+    Returns:
+        By name, in the dtype that the optimizer updates; global shapes and strides.
+
+    Raises:
+        UsageError: the axis has one rank, so there is no process group to describe.
+    """
+    mesh = _device_mesh(sharing, replicas, ranks)
+    replicated = [Replicate()] * (mesh.ndim - 1)
+    found = {}
+    for slot in slots:
+        local = slot.piece(slot.flat.shard) if slot.owned_numel else _nothing(slot)
+        placement = Shard(slot.outer_dim) if slot.shape else Replicate()
+        if not slot.shape:
+            local = _everywhere(local, slot, ranks.sharing)
+        found[slot.name] = DTensor.from_local(
+            local.detach(),
+            mesh,
+            [*replicated, placement],
+            run_check=False,
+            shape=torch.Size(slot.shape),
+            stride=slot.strides,
+        )
+    return found
+
+
+def _device_mesh(sharing: Axis, replicas: Axis | None, ranks: Ranks) -> DeviceMesh:
+    kind = ranks.everyone.axis
+    if sharing.group is None:
+        raise UsageError(
+            f"expected several ranks on the axis {kind.name!r} for DTensors, found "
+            f"{sharing.size} that divide the model; a single rank has whole tensors: take "
+            "model.state_dict()"
+        )
+    device = "cpu"
+    if replicas is None or replicas.group is None:
+        return DeviceMesh.from_group(sharing.group, device, mesh_dim_names=("shard",))
+    lines = torch.tensor(ranks.everyone.axis.ranks).view(replicas.size, sharing.size)
+    return DeviceMesh.from_group(
+        [replicas.group, sharing.group], device, mesh=lines, mesh_dim_names=("replicate", "shard")
+    )
+
+
+def _nothing(slot: Slot) -> Tensor:
+    """Return the rows of a rank that owns none."""
+    shape = [0 if dim == slot.outer_dim else size for dim, size in enumerate(slot.shape)]
+    return slot.flat.shard.new_empty(shape)
+
+
+def _everywhere(local: Tensor, slot: Slot, sharing: Communicator) -> Tensor:
+    """Return a 0-d parameter's value on all ranks: its own memory on the one that owns it."""
+    value = local.reshape(()) if slot.owned_numel else slot.flat.shard.new_zeros(())
+    sharing.broadcast(value, 0, label=f"the value of {slot.name}").wait()
+    return value

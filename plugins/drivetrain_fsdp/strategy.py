@@ -1,0 +1,93 @@
+"""The strategy: every unit's rows divided, with replicas between groups of ranks if asked for."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.cost import ModelSpec
+from drivetrain.log import get_logger
+from drivetrain.parts.collectives import Communicator, connect
+from drivetrain.parts.units.divided import DividedStrategy
+from drivetrain.parts.units.estimate import Lines
+from drivetrain.parts.units.layout import UnitLayout
+from drivetrain.parts.units.ranks import Ranks
+from drivetrain.runtime.mesh import Axis
+from drivetrain.strategy import Prepared, Run
+from drivetrain_fsdp.config import FsdpConfig
+from drivetrain_fsdp.dtensors import as_dtensors
+from drivetrain_fsdp.layout import plan
+from drivetrain_fsdp.units import describe, unit_keys
+
+logger = get_logger(__name__)
+
+
+class Fsdp(DividedStrategy[FsdpConfig]):
+    """Parameters, gradients and optimizer state divided by rows, unit by unit."""
+
+    summary: ClassVar[str] = "every rank keeps some rows of each parameter, and whole units in use"
+    Config: ClassVar[type] = FsdpConfig
+
+    def __init__(self, config: FsdpConfig, run: Run) -> None:
+        config.check()
+        super().__init__(config, run)
+
+    @classmethod
+    def axes(cls, config: FsdpConfig, world_size: int) -> Mapping[str, int]:
+        """Return one axis, ``dp``, over all ranks: groups of it divide a model, if asked for."""
+        config.check()
+        return super().axes(config, world_size)
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Cut the model into units, and report them."""
+        prepared = super().prepare(model, optimizers)
+        specs = ModelSpec.of(model).parameters
+        keys = unit_keys(specs, self.config.choice, model)
+        logger.announce(f"units of {type(model).__name__}: {describe(keys, specs)}")
+        return prepared
+
+    @classmethod
+    def plan(
+        cls,
+        config: FsdpConfig,
+        model: ModelSpec,
+        run: Run,
+        devices: Sequence[Hashable] | None = None,
+    ) -> list[UnitLayout]:
+        """Cut the model into units of whole modules, and each parameter into rows."""
+        size = cls.lines(config, run).sharing.size
+        specs = model.parameters
+        return plan(specs, run.precision, config.choice, size, model.module, devices)
+
+    @classmethod
+    def lines(cls, config: FsdpConfig, run: Run) -> Lines:
+        """Return all ranks, those that divide the model, and those that own the same rows."""
+        mesh, everyone = run.mesh, run.mesh["dp"]
+        size = config.shard_ranks(mesh, run.world)
+        if size == everyone.size:
+            return Lines(everyone, everyone)
+        return Lines(everyone, mesh.neighbors("dp", size), mesh.across("dp", size))
+
+    def _connect(self) -> Ranks:
+        run = self.run
+        size = self.config.shard_ranks(run.mesh, run.world)
+        everyone = self._communicator(run.mesh["dp"])
+        if size == everyone.size:
+            return Ranks.all_sharing(everyone)
+        return Ranks(
+            everyone,
+            self._communicator(run.mesh.start_neighbors("dp", size, run.world)),
+            self._communicator(run.mesh.start_across("dp", size, run.world)),
+        )
+
+    def _communicator(self, axis: Axis) -> Communicator:
+        world = self.run.world
+        return connect(axis, self.run.traffic, world.device, world.timeout, checked=True)
+
+    def dtensors(self) -> Mapping[str, Tensor]:
+        """Return the shards of all parameters as torch's DTensors. Collective."""
+        self._gatherer.step_taken()  # what is written into them must not hide behind whole values
+        ranks = self._ranks
+        replicas = None if ranks.replicas is None else ranks.replicas.axis
+        return as_dtensors(self._placement, ranks, ranks.sharing.axis, replicas)

@@ -1,0 +1,118 @@
+"""What strategies whose parameters are divided have in common: units come and go with their use."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.parts.collectives import Communicator, connect
+from drivetrain.parts.units.accounts import UnitsConfig
+from drivetrain.parts.units.binding import Bound
+from drivetrain.parts.units.estimate import Regather
+from drivetrain.parts.units.gathering import Gatherer, Until
+from drivetrain.parts.units.strategy import UnitsStrategy
+from drivetrain.parts.units.unit import Unit
+from drivetrain.runtime.mesh import Axis, Mesh
+from drivetrain.shards import Reader
+from drivetrain.strategy import Prepared, Run
+
+
+class DividedConfig(UnitsConfig, Protocol):
+    """What strategies with divided parameters read from their options."""
+
+    @property
+    def ahead(self) -> int:
+        """How many units are gathered ahead of the one that computes."""
+
+    @property
+    def most_live(self) -> int | None:
+        """How many units may be whole or on their way at once; None: what ``ahead`` gives."""
+
+    @property
+    def until(self) -> Until:
+        """When a unit is freed that a training forward has gathered."""
+
+    def near(self, mesh: Mesh) -> Axis | None:
+        """Return the neighbors that keep units together until backward; None: there are none."""
+
+
+ConfigT = TypeVar("ConfigT", bound=DividedConfig)
+
+
+class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
+    """Parameters are divided, too: whole ones exist for the units in use only."""
+
+    checks_order: ClassVar[bool] = True
+
+    def __init__(self, config: ConfigT, run: Run) -> None:
+        near = config.near(run.mesh)
+        super().__init__(config, run)
+        self._neighbors = None if near is None else self._connect_neighbors(near.size)
+        self._gatherer = self._make_gatherer(nn.Identity())  # of nothing, until prepare
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Lay the model out in units, free them, and gather each when it is needed."""
+        prepared = super().prepare(model, optimizers)
+        self._gatherer = self._make_gatherer(model)
+        return prepared
+
+    def _make_gatherer(self, model: nn.Module) -> Gatherer:
+        return Gatherer(
+            model,
+            [unit for unit in self._placement.units if not unit.resident],
+            ahead=self.config.ahead,
+            until=self.config.until,
+            neighbors=self._neighbors,
+            most_live=self.config.most_live,
+        )
+
+    def _connect_neighbors(self, size: int) -> Communicator:
+        """Start the groups that keep units together between forward and backward."""
+        world, mesh = self.run.world, self.run.mesh
+        axis = mesh.start_neighbors("dp", size, world)
+        return connect(axis, self.run.traffic, world.device, world.timeout, checked=True)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward; no forward is under way here, only ones that an interrupt cut short."""
+        self._gatherer.leave_forward()
+        super().backward(loss, **options)
+
+    def load(self, reader: Reader) -> None:
+        """Load this rank's shares; units are gathered from them when they are needed."""
+        self._gatherer.step_taken()
+        super().load(reader)
+
+    def close(self) -> None:
+        """Take everything off; divided parameters stay divided, unless this is the only rank."""
+        self._gatherer.close()
+        super().close()
+        if self._neighbors is not None:
+            self._neighbors.close()
+
+    @classmethod
+    def _gathers(cls, config: ConfigT, run: Run) -> int:
+        return 1 if config.until == "step" else run.accumulation
+
+    @classmethod
+    def _regather(cls, config: ConfigT, run: Run) -> Regather | None:
+        if config.until != "forward":
+            return None
+        over = config.near(run.mesh) or cls.lines(config, run).sharing
+        # Backward begins with as many as it holds then: the last one and those gathered ahead.
+        return Regather(over, spared=1 + config.ahead)
+
+    def _after_round(self) -> None:
+        self._gatherer.release_all()
+
+    def _after_step(self, bound: Bound) -> None:
+        self._gatherer.step_taken()
+        super()._after_step(bound)
+
+    @contextmanager
+    def _holding(self, units: Sequence[Unit]) -> Iterator[None]:
+        sharded = [unit for unit in units if not unit.resident]
+        resident = super()._holding([unit for unit in units if unit.resident])
+        with resident, self._gatherer.holding(sharded):
+            yield

@@ -1,0 +1,248 @@
+"""Where every parameter of a unit lies, and what each rank owns of it. Arithmetic only.
+
+A unit is what is gathered and freed together. Parameters of one kind (dtypes, trainable or frozen)
+lie side by side in one flat tensor, each in the order of its memory, so that a parameter is a view
+of it. Of every parameter a rank owns one range, its share::
+
+    | p0 | p1      | p2   | p3         |
+    | rank 0     | rank 1    | rank 2  |      flat: the tensor is cut into equal ranges
+    | rank 0       | rank 1| rank 2    |      whole: parameters belong to ranks
+    |0|1|2| 0| 1| 2| 0|1|2 |  0| 1|  2 |      rows: every parameter is cut along its outermost dim
+
+Strategy and cost estimate read the same layout, so the estimate is exact.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, TypeAlias
+
+import torch
+
+from drivetrain.cost import TensorSpec
+from drivetrain.runtime.precision import Precision
+
+ROOT = ""
+"""The unit of what belongs to no repeated block and is not large."""
+
+Cut: TypeAlias = Literal["flat", "whole", "rows"]
+"""How parameters are divided among ranks."""
+
+Range: TypeAlias = tuple[int, int]
+"""A half-open range of elements."""
+
+ALIGNMENT = 64
+"""Bytes to which flat tensors are aligned in a common buffer: a cache line."""
+
+_BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.)")
+"""The shortest prefix of a parameter's name that ends in a number: a member of a list of blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One parameter's place in its flat tensor.
+
+    Attributes:
+        name: the parameter's name.
+        shape: its shape.
+        outer_dim: the dim that is outermost in memory.
+        offset: where it begins in the flat tensor.
+        shares: the range that each rank owns of it, in the order of its memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    outer_dim: int
+    offset: int
+    shares: tuple[Range, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements the parameter has."""
+        return prod(self.shape)
+
+    def rows(self, rank: int) -> Range:
+        """Return the indices along the outermost dim that a rank owns of it, when cut by rows."""
+        length = row_length(self.shape, self.outer_dim)
+        start, stop = self.shares[rank]
+        return (start // length, stop // length) if length else (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """The parameters of one kind in a unit, side by side.
+
+    Attributes:
+        places: its parameters, in order of offset.
+        dtype: what forward reads.
+        master: what the optimizer updates.
+        trainable: whether its parameters require gradients.
+        cut: how they are divided.
+    """
+
+    places: tuple[Place, ...]
+    dtype: torch.dtype
+    master: torch.dtype
+    trainable: bool
+    cut: Cut
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor."""
+        last = self.places[-1]
+        return last.offset + last.numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat tensor."""
+        return self.numel * self.dtype.itemsize
+
+    def owned(self, rank: int) -> int:
+        """Return how many elements a rank owns."""
+        shares = [place.shares[rank] for place in self.places]
+        return sum(stop - start for start, stop in shares)
+
+    def pieces(self, rank: int) -> list[Range]:
+        """Return what a rank owns as ranges of the flat tensor: as few as there can be."""
+        merged: list[Range] = []
+        for place in self.places:
+            start, stop = (place.offset + edge for edge in place.shares[rank])
+            if start == stop:
+                continue
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], stop)
+            else:
+                merged.append((start, stop))
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """One unit.
+
+    Attributes:
+        key: the module it belongs to, as its name begins; a bucket's is that of the root.
+        flats: its parameters by kind.
+        sharded: whether the flat tensors are freed between uses.
+    """
+
+    key: str
+    flats: tuple[FlatLayout, ...]
+    sharded: bool
+
+    @property
+    def places(self) -> Iterable[Place]:
+        """The places of all its parameters."""
+        return itertools.chain.from_iterable(flat.places for flat in self.flats)
+
+    @property
+    def trainable(self) -> list[FlatLayout]:
+        """The flats whose parameters require gradients."""
+        return [flat for flat in self.flats if flat.trainable]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its flat tensors."""
+        return sum(flat.nbytes for flat in self.flats)
+
+    def owned_bytes(self, rank: int) -> int:
+        """Return the bytes that a rank owns of its flat tensors."""
+        return sum(flat.owned(rank) * flat.dtype.itemsize for flat in self.flats)
+
+
+def arrange(specs: Sequence[TensorSpec], precision: Precision, size: int, cut: Cut) -> FlatLayout:
+    """Put parameters of one kind side by side, and cut them for the ranks that share them.
+
+    Args:
+        specs: the parameters, in order; not for cut ``whole``, see ``arrange_whole``.
+        precision: which dtypes they get.
+        size: number of ranks.
+        cut: ``flat`` or ``rows``.
+    """
+    offsets = list(itertools.accumulate((spec.numel for spec in specs), initial=0))
+    edges = [offsets[-1] * rank // size for rank in range(size + 1)]
+    places = []
+    for spec, offset in zip(specs, offsets, strict=False):
+        shares = (
+            [_row_range(spec, rank, size) for rank in range(size)]
+            if cut == "rows"
+            else [_overlap(offset, spec.numel, pair) for pair in itertools.pairwise(edges)]
+        )
+        places.append(Place(spec.name, spec.shape, spec.outer_dim, offset, tuple(shares)))
+    return _flat(specs[0], places, precision, cut)
+
+
+def arrange_whole(
+    specs: Sequence[TensorSpec], precision: Precision, loads: list[int]
+) -> FlatLayout:
+    """Give whole parameters of one kind to the ranks that own the least so far.
+
+    Args:
+        specs: the parameters.
+        precision: which dtypes they get.
+        loads: how many elements each rank owns so far; updated.
+    """
+    owners: list[list[TensorSpec]] = [[] for _ in loads]
+    for spec in sorted(specs, key=lambda spec: -spec.numel):
+        owner = loads.index(min(loads))
+        loads[owner] += spec.numel
+        owners[owner].append(spec)
+    places, offset = [], 0
+    for owner, owned in enumerate(owners):
+        for spec in owned:
+            shares = [(0, spec.numel) if rank == owner else (0, 0) for rank in range(len(loads))]
+            places.append(Place(spec.name, spec.shape, spec.outer_dim, offset, tuple(shares)))
+            offset += spec.numel
+    return _flat(specs[0], places, precision, "whole")
+
+
+def kind_of(spec: TensorSpec, precision: Precision) -> tuple[torch.dtype, torch.dtype, bool]:
+    """Return the dtypes that forward reads and that is updated, and whether it is trained."""
+    return (
+        precision.forward_dtype(spec.dtype, spec.shape),
+        precision.master_dtype(spec.dtype, spec.shape),
+        spec.trainable,
+    )
+
+
+def block_of(name: str) -> str | None:
+    """Return the member of a list of blocks that a parameter lies in, by its name; or None."""
+    block = _BLOCK.match(name)
+    return block.group() if block else None
+
+
+def is_block(key: str) -> bool:
+    """Return whether a unit's key names a member of a list of blocks."""
+    return key.rpartition(".")[2].isdecimal()
+
+
+def offsets_in_bytes(sizes: Iterable[int]) -> list[int]:
+    """Return where buffers of these sizes begin, each aligned, and where the last one ends."""
+    rounded = (-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+    return list(itertools.accumulate(rounded, initial=0))
+
+
+def row_length(shape: Sequence[int], outer_dim: int) -> int:
+    """Return the elements of one slice along the outermost dim; of a 0-d tensor, its one."""
+    return prod(size for dim, size in enumerate(shape) if dim != outer_dim)
+
+
+def _row_range(spec: TensorSpec, rank: int, size: int) -> Range:
+    """Return a rank's rows as ``torch.chunk`` cuts them: the first ranks have the most."""
+    rows = spec.shape[spec.outer_dim] if spec.shape else 1
+    each = -(-rows // size)
+    length = row_length(spec.shape, spec.outer_dim)
+    return min(rank * each, rows) * length, min((rank + 1) * each, rows) * length
+
+
+def _overlap(offset: int, numel: int, edges: Range) -> Range:
+    first = min(max(edges[0] - offset, 0), numel)
+    last = min(max(edges[1] - offset, 0), numel)
+    return first, max(first, last)
+
+
+def _flat(spec: TensorSpec, places: Sequence[Place], precision: Precision, cut: Cut) -> FlatLayout:
+    dtype, master, trainable = kind_of(spec, precision)
+    return FlatLayout(tuple(places), dtype, master, trainable, cut)

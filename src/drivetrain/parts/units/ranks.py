@@ -1,0 +1,42 @@
+"""The ranks that train one model together, and how they divide it."""
+
+from dataclasses import dataclass
+
+from drivetrain.parts.collectives import Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who shares what.
+
+    Attributes:
+        everyone: all ranks that train the model on batches of their own.
+        sharing: the ranks that each own a part of every unit.
+        replicas: the ranks that own the same parts as this one; None: no others do, and those who
+            share are everyone.
+    """
+
+    everyone: Communicator
+    sharing: Communicator
+    replicas: Communicator | None = None
+
+    @classmethod
+    def all_sharing(cls, everyone: Communicator) -> "Ranks":
+        """Return ranks of which each owns a part of its own."""
+        return cls(everyone, everyone)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that speaks for all about what is whole everywhere."""
+        return self.everyone.rank == 0
+
+    @property
+    def original(self) -> bool:
+        """Whether this rank speaks for its replicas."""
+        return self.replicas is None or self.replicas.rank == 0
+
+    def close(self) -> None:
+        """Close the communicators."""
+        for communicator in (self.replicas, self.sharing, self.everyone):
+            if communicator is not None:
+                communicator.close()
