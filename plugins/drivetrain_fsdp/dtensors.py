@@ -14,12 +14,9 @@ from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.units.ranks import Ranks
 from drivetrain.parts.units.slot import Slot
-from drivetrain.runtime.mesh import Axis
 
 
-def as_dtensors(
-    slots: Iterable[Slot], ranks: Ranks, sharing: Axis, replicas: Axis | None
-) -> dict[str, DTensor]:
+def as_dtensors(slots: Iterable[Slot], ranks: Ranks, device: torch.device) -> dict[str, DTensor]:
     """Return every parameter's shard as a DTensor that shares its memory. Collective.
 
     Each is sharded along the dim that is outermost in the parameter's memory, as ``torch.chunk``
@@ -28,8 +25,7 @@ def as_dtensors(
     Args:
         slots: the parameters.
         ranks: those that train the model.
-        sharing: the axis of those that divide it.
-        replicas: the axis of those that own the same; None: there are none.
+        device: where shards live.
 
     Returns:
         By name, in the dtype that the optimizer updates; global shapes and strides.
@@ -37,7 +33,7 @@ def as_dtensors(
     Raises:
         UsageError: the axis has one rank, so there is no process group to describe.
     """
-    mesh = _device_mesh(sharing, replicas, ranks)
+    mesh = _device_mesh(ranks, device.type)
     replicated = [Replicate()] * (mesh.ndim - 1)
     found = {}
     for slot in slots:
@@ -56,20 +52,21 @@ def as_dtensors(
     return found
 
 
-def _device_mesh(sharing: Axis, replicas: Axis | None, ranks: Ranks) -> DeviceMesh:
-    kind = ranks.everyone.axis
+def _device_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
+    sharing = ranks.sharing.axis
     if sharing.group is None:
         raise UsageError(
-            f"expected several ranks on the axis {kind.name!r} for DTensors, found "
-            f"{sharing.size} that divide the model; a single rank has whole tensors: take "
-            "model.state_dict()"
+            f"expected several ranks that divide the model for DTensors, found {sharing.size}, "
+            "which has whole tensors: take model.state_dict()"
         )
-    device = "cpu"
-    if replicas is None or replicas.group is None:
-        return DeviceMesh.from_group(sharing.group, device, mesh_dim_names=("shard",))
-    lines = torch.tensor(ranks.everyone.axis.ranks).view(replicas.size, sharing.size)
+    if ranks.replicas is None:
+        return DeviceMesh.from_group(sharing.group, device_type, mesh_dim_names=("shard",))
+    replicas = ranks.replicas.axis
     return DeviceMesh.from_group(
-        [replicas.group, sharing.group], device, mesh=lines, mesh_dim_names=("replicate", "shard")
+        [replicas.group, sharing.group],  # type: ignore[list-item]  # both were started
+        device_type,
+        mesh=torch.tensor(ranks.everyone.axis.ranks).view(replicas.size, sharing.size),
+        mesh_dim_names=("replicate", "shard"),
     )
 
 

@@ -88,6 +88,4 @@ class Fsdp(DividedStrategy[FsdpConfig]):
     def dtensors(self) -> Mapping[str, Tensor]:
         """Return the shards of all parameters as torch's DTensors. Collective."""
         self._gatherer.step_taken()  # what is written into them must not hide behind whole values
-        ranks = self._ranks
-        replicas = None if ranks.replicas is None else ranks.replicas.axis
-        return as_dtensors(self._placement, ranks, ranks.sharing.axis, replicas)
+        return as_dtensors(self._placement, self._ranks, self.run.world.device)

@@ -69,6 +69,11 @@ class Strategy(ABC, Generic[ConfigT]):
         self.config = config
         self.run = run
 
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether ranks of ``dp`` need each other in a forward: they must run the same ones."""
+        return False
+
     @classmethod
     @abstractmethod
     def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:

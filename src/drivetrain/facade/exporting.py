@@ -1,6 +1,6 @@
 """One model's weights as the script sees them: a state dict, or files that others can read."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,17 @@ class Exporting(Core):
                 for one in batch:
                     copies[one.identity] = state[one.name].to("cpu", copy=True)
         return {one.name: copies[one.identity] for one in facts}
+
+    def dtensors(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the shards of a model's parameters as torch's DTensors, by name. Collective.
+
+        For torch's distributed checkpoints and other tools that read them. They share the shards'
+        memory: what is loaded into them is what the model computes with next.
+
+        Raises:
+            UsageError: the model's strategy does not keep rows of each parameter.
+        """
+        return self._entry_of(model).strategy.dtensors()
 
     def save_model(
         self,

@@ -19,6 +19,7 @@ binding.py            fragments in the place of parameters in optimizers
 suitability.py        whether an optimizer may step fragments
 surgery.py            changes to whole parameters
 state.py              checkpoints
+uses.py               how often units are gathered
 estimate.py           bytes held and sent
 accounts.py           the promise of a strategy over units
 strategy.py           the contract: what all strategies over units do

@@ -77,7 +77,9 @@ class Accounted(Strategy[ConfigT], Generic[ConfigT]):
         return run.accumulation
 
     @classmethod
-    def _regather(cls, config: ConfigT, run: Run) -> Regather | None:
+    def _regather(
+        cls, config: ConfigT, units: Sequence[UnitLayout], model: ModelSpec, run: Run
+    ) -> Regather | None:
         """Return how units come back for backward, if they were freed after forward."""
         return None
 
@@ -89,11 +91,12 @@ class Accounted(Strategy[ConfigT], Generic[ConfigT]):
     @classmethod
     def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
         """Return what ``drivetrain.parts.units.estimate`` works out."""
-        estimate = cls.estimate(config, cls.plan(config, model, run), run)
+        units = cls.plan(config, model, run)
+        estimate = cls.estimate(config, units, run)
         sent = estimate.sent(
             reductions=run.accumulation if config.reduces_each else 1,
             gathers=cls._gathers(config, run),
             buffers=model.buffers if config.buffers == "broadcast" else (),
-            regather=cls._regather(config, run),
+            regather=cls._regather(config, units, model, run),
         )
         return Cost(held=estimate.held(model, lent_buffers=config.lent_buffers), sent=sent)

@@ -7,13 +7,16 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.cost import ModelSpec
 from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.parts.units.accounts import UnitsConfig
 from drivetrain.parts.units.binding import Bound
 from drivetrain.parts.units.estimate import Regather
 from drivetrain.parts.units.gathering import Gatherer, Until
+from drivetrain.parts.units.layout import UnitLayout
 from drivetrain.parts.units.strategy import UnitsStrategy
 from drivetrain.parts.units.unit import Unit
+from drivetrain.parts.units.uses import gathers_again
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.shards import Reader
 from drivetrain.strategy import Prepared, Run
@@ -51,6 +54,12 @@ class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
         super().__init__(config, run)
         self._neighbors = None if near is None else self._connect_neighbors(near.size)
         self._gatherer = self._make_gatherer(nn.Identity())  # of nothing, until prepare
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether a forward gathers units."""
+        divided = any(not unit.resident for unit in self._placement.units)
+        return divided and self._ranks.sharing.size > 1
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Lay the model out in units, free them, and gather each when it is needed."""
@@ -96,12 +105,14 @@ class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
         return 1 if config.until == "step" else run.accumulation
 
     @classmethod
-    def _regather(cls, config: ConfigT, run: Run) -> Regather | None:
+    def _regather(
+        cls, config: ConfigT, units: Sequence[UnitLayout], model: ModelSpec, run: Run
+    ) -> Regather | None:
         if config.until != "forward":
             return None
         over = config.near(run.mesh) or cls.lines(config, run).sharing
         # Backward begins with as many as it holds then: the last one and those gathered ahead.
-        return Regather(over, spared=1 + config.ahead)
+        return Regather(over, gathers_again(units, model.module, 1 + config.ahead))
 
     def _after_round(self) -> None:
         self._gatherer.release_all()

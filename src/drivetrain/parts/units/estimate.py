@@ -14,7 +14,7 @@ With R replicas of N ranks, a rank also sends 2 (R-1)/R P/N to them, once per st
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from drivetrain.cost import ModelSpec, TensorSpec
@@ -43,11 +43,11 @@ class Regather:
 
     Attributes:
         over: the ranks that they are gathered over.
-        spared: how many are not freed, because forward ends and backward begins with them.
+        times: how often each unit is gathered after the first time, by its key.
     """
 
     over: Axis
-    spared: int
+    times: Mapping[str, int]
 
 
 class Estimate:
@@ -99,7 +99,10 @@ class Estimate:
         nbytes = sum(spec.nbytes for spec in buffers)
         sent[everyone.name, "broadcast"] += reductions * _of(everyone, "broadcast", nbytes)
         if regather is not None:
-            again = sum(self._regather(unit, regather.over) for unit in sharded[regather.spared :])
+            again = sum(
+                regather.times.get(unit.key, 0) * self._regather(unit, regather.over)
+                for unit in sharded
+            )
             sent[regather.over.name, "all_gather"] += gathers * again
         return {key: nbytes for key, nbytes in sent.items() if nbytes}
 

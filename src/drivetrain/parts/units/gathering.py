@@ -13,6 +13,7 @@ Every rank must need the same units in the same order. The communicator checks t
 that take different paths end with an error that names the units.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
@@ -75,6 +76,8 @@ class Gatherer:
         self._latest: dict[str, Unit] = {}
         self._order: dict[Unit, None] = {}
         self._spared: frozenset[Unit] = frozenset()
+        self._left: Counter[Unit] = Counter()
+        self._usual: Counter[Unit] = Counter()
         self._forwards: list[tuple[object, AbstractContextManager[Any]]] = []
         self._cleaning = False
         for unit in units:
@@ -161,7 +164,7 @@ class Gatherer:
         if before is not None:
             self._next[phase, before] = unit
         self._latest[phase] = unit
-        if phase == "forward":
+        if phase == "forward" and unit.layout.key != ROOT:
             self._order.pop(unit, None)
             self._order[unit] = None
 
@@ -207,6 +210,7 @@ class Gatherer:
         if not self.in_forward:
             self._latest.clear()
             self._order.clear()
+            self._left.clear()
             self._cleaning = False  # a backward that raised has not cleaned
             if self._until == "step" and torch.is_grad_enabled():
                 self._keeping = True
@@ -219,6 +223,7 @@ class Gatherer:
         if self._order:
             # Backward begins with the last unit, and gathers so many ahead: they need not be freed.
             self._spared = frozenset(list(self._order)[-1 - self._ahead :])
+            self._usual = self._left.copy()
         if not torch.is_grad_enabled() or outputs is None:
             self.release_all()  # evaluation, or an exception
         for unit in self._units:
@@ -256,11 +261,17 @@ class Gatherer:
             return  # recomputed: its backward follows
         if not torch.is_grad_enabled():
             self.release(unit)
-        elif self._until == "forward" and unit not in self._spared:
-            if self._neighbors is not None and unit.whole and not unit.holds:
-                unit.free_but_near(self._neighbors)
-            else:
-                self.release(unit)
+        elif self._until == "forward":
+            self._left[unit] += 1
+            again = self._left[unit] < self._usual[unit]  # a tied layer comes later
+            if again or unit not in self._spared:
+                self._free_until_backward(unit)
+
+    def _free_until_backward(self, unit: Unit) -> None:
+        if self._neighbors is not None and unit.whole and not unit.holds:
+            unit.free_but_near(self._neighbors)
+        else:
+            self.release(unit)
 
     # --- what autograd saves ---
 

@@ -1,7 +1,9 @@
 """Several models in one Accelerator, several Accelerators in one process, and taking one off."""
 
+import pytest
 import torch
 
+from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.twins import Twins, adamw, momentum
 from drivetrain.testing.models import CASES
@@ -50,8 +52,14 @@ class SeveralChecks(Suite):
             twins.backward(0)
             twins.step()
             inner = accelerator.unwrap_model(twins.model)
+            divided = accelerator.strategy_of(twins.model).forward_is_collective
             accelerator.free_memory()
             before = accelerator.traffic.total()
+            if divided:  # no rank has the values: that is said at once
+                with pytest.raises(UsageError, match="divided"):
+                    twins.case.loss(inner, twins.case.batch(1, twins.axis.rank))
+                assert accelerator.traffic.total() == before, "a closed strategy communicates"
+                return
             gradients = []
             for model in (inner, twins.twin):
                 loss = twins.case.loss(model, twins.case.batch(1, twins.axis.rank))
