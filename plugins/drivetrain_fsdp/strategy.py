@@ -75,11 +75,12 @@ class Fsdp(DividedStrategy[FsdpConfig]):
         everyone = self._communicator(run.mesh["dp"])
         if size == everyone.size:
             return Ranks.all_sharing(everyone)
-        return Ranks(
+        ranks = Ranks(
             everyone,
             self._communicator(run.mesh.start_neighbors("dp", size, run.world)),
             self._communicator(run.mesh.start_across("dp", size, run.world)),
         )
+        return ranks.hold_together()
 
     def _communicator(self, axis: Axis) -> Communicator:
         world = self.run.world

@@ -79,6 +79,9 @@ class Communicator(ABC):
         axis: the mesh axis.
         traffic: the ledger; gets the payload bytes that this rank sends.
         timeout: how long one operation may take.
+
+    Attributes:
+        companions: communicators over other axes that cannot go on when this one has failed.
     """
 
     def __init__(self, axis: Axis, traffic: Traffic, timeout: timedelta) -> None:
@@ -88,6 +91,7 @@ class Communicator(ABC):
         self.traffic = traffic
         self.timeout = timeout
         self.submitted = 0
+        self.companions: Sequence[Communicator] = ()
 
     def chunk(self, numel: int) -> list[tuple[int, int]]:
         """Return the even cut: the (start, stop) that each rank holds of numel elements."""
@@ -171,6 +175,13 @@ class Communicator(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return when every rank of the axis has come here."""
+
+    def alarm(self) -> None:
+        """Let every rank of the axis fail soon, because this one cannot go on.
+
+        Backends with a watchdog of their own need nothing.
+        """
+        return
 
     @abstractmethod
     def close(self) -> None:

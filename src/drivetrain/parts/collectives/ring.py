@@ -133,6 +133,10 @@ class RingCommunicator(Communicator):
             token,
         ).wait()
 
+    def alarm(self) -> None:
+        """Close this rank's connections, which ends every wait on the axis."""
+        self._neighbors.alarm()
+
     def close(self) -> None:
         """Finish what was submitted and join the thread."""
         self._worker.close()
@@ -154,7 +158,9 @@ class RingCommunicator(Communicator):
             self.traffic.took(self.axis.name, call.operation, time.perf_counter() - start)
 
         def describe(error: BaseException) -> CollectiveError:
-            self._neighbors.alarm()
+            self.alarm()
+            for companion in self.companions:
+                companion.alarm()
             if isinstance(error, Disagreement):
                 return CollectiveError(str(error))
             ranks, near = self.axis.ranks, self._neighbors

@@ -112,6 +112,9 @@ class Estimate:
         Args:
             model: parameters, buffers and states.
             lent_buffers: how many buffers gradients pass through; 0 keeps whole gradients.
+
+        Returns:
+            ``lent`` are buffers that gradients pass through, besides those that fragments have.
         """
         placed = {place.name for unit in self._units for place in unit.places}
         rest = sum(spec.nbytes for spec in model.parameters if spec.name not in placed)
@@ -126,7 +129,8 @@ class Estimate:
             + rest,
             "masters": sum(self._shard(flat) for flat in whole if flat.master is not flat.dtype),
             "gradients": sum(self._gradients(flat, kept=not lent_buffers) for flat in trained),
-            "lent": lent_buffers * self.lent_bytes(),
+            "lent": lent_buffers * self.lent_bytes()
+            + sum(self._buffer(flat) for flat in trained if not lent_buffers),
             "optimizer": states + (steps if model.states >= _ADAM_STATES else 0),
             "buffers": sum(spec.nbytes for spec in model.buffers),
         }
@@ -196,14 +200,25 @@ class Estimate:
         return sum(stop > start for start, stop in shares)
 
     def _gradients(self, flat: FlatLayout, *, kept: bool) -> int:
-        """Return the bytes of gradients between steps: a whole buffer if it is kept, the sums."""
-        wire = self._precision.reduce_dtype(flat.dtype)
+        """Return the bytes of what fragments have as gradients between steps."""
+        if kept and self._in_place(flat):
+            return flat.numel * self._wire(flat)  # views of a buffer
         total = self._precision.accumulate_dtype(flat.dtype)
-        in_place = kept and wire is total and len(flat.pieces(self._rank)) <= 1
-        own = 0 if in_place else flat.owned(self._rank) * total.itemsize
         # Fragments of another dtype have gradients of their own.
         converted = 0 if total is flat.master else self._shard(flat)
-        return (flat.numel * wire.itemsize if kept else 0) + own + converted
+        return flat.owned(self._rank) * total.itemsize + converted
+
+    def _buffer(self, flat: FlatLayout) -> int:
+        """Return the bytes of a whole buffer that is kept beside the fragments' gradients."""
+        return 0 if self._in_place(flat) else flat.numel * self._wire(flat)
+
+    def _in_place(self, flat: FlatLayout) -> bool:
+        """Whether fragments' gradients are views of the buffer, if that is kept."""
+        wire = self._precision.reduce_dtype(flat.dtype)
+        total = self._precision.accumulate_dtype(flat.dtype)
+        # Nothing owned is nothing to be anywhere.
+        in_order = wire is total and len(flat.pieces(self._rank)) <= 1
+        return in_order and total is flat.master
 
 
 def _of(axis: Axis, operation: Operation, elements: int) -> int:

@@ -35,8 +35,18 @@ class Ranks:
         """Whether this rank speaks for its replicas."""
         return self.replicas is None or self.replicas.rank == 0
 
+    @property
+    def _communicators(self) -> list[Communicator]:
+        found = (self.replicas, self.sharing, self.everyone)
+        return list(dict.fromkeys(one for one in found if one is not None))
+
+    def hold_together(self) -> "Ranks":
+        """Let a failure of one communicator reach the ranks of the others; return these ranks."""
+        for one in self._communicators:
+            one.companions = [other for other in self._communicators if other is not one]
+        return self
+
     def close(self) -> None:
         """Close the communicators."""
-        for communicator in (self.replicas, self.sharing, self.everyone):
-            if communicator is not None:
-                communicator.close()
+        for communicator in self._communicators:
+            communicator.close()

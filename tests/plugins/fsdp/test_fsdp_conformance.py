@@ -1,0 +1,36 @@
+"""The options of fsdp that change what is divided, and when, pass every conformance check.
+
+The defaults are tested with those of all registered strategies.
+"""
+
+from typing import ClassVar
+
+from drivetrain.testing.conformance import StrategyConformance
+
+
+class TestHybrid(StrategyConformance):
+    """Two groups of two ranks: rows inside of a group, replicas between groups."""
+
+    strategy: ClassVar = {"name": "fsdp", "sharding": "hybrid", "shard_size": 2}
+    worlds = (4,)
+
+
+class TestHybridLocal(StrategyConformance):
+    """The same, with whole gradients during an accumulation window."""
+
+    strategy: ClassVar = {"name": "fsdp", "sharding": "hybrid", "shard_size": 2, "accumulate": "local"}
+    worlds = (4,)
+
+
+class TestGrad(StrategyConformance):
+    """Parameters are whole from the first forward until the optimizer steps."""
+
+    strategy: ClassVar = {"name": "fsdp", "sharding": "grad"}
+    worlds = (2,)
+
+
+class TestKept(StrategyConformance):
+    """Parameters are whole until backward, and one unit at a time travels."""
+
+    strategy: ClassVar = {"name": "fsdp", "reshard_after_forward": False, "live_units": 1}
+    worlds = (3,)
