@@ -5,8 +5,8 @@ object per prepared model, so nothing about a run is global, and it never asks w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -18,10 +18,11 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.deferred import WeightSource, fill, meta_tensors
 from drivetrain.parts.traffic import Traffic
+from drivetrain.readable import Readable
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors
+from drivetrain.shards import Reader, Shard
 
 ConfigT = TypeVar("ConfigT")
 
@@ -52,7 +53,7 @@ class Prepared(NamedTuple):
     optimizers: tuple[Optimizer, ...]
 
 
-class Strategy(ABC, Generic[ConfigT]):
+class Strategy(Readable, ABC, Generic[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh.
 
     Attributes:
@@ -241,47 +242,6 @@ class Strategy(ABC, Generic[ConfigT]):
         """
         raise self._refusal(f"take over the state of rank {source}")
 
-    def gathered(
-        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
-    ) -> AbstractContextManager[None]:
-        """Context in which these parameters are whole on every rank; all ranks must enter it.
-
-        Args:
-            parameters: of the prepared model.
-            modify: whether they may be changed inside; where ranks differ rank 0's values count.
-        """
-        return nullcontext()
-
-    def inference(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Context for many forwards without gradients: by default all parameters are whole.
-
-        Args:
-            module: as ``unwrap`` returns it.
-        """
-        return self.gathered(list(module.parameters()), modify=False)
-
-    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
-        """Return what the whole model's state dict holds, the same on every rank. Collective.
-
-        Args:
-            module: as ``unwrap`` returns it.
-        """
-        return [TensorFacts.of(name, tensor) for name, tensor in state_tensors(module).items()]
-
-    @contextmanager
-    def whole_state(
-        self, module: nn.Module, names: Sequence[str]
-    ) -> Iterator[Mapping[str, Tensor]]:
-        """Context with some whole tensors of the model's state on every rank, to be read.
-
-        Args:
-            module: as ``unwrap`` returns it.
-            names: of ``state_facts``.
-        """
-        state = state_tensors(module)
-        with self.gathered(parameters_among(state[name] for name in names), modify=False):
-            yield {name: state[name].detach() for name in names}
-
     def progress(self) -> Mapping[str, int]:
         """Return what this strategy counts, alike on all ranks, to be saved with a checkpoint."""
         return {}
@@ -299,20 +259,6 @@ class Strategy(ABC, Generic[ConfigT]):
         Empty where optimizers hold the model's own parameters.
         """
         return {}
-
-    def dtensors(self) -> Mapping[str, Tensor]:
-        """Return the shards of all parameters, by name, as ``torch.distributed.tensor.DTensor``s.
-
-        They share the shards' memory. Every rank must call it.
-
-        Raises:
-            UsageError: the strategy does not keep rows of parameters.
-        """
-        raise UsageError(
-            f"expected a strategy that keeps rows of each parameter, found {type(self).__name__}; "
-            "take accelerator.get_state_dict(model) for whole tensors, or save_state(), whose "
-            "shards every strategy reads"
-        )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module inside a prepared one."""

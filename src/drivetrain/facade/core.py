@@ -67,13 +67,17 @@ class ModelEntry:
         Raises:
             UsageError: the model has another parameter that requires gradients.
         """
-        for name, parameter in self.strategy.unwrap(self.model).named_parameters():
-            if parameter.requires_grad and id(parameter) not in self.known:
+        # Every step comes here: by identity, since the known ones may be slow to ask anything.
+        for prefix, module in self.strategy.unwrap(self.model).named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in self.known or not parameter.requires_grad:
+                    continue
                 raise UsageError(
-                    f"expected the parameters that the model had in prepare(), found another one, "
-                    f"{name!r}; change the model before prepare(), write new values into the old "
-                    "parameter inside 'with accelerator.gathered(model):', or set "
-                    "requires_grad=False on what is not trained"
+                    "expected the parameters that the model had in prepare(), found another one, "
+                    f"{(f'{prefix}.{name}' if prefix else name)!r}; change the model before "
+                    "prepare(), write new values into the old parameter inside 'with "
+                    "accelerator.gathered(model):', or set requires_grad=False on what is not "
+                    "trained"
                 )
 
     def held_names(self) -> dict[int, str]:

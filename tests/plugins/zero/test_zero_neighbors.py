@@ -47,7 +47,7 @@ def test_backward_gathers_from_neighbors():
         left = [unit for unit in units if unit.near is not None]
         for unit in left:
             held = sum(kept.untyped_storage().nbytes() for kept in unit.near._kept)
-            assert held == unit.nbytes / 2
+            assert held == unit.layout.nbytes / 2
             assert unit.live_bytes == 0
         accelerator.backward(loss)
         assert not any(unit.near is not None for unit in units), "kept after backward"

@@ -13,6 +13,8 @@ flat_gradients.py     where gradients arrive, and what is kept of them
 gradients.py          one unit's gradients: one reduce-scatter
 reducer.py            when units are reduced during backward
 gathering.py          when units are gathered and freed
+order.py              which unit usually follows which
+saving.py             what autograd saves: views without values
 module_units.py       the hooks of modules that units belong to
 absent.py             what is used while its values are away
 binding.py            fragments in the place of parameters in optimizers

@@ -13,13 +13,12 @@ Every rank must need the same units in the same order. The communicator checks t
 that take different paths end with an error that names the units.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
@@ -30,14 +29,11 @@ from drivetrain.parts.units.absent import AbsentGuard, DetachedGuard, refusal, s
 from drivetrain.parts.units.hooks import UnitHook
 from drivetrain.parts.units.layout import ROOT
 from drivetrain.parts.units.module_units import ModuleUnits, users
+from drivetrain.parts.units.order import UsualOrder
+from drivetrain.parts.units.saving import without_values
 from drivetrain.parts.units.unit import Unit, storages
 
 Until: TypeAlias = Literal["forward", "backward", "step"]
-
-_AS_IT_IS: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (
-    lambda tensor: tensor,
-    lambda packed: packed,
-)
 
 
 class Gatherer:
@@ -72,12 +68,7 @@ class Gatherer:
         self._neighbors = neighbors
         self._most_live = most_live
         self._keeping = False
-        self._next: dict[tuple[str, Unit], Unit] = {}
-        self._latest: dict[str, Unit] = {}
-        self._order: dict[Unit, None] = {}
-        self._spared: frozenset[Unit] = frozenset()
-        self._left: Counter[Unit] = Counter()
-        self._usual: Counter[Unit] = Counter()
+        self._order = UsualOrder()
         self._forwards: list[tuple[object, AbstractContextManager[Any]]] = []
         self._cleaning = False
         for unit in units:
@@ -95,7 +86,7 @@ class Gatherer:
                 unit.start()
             if self.in_forward:  # nobody would free what was started ahead between steps
                 phase = self._phase()
-                self._remember(phase, unit)
+                self._order.needed(phase, unit)
                 self._start_ahead(phase, unit)
             unit.arrive()
 
@@ -113,7 +104,7 @@ class Gatherer:
         for unit in self._units:
             self.release(unit)
             unit.near = None
-        self._latest.clear()
+        self._order.interrupt()
 
     def step_taken(self) -> None:
         """Free every unit that nobody holds: its values are no longer the right ones."""
@@ -159,25 +150,12 @@ class Gatherer:
             return "backward"
         return "forward" if torch.is_grad_enabled() else "evaluation"
 
-    def _remember(self, phase: str, unit: Unit) -> None:
-        before = self._latest.get(phase)
-        if before is not None:
-            self._next[phase, before] = unit
-        self._latest[phase] = unit
-        if phase == "forward" and unit.layout.key != ROOT:
-            self._order.pop(unit, None)
-            self._order[unit] = None
-
     def _start_ahead(self, phase: str, unit: Unit) -> None:
-        for _ in range(self._ahead):
-            following = self._next.get((phase, unit))
-            if following is None:
-                return
+        for following in self._order.after(phase, unit, self._ahead):
             if not following.live:
                 if self._full():
                     return
                 following.start()
-            unit = following
 
     def _full(self) -> bool:
         """Whether no further unit may be gathered ahead. What is kept by intent does not count."""
@@ -208,9 +186,7 @@ class Gatherer:
 
     def _enter_model(self, module: nn.Module, inputs: Any) -> None:
         if not self.in_forward:
-            self._latest.clear()
-            self._order.clear()
-            self._left.clear()
+            self._order.begin()
             self._cleaning = False  # a backward that raised has not cleaned
             if self._until == "step" and torch.is_grad_enabled():
                 self._keeping = True
@@ -220,10 +196,8 @@ class Gatherer:
         self.leave_forward(self)
         if self.in_forward:
             return
-        if self._order:
-            # Backward begins with the last unit, and gathers so many ahead: they need not be freed.
-            self._spared = frozenset(list(self._order)[-1 - self._ahead :])
-            self._usual = self._left.copy()
+        # Backward begins with the last unit, and gathers so many ahead: they need not be freed.
+        self._order.end(spared=1 + self._ahead)
         if not torch.is_grad_enabled() or outputs is None:
             self.release_all()  # evaluation, or an exception
         for unit in self._units:
@@ -261,11 +235,8 @@ class Gatherer:
             return  # recomputed: its backward follows
         if not torch.is_grad_enabled():
             self.release(unit)
-        elif self._until == "forward":
-            self._left[unit] += 1
-            again = self._left[unit] < self._usual[unit]  # a tied layer comes later
-            if again or unit not in self._spared:
-                self._free_until_backward(unit)
+        elif self._until == "forward" and not self._order.left_for_good(unit):
+            self._free_until_backward(unit)
 
     def _free_until_backward(self, unit: Unit) -> None:
         if self._neighbors is not None and unit.whole and not unit.holds:
@@ -276,33 +247,15 @@ class Gatherer:
     # --- what autograd saves ---
 
     def saving(self) -> saved_tensors_hooks:
-        """Return the context in which autograd saves views of units without their values.
+        """Return the context in which autograd saves views of units without their values."""
+        return without_values(self._storages, self._bring_back)
 
-        Hooks around it, such as those of checkpoints and of offloading, go on working.
-        """
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or _AS_IT_IS
-
-        def save(tensor: Tensor) -> Any:
-            dense = tensor.layout is torch.strided  # others have no storage to ask for
-            unit = self._storages.get(tensor.untyped_storage()._cdata) if dense else None
-            return unit, pack(tensor if unit is None else tensor.detach())
-
-        def restore(packed: Any) -> Tensor:
-            unit, inner = packed
-            if unit is None:
-                return unpack(inner)
-            self._clean_after_backward()
-            self.fetch(unit)
-            values = unpack(inner)
-            # A graph of this backward would save the view itself, without these hooks.
-            return values.detach().clone() if torch.is_grad_enabled() else values
-
-        return saved_tensors_hooks(save, restore)
-
-    def _clean_after_backward(self) -> None:
+    def _bring_back(self, unit: Unit) -> None:
+        """Make a unit whole for backward; what is left is freed at its end."""
         if in_backward() and not self._cleaning:
             self._cleaning = True
             after_backward(self._clean)
+        self.fetch(unit)
 
     def _clean(self) -> None:
         self._cleaning = False
