@@ -220,6 +220,13 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
         """
         return nullcontext()
 
+    def running(self) -> AbstractContextManager[None]:
+        """Context in which a strategy around this one runs the model's forward without calling it.
+
+        Hooks of the modules inside run as ever, those of the model itself do not.
+        """
+        return nullcontext()
+
     def stand_in(self, *, synchronize: bool) -> None:
         """Take part in one forward and backward of the other ranks, without a batch of one's own.
 

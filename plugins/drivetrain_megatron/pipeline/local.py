@@ -102,7 +102,7 @@ class LocalStages:
     def outline(self, batch: MicroBatch) -> Any:
         """Return what the model returns, as proxies, without computing any block."""
         stage = next(iter(self.workers.values())).stage
-        with self.forwards.forward(batch.number):
+        with self.forwards.forward(batch.number), self.inner.running():
             return stage.run_ambient(batch.args, batch.kwargs)
 
     def dtype(self, batch: MicroBatch) -> torch.dtype:

@@ -116,7 +116,7 @@ class StageWorker:
         )
         # A view, so that what the block changes in place is not the leaf itself.
         views = tuple(t.view_as(t) if t.requires_grad else t for t in received)
-        with self._forwards.forward(batch.number):
+        with self._forwards.forward(batch.number), self._inner.running():
             found = self.stage.run(batch.args, batch.kwargs, views)
         roots = found.sent
         if self.stage.is_last:

@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain import Accelerator, CheckpointError, RankMismatchError, UsageError, communication
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt.py"
 
 
@@ -71,7 +71,7 @@ def sum_of_weights(accelerator):
     return total
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
 @pytest.mark.ranks(3)
 def test_weights_are_those_of_one_rank(strategy):
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ class Tower(nn.Module):
         return self.first(x) * self.scale + self.offsets[0]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
 def test_plain_attributes_get_values(strategy):
     accelerator = Accelerator(cpu=True, strategy=strategy)
     with accelerator.building():
@@ -209,7 +209,7 @@ def small():
     return model
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
 @pytest.mark.parametrize("max_shard_size", ["10GB", 100])
 @pytest.mark.ranks(2)
 def test_weights_of_an_export(strategy, max_shard_size, tmp_path):

@@ -13,7 +13,7 @@ from drivetrain.parts.deferred import Ranges
 from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
-INNER = pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3"])
+INNER = pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
 
 
 def build(name):
@@ -109,7 +109,7 @@ def test_one_whole_tensor_at_a_time(monkeypatch):
     accelerator.free_memory()
 
 
-@pytest.mark.parametrize("inner", ["ddp", "zero3"])
+@pytest.mark.parametrize("inner", ["ddp", "zero3", "fsdp"])
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
 @pytest.mark.ranks(2)
 def test_values_stream_from_an_export(tmp_path, name, inner):

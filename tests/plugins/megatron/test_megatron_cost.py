@@ -223,7 +223,7 @@ def test_bytes_over_four_ranks(name, sharded):
     check_sent(name, tp=4, sequence_parallel=sharded)
 
 
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.ranks(4)
 def test_bytes_over_data_parallel_ranks(inner):
     """The data-parallel strategy's own bytes are those of the parts that ranks hold."""

@@ -98,7 +98,7 @@ def test_partial_gradients_count_whole(p):
 
 
 @NORMS
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
 @pytest.mark.ranks(4)
 def test_over_data_parallel_ranks(inner, p):
     both = Twins("llama-mqa", tp=2, data_parallel={"name": inner})

@@ -149,7 +149,7 @@ def test_schedules(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
 @pytest.mark.ranks(4)
 def test_over_data_parallel_ranks(inner, schedule):
     check(

@@ -101,7 +101,7 @@ def test_four_ranks(name, sequence_parallel):
     check_training(name, tp=4, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
 @pytest.mark.ranks(4)
 def test_over_data_parallel_ranks(name, inner):

@@ -1,7 +1,7 @@
 """What strategies whose parameters are divided have in common: units come and go with their use."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -87,6 +87,10 @@ class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
         """Run backward; no forward is under way here, only ones that an interrupt cut short."""
         self._gatherer.leave_forward()
         super().backward(loss, **options)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Gather what a forward needs, though nothing calls the model."""
+        return self._gatherer.running()
 
     def load(self, reader: Reader) -> None:
         """Load this rank's shares; units are gathered from them when they are needed."""

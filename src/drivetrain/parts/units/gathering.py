@@ -213,6 +213,18 @@ class Gatherer:
         context.__enter__()
         self._forwards.append((owner, context))
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of a forward of the model that does not go through a call of it."""
+        owner = object()
+        if not self.in_forward:
+            self._order.begin()
+        self.enter_forward(owner)
+        try:
+            yield
+        finally:
+            self.leave_forward(owner)
+
     def leave_forward(self, owner: object = None) -> None:
         """End a forward and those inside of it that an exception cut short; without owner, all.
 
