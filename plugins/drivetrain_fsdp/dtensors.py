@@ -37,7 +37,7 @@ def as_dtensors(slots: Iterable[Slot], ranks: Ranks, device: torch.device) -> di
     replicated = [Replicate()] * (mesh.ndim - 1)
     found = {}
     for slot in slots:
-        local = slot.piece(slot.flat.shard) if slot.owned_numel else _nothing(slot)
+        local = slot.piece(slot.flat.shard) if slot.owned_numel else _nothing(slot, ranks.sharing)
         placement = Shard(slot.outer_dim) if slot.shape else Replicate()
         if not slot.shape:
             local = _everywhere(local, slot, ranks.sharing)
@@ -70,9 +70,14 @@ def _device_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
     )
 
 
-def _nothing(slot: Slot) -> Tensor:
-    """Return the rows of a rank that owns none."""
-    shape = [0 if dim == slot.outer_dim else size for dim, size in enumerate(slot.shape)]
+def _nothing(slot: Slot, sharing: Communicator) -> Tensor:
+    """Return the rows of a rank that owns no element: none, unless rows have no elements."""
+    rows = 0
+    if slot.shape and not slot.numel:
+        total = slot.shape[slot.outer_dim]
+        each = -(-total // sharing.size)
+        rows = max(min(each, total - sharing.rank * each), 0)
+    shape = [rows if dim == slot.outer_dim else size for dim, size in enumerate(slot.shape)]
     return slot.flat.shard.new_empty(shape)
 
 

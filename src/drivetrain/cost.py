@@ -19,7 +19,8 @@ class TensorSpec:
         shape: the global shape.
         dtype: as the user gave it.
         trainable: whether it requires gradients.
-        outer_dim: the dim whose slices lie one after the other in memory: 0 unless transposed.
+        outer_dim: the dim whose slices lie one after the other in memory: 0 unless transposed. Dims
+            of size 1 have one slice only and do not count.
     """
 
     name: str

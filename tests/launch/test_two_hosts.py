@@ -1,5 +1,6 @@
 """Two hosts, played by two network namespaces of this machine."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 SCRIPT = """
+import json
 import os
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -72,3 +74,70 @@ def test_two_hosts_meet_in_the_order_given_and_restart_together(sandbox):
     assert done[1][0] == ""
     assert "rank 1 failed first" in done[1][1]
     assert "exit code 7" in done[1][1]
+
+
+HYBRID = """
+import json
+from pathlib import Path
+import torch
+from torch import nn
+from drivetrain import Accelerator, wait_for_everyone
+
+def sent_by_host():
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    counts = {line.split(":")[0].strip(): int(line.split(":")[1].split()[8]) for line in lines}
+    return sum(count for name, count in counts.items() if name != "lo")
+
+accelerator = Accelerator(strategy={"name": "fsdp", "sharding": "hybrid"}, cpu=True)
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
+elements = sum(parameter.numel() for parameter in model.parameters())
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+torch.manual_seed(accelerator.process_index)
+
+def step():
+    accelerator.backward(model(torch.randn(4, 512)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+step()
+wait_for_everyone()
+before, ledger = sent_by_host(), accelerator.traffic.sent()
+for _ in range(3):
+    step()
+wait_for_everyone()
+far = ("dp.far", "all_reduce")
+accelerator.print(json.dumps({
+    "hosts": len(set(accelerator.strategy_of(model).run.world.hosts)),
+    "elements": elements,
+    "sent": (sent_by_host() - before) / 3,
+    "far": (accelerator.traffic.sent()[far] - ledger[far]) / 3,
+}))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="needs the command ip")
+def test_hybrid_sharding_sends_between_hosts_what_replicas_add_up(sandbox):
+    """Two hosts of two ranks: shards stay inside of a host, which the strategy finds by itself."""
+    names = [f"dth-{os.getpid()}-{host}" for host in range(2)]
+    script = sandbox.script(HYBRID)
+    with namespaces(names):
+        hosts = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *sandbox.command(
+                    "launch", "--cpu", "--nproc-per-node", "2", "--nnodes", "2",
+                    "--node-rank", str(index), "--rdzv-endpoint", "10.77.0.9:29512", script)],
+                cwd=sandbox.folder, env=sandbox.environment(), stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True,
+            )
+            for index, name in enumerate(names)
+        ]  # fmt: skip
+        done = [host.communicate(timeout=120) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], done
+    found = json.loads(done[0][0])
+    assert found["hosts"] == 2
+    # A rank's half of the gradients, added up over 2 replicas: 2 (R-1)/R times half of them.
+    assert found["far"] == 4 * found["elements"] / 2
+    # Two ranks of the host send that; frames and their acknowledgements are not in the formula.
+    assert 1.0 <= found["sent"] / (2 * found["far"]) < 1.1

@@ -16,7 +16,8 @@ is added up over replicas is the window's sum.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -117,6 +118,25 @@ class Reducer:
         slots = set(only)
         for gradients in self._gradients:
             gradients.forget(slots.intersection(gradients.unit.slots))
+
+    @contextmanager
+    def accumulating(self, enabled: bool, *, reducing: bool) -> Iterator[None]:
+        """Context in which gradients are not handed out.
+
+        Args:
+            enabled: False hands them out again.
+            reducing: whether they are reduced all the same, and wait for the replicas' ones;
+                otherwise nothing is sent.
+        """
+        before = self.synchronizing, self.replicating
+        if reducing:
+            self.replicating = not enabled
+        else:
+            self.synchronizing = not enabled
+        try:
+            yield
+        finally:
+            self.synchronizing, self.replicating = before
 
     def close(self) -> None:
         """Take the hooks off; a round cut short is given up."""

@@ -154,20 +154,9 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Keep gradients local inside, or where they are reduced each time, from replicas only."""
-        if not self.config.reduces_each:
-            return self._switched("synchronizing", not enabled)
-        if self._ranks.replicas is not None:
-            return self._switched("replicating", not enabled)
-        return nullcontext()
-
-    @contextmanager
-    def _switched(self, switch: str, on: bool) -> Iterator[None]:
-        before = getattr(self._reducer, switch)
-        setattr(self._reducer, switch, on)
-        try:
-            yield
-        finally:
-            setattr(self._reducer, switch, before)
+        if self.config.reduces_each and self._ranks.replicas is None:
+            return nullcontext()
+        return self._reducer.accumulating(enabled, reducing=self.config.reduces_each)
 
     def _before_forward(self) -> None:
         if not self._reducer.synchronizing:

@@ -56,14 +56,23 @@ def gathers_again(
 
 
 def usual_uses(units: Sequence[UnitLayout], model: nn.Module | None) -> list[Use]:
-    """Return which units a forward needs, in order; those that are freed after it only."""
+    """Return which units a forward needs, in order; those that are freed after it only.
+
+    Backward reads a layer's values if the layer's inputs need gradients, and those of a module
+    with layers inside also if one of these is trained.
+    """
     freed = [unit for unit in reversed(units) if unit.sharded and unit.key != ROOT]
-    if model is None:
-        uses = [Use(unit.key, read_back=True) for unit in freed]
-    else:
-        uses = _of_modules(freed, model)
-    if uses and _is_layer(uses[0].key, freed):
-        uses[0] = Use(uses[0].key, read_back=False)  # its inputs need no gradients
+    return _of_names(freed, units) if model is None else _of_modules(freed, model)
+
+
+def _of_names(freed: Sequence[UnitLayout], units: Sequence[UnitLayout]) -> list[Use]:
+    elsewhere = any(unit.trainable for unit in units if unit not in freed)
+    flows, uses = False, []  # whether gradients flow back to here
+    for unit in freed:
+        trained = bool(unit.trainable)
+        inside = trained and not _is_layer(unit.key, freed)
+        uses.append(Use(unit.key, read_back=flows or inside))
+        flows = flows or trained or elsewhere
     return uses
 
 
@@ -71,14 +80,24 @@ def _of_modules(units: Sequence[UnitLayout], model: nn.Module) -> list[Use]:
     parameters = named_parameters(model)
     owner = {id(parameters[place.name]): unit.key for unit in units for place in unit.places}
     keys = {unit.key for unit in units}
+    flows = waits = False  # whether gradients flow back to here
     uses = []
     for name, module in model.named_modules():
         own = clean_name(f"{name}.")[:-1]
         tied = {owner.get(id(parameter)) for parameter in module._parameters.values()}
         outside = {key for key in tied if key is not None and not f"{own}.".startswith(f"{key}.")}
         for key in sorted(outside | ({own} & keys)):
-            uses.append(Use(key, read_back=not isinstance(module, _LOOKUPS)))
+            inside = key == own and not _is_layer(key, units) and _trains(module)
+            read_back = (flows or inside) and not isinstance(module, _LOOKUPS)
+            uses.append(Use(key, read_back))
+        # What a module around others has for itself, it usually uses after the first of them.
+        waits = waits or _trains(module, inside=False)
+        flows = flows or (waits and not any(module.children()))
     return uses
+
+
+def _trains(module: nn.Module, *, inside: bool = True) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=inside))
 
 
 def _is_layer(key: str, units: Sequence[UnitLayout]) -> bool:
