@@ -1,13 +1,12 @@
 """The strategy: every unit's rows divided, with replicas between groups of ranks if asked for."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.cost import Cost, ModelSpec
+from drivetrain.cost import ModelSpec
 from drivetrain.log import get_logger
 from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.parts.units.divided import DividedStrategy
@@ -58,18 +57,11 @@ class Fsdp(DividedStrategy[FsdpConfig]):
     ) -> list[UnitLayout]:
         """Cut the model into units of whole modules, and each parameter into rows."""
         size = cls.lines(config, run).sharing.size
-        choice = config.choice if _is_known(config, model) else UnitChoice(size=config.unit_from)
+        choice = config.choice
+        if model.module is None and choice.how in ("class", "function"):
+            choice = UnitChoice(size=config.unit_from)  # an estimate: these need the model itself
         specs = model.parameters
         return plan(specs, run.precision, choice, size, model.module, devices)
-
-    @classmethod
-    def cost(cls, config: FsdpConfig, model: ModelSpec, run: Run) -> Cost:
-        """Return what the units cost; where they are not known, what automatic ones do."""
-        cost = super().cost(config, model, run)
-        if _is_known(config, model):
-            return cost
-        found = f"units by {config.units} need the model: counted as automatic ones"
-        return replace(cost, uncounted={cls.lines(config, run).sharing.name: found})
 
     @classmethod
     def lines(cls, config: FsdpConfig, run: Run) -> Lines:
@@ -101,8 +93,3 @@ class Fsdp(DividedStrategy[FsdpConfig]):
         """Return the shards of all parameters as torch's DTensors. Collective."""
         self._gatherer.step_taken()  # what is written into them must not hide behind whole values
         return as_dtensors(self._placement, self._ranks, self.run.world.device)
-
-
-def _is_known(config: FsdpConfig, model: ModelSpec) -> bool:
-    """Return whether the units can be chosen: classes and functions need the model itself."""
-    return model.module is not None or config.units in ("auto", "size")
