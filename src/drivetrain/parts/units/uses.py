@@ -92,7 +92,7 @@ def _of_modules(units: Sequence[UnitLayout], model: nn.Module) -> list[Use]:
             uses.append(Use(key, read_back))
         # What a module around others has for itself, it usually uses after the first of them.
         waits = waits or _trains(module, inside=False)
-        flows = flows or (waits and not any(module.children()))
+        flows = flows or (waits and next(module.children(), None) is None)
     return uses
 
 
