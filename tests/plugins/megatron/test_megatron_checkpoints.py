@@ -37,6 +37,7 @@ STRATEGIES = {
         "tp": 2,
         "data_parallel": {"name": "zero3", "keep_below": 0},
     },
+    "tp2-fsdp": {"name": "megatron", "tp": 2, "data_parallel": {"name": "fsdp", "unit_from": 1}},
 }
 """Each with the numbers of ranks on which it runs here."""
 
@@ -50,6 +51,7 @@ WORLDS = {
     "tp4": (4,),
     "tp2-zero1": (4,),
     "tp2-zero3": (4,),
+    "tp2-fsdp": (4,),
 }
 
 
