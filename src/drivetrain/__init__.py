@@ -61,6 +61,7 @@ _HOMES = {
         "DrivetrainError",
         "PreflightError",
         "RankMismatchError",
+        "StorageError",
         "UnknownPluginError",
         "UsageError",
     ),

@@ -9,7 +9,8 @@
     ├── PreflightError         3   the machine or the ranks are not fit to start
     │   └── RankMismatchError  3   ranks disagree on the configuration, the model or a shape
     ├── CheckpointError        4   a checkpoint that cannot be written, read or trusted
-    └── CollectiveError        5   a collective that failed or timed out
+    ├── CollectiveError        5   a collective that failed or timed out
+    └── StorageError           7   a store that has no room, or cannot be read or written
 
 Every message says what was expected, what was found, and the way out.
 """
@@ -57,3 +58,9 @@ class CollectiveError(DrivetrainError):
     """A collective failed or timed out; the message names operation, sequence number and ranks."""
 
     exit_code = 5
+
+
+class StorageError(DrivetrainError):
+    """A store has no room, or cannot be read or written; the message names path and bytes."""
+
+    exit_code = 7

@@ -1,0 +1,113 @@
+"""What a disk can do, measured with the code that the store ``nvme`` uses."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drivetrain_offload.buffers import ALIGNMENT, aligned_empty
+from drivetrain_offload.files import DiskFile, Transfer
+from drivetrain_offload.nvme import MIB
+
+ADAM_BYTES = 12
+"""Per parameter and direction: master weight and two moments, 4 bytes each (ZeRO-Infinity, 3)."""
+
+_BUFFER_BYTES = 32 * MIB
+_CLOSE = 0.95
+"""Speeds that differ by less are taken for equal: fewer threads are then the better choice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """What was measured for one way of asking the disk.
+
+    Attributes:
+        request_mib: MiB of one request.
+        threads: requests in flight, of reads and of writes each.
+        read: bytes per second, reading alone.
+        write: bytes per second, writing alone.
+        both: bytes per second of each, reading and writing at once as an optimizer step does.
+    """
+
+    request_mib: float
+    threads: int
+    read: float
+    write: float
+    both: float
+
+    def step_s(self, parameters: float) -> float:
+        """Return the seconds that an Adam step waits for the disk at least."""
+        return ADAM_BYTES * parameters / self.both
+
+
+def measure(directory: Path, nbytes: int, request_mib: float, threads: int) -> Speed:
+    """Measure one way of asking the disk; its file is gone afterwards.
+
+    Args:
+        directory: where the file lies.
+        nbytes: bytes that are written and read; a multiple of 8192.
+        request_mib: MiB of one request.
+        threads: requests in flight, of reads and of writes each.
+
+    Raises:
+        PreflightError: no file can be made there.
+        StorageError: there is too little room, or the disk cannot be read or written.
+    """
+    half = nbytes // 2
+    source, target = (aligned_empty(min(half, _BUFFER_BYTES), torch.uint8) for _ in range(2))
+    source.random_(256)  # some disks compress
+    file = DiskFile(directory, request_bytes=int(request_mib * MIB), threads=threads)
+
+    def writing(stop: int) -> list[Transfer]:
+        return [file.write(at, part) for at, part in _parts(source, 0, stop)]
+
+    def reading(start: int) -> list[Transfer]:
+        return [file.read(at, part) for at, part in _parts(target, start, nbytes)]
+
+    try:
+        file.grow(nbytes)
+        # The first write of preallocated blocks is slower than every other one.
+        writing(nbytes)
+        write = _seconds(file, lambda: writing(nbytes))
+        read = _seconds(file, lambda: reading(0))
+        both = _seconds(file, lambda: writing(half) + reading(half))
+    finally:
+        file.close()
+    return Speed(
+        request_mib=request_mib,
+        threads=threads,
+        read=nbytes / read,
+        write=nbytes / write,
+        both=half / both,
+    )
+
+
+def suggest(speeds: Sequence[Speed]) -> Speed:
+    """Return the way that reads and writes fastest at once, with few threads and small requests."""
+    enough = _CLOSE * max(speed.both for speed in speeds)
+    good = [speed for speed in speeds if speed.both >= enough]
+    return min(good, key=lambda speed: (speed.threads, speed.request_mib))
+
+
+def usable_bytes(asked: int, free: int) -> int:
+    """Return how many bytes to measure with: what was asked for, or most of the free room."""
+    return max(min(asked, free * 9 // 10) // (2 * ALIGNMENT) * (2 * ALIGNMENT), 2 * ALIGNMENT)
+
+
+def _seconds(file: DiskFile, start: Callable[[], list[Transfer]]) -> float:
+    """Return how long transfers take, to the disk and not to the page cache."""
+    file.forget()
+    began = time.perf_counter()
+    for transfer in start():
+        transfer.wait()
+    file.flush()
+    return time.perf_counter() - began
+
+
+def _parts(buffer: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield offsets of a range and what of one buffer is written to, or read from, each."""
+    for at in range(start, stop, len(buffer)):
+        yield at, buffer[: min(len(buffer), stop - at)]

@@ -1,0 +1,349 @@
+"""One preallocated file without a name, read and written by several requests at once.
+
+Bytes go between the disk and aligned buffers, past the page cache where the file system allows it
+(O_DIRECT). The file has no name: nothing is left of it when the process ends, however it does.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drivetrain.errors import PreflightError, StorageError, UsageError
+from drivetrain.log import get_logger
+from drivetrain_offload.buffers import ALIGNMENT, padded
+from drivetrain_offload.directory import check_room, no_room
+
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+"""What a file system or kernel answers that cannot make a file without a name."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_logger = get_logger(__name__)
+
+
+class Transfer:
+    """A read or write that is under way: the handle of its submitter.
+
+    Args:
+        requests: the parts that it was cut into.
+        start: offset of its first byte in the file.
+        stop: offset after its last byte.
+        writes: whether it changes the file.
+    """
+
+    __slots__ = ("_requests", "_start", "_stop", "_writes")
+
+    def __init__(
+        self, requests: list["Future[None]"], start: int, stop: int, *, writes: bool
+    ) -> None:
+        self._requests = requests
+        self._start, self._stop, self._writes = start, stop, writes
+
+    def wait(self) -> None:
+        """Return when all of it is done.
+
+        Raises:
+            StorageError: a part of it failed.
+        """
+        self.settle()
+        for request in self._requests:
+            request.result()
+
+    def done(self) -> bool:
+        """Whether all of it is done or failed."""
+        return all(request.done() for request in self._requests)
+
+    def settle(self) -> None:
+        """Return when all of it is done or failed."""
+        wait(self._requests)
+
+    def conflicts(self, other: "Transfer") -> bool:
+        """Whether the two touch the same bytes and one of them changes them."""
+        overlaps = self._start < other._stop and other._start < self._stop
+        return overlaps and (self._writes or other._writes)
+
+
+class DiskFile:
+    """A file without a name: offsets are multiples of 4096, lengths are free.
+
+    Transfers of the same bytes take effect in the order in which they were submitted; others go
+    side by side. A write that failed breaks the file: every later call raises its error.
+
+    Args:
+        directory: where the file lies.
+        request_bytes: the longest request that a transfer is cut into; a multiple of 4096.
+        threads: requests in flight, of reads and of writes each.
+
+    Raises:
+        PreflightError: no file can be made there.
+    """
+
+    def __init__(self, directory: Path, *, request_bytes: int, threads: int) -> None:
+        self._directory = directory
+        self._request_bytes = request_bytes
+        self._fd, named = _open(directory)
+        self._free = weakref.finalize(self, _release, self._fd, named)
+        self.direct = probe_direct(self._fd)
+        self.nbytes = 0
+        self._pools = {
+            writes: ThreadPoolExecutor(threads, f"drivetrain-{'write' if writes else 'read'}")
+            for writes in (False, True)
+        }
+        self._order = threading.Lock()
+        self._under_way: list[Transfer] = []
+        self._broken: StorageError | None = None
+        if not self.direct:
+            _logger.warning_once(
+                f"{directory}: the file system refuses O_DIRECT; reads and writes go through the "
+                "page cache, which takes host memory and time"
+            )
+
+    def grow(self, nbytes: int) -> None:
+        """Make the file so long, with room on the disk for all of it; new bytes are zeros.
+
+        Raises:
+            StorageError: there is too little room; the file is as it was.
+        """
+        more = nbytes - self.nbytes
+        if more <= 0:
+            return
+        check_room(self._directory, more)
+        try:
+            os.posix_fallocate(self._fd, self.nbytes, more)
+        except OSError as error:
+            os.ftruncate(self._fd, self.nbytes)
+            if error.errno in _FULL:
+                raise no_room(self._directory, more) from error
+            raise self._failure("make room for", more, self.nbytes, error) from error
+        self.nbytes = nbytes
+
+    def read(self, offset: int, buffer: Tensor) -> Transfer:
+        """Start to fill a buffer with what lies at an offset.
+
+        Args:
+            offset: in bytes, a multiple of 4096.
+            buffer: contiguous host tensor at an address that is a multiple of 4096.
+
+        Raises:
+            UsageError: the offset or buffer is not aligned, or ends after the file.
+            StorageError: an earlier write failed.
+        """
+        return self._submit(offset, buffer, writes=False, ready=None)
+
+    def write(
+        self, offset: int, buffer: Tensor, ready: Callable[[], object] | None = None
+    ) -> Transfer:
+        """Start to write a buffer, which must stay as it is until the transfer is done.
+
+        The bytes up to the next multiple of 4096 become zeros.
+
+        Args:
+            offset: in bytes, a multiple of 4096.
+            buffer: as in ``read``.
+            ready: returns when the buffer holds its values; runs before each request.
+
+        Raises:
+            UsageError: as in ``read``.
+            StorageError: an earlier write failed.
+        """
+        return self._submit(offset, buffer, writes=True, ready=ready)
+
+    def flush(self) -> None:
+        """Return when every write so far is on the disk.
+
+        Raises:
+            StorageError: one of them failed.
+        """
+        with self._order:
+            for transfer in self._under_way:
+                transfer.settle()
+            self._under_way.clear()
+        self._check()
+        if not self.direct:
+            # A failure of the page cache's own writes is told here alone.
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                self._broken = self._failure("sync", self.nbytes, 0, error)
+                raise self._broken from error
+
+    def forget(self) -> None:
+        """Drop the file from the page cache, so that the next read comes from the disk."""
+        self.flush()
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Let transfers end, then give up the file; may be called more than once."""
+        for pool in self._pools.values():
+            pool.shutdown()
+        self._free()
+
+    def _check(self) -> None:
+        if not self._free.alive:
+            raise UsageError(f"{self._directory}: expected an open file, found a closed one")
+        if self._broken is not None:
+            raise StorageError(
+                f"{self._directory}: a write failed before: {self._broken}"
+            ) from self._broken
+
+    def _submit(
+        self, offset: int, buffer: Tensor, *, writes: bool, ready: Callable[[], object] | None
+    ) -> Transfer:
+        view = self._bytes(offset, buffer)
+        with self._order:
+            self._check()
+            stop = offset + padded(len(view))
+            requests: list[Future[None]] = []
+            transfer = Transfer(requests, offset, stop, writes=writes)
+            for other in self._under_way:
+                if transfer.conflicts(other):
+                    other.settle()
+            self._under_way = [other for other in self._under_way if not other.done()]
+            self._check()
+            move = self._write if writes else self._read
+            for start, end in self._cut(len(view)):
+                job = (view[start:end], offset + start, ready)
+                requests.append(self._pools[writes].submit(move, *job))
+            self._under_way.append(transfer)
+        return transfer
+
+    def _bytes(self, offset: int, buffer: Tensor) -> memoryview:
+        address = buffer.data_ptr()
+        if offset % ALIGNMENT or (address % ALIGNMENT and buffer.numel()):
+            raise UsageError(
+                f"expected an offset and an address that are multiples of {ALIGNMENT}, found "
+                f"{offset} and {address:#x}; aligned_empty() makes such a buffer"
+            )
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise UsageError(
+                f"expected a contiguous host tensor, found strides {buffer.stride()} of shape "
+                f"{tuple(buffer.shape)} on {buffer.device}"
+            )
+        if offset < 0 or offset + buffer.nbytes > self.nbytes:
+            raise UsageError(
+                f"expected bytes within the {self.nbytes:,} of the file, found {buffer.nbytes:,} "
+                f"at {offset:,}; grow() it first"
+            )
+        return memoryview(buffer.detach().reshape(-1).view(torch.uint8).numpy())
+
+    def _cut(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the requests of a transfer; a last one holds what is less than a block."""
+        whole = nbytes - nbytes % ALIGNMENT
+        for start in range(0, whole, self._request_bytes):
+            yield start, min(start + self._request_bytes, whole)
+        if whole < nbytes:
+            yield whole, nbytes
+
+    def _read(self, view: memoryview, offset: int, ready: Callable[[], object] | None) -> None:
+        if len(view) % ALIGNMENT == 0:
+            self._move(os.preadv, view, offset, "read")
+        else:
+            with memoryview(mmap.mmap(-1, ALIGNMENT)) as block:
+                self._move(os.preadv, block, offset, "read")
+                view[:] = block[: len(view)]
+
+    def _write(self, view: memoryview, offset: int, ready: Callable[[], object] | None) -> None:
+        try:
+            self._check()
+            if ready is not None:
+                ready()
+            if len(view) % ALIGNMENT:
+                block = memoryview(mmap.mmap(-1, ALIGNMENT))
+                block[: len(view)] = view
+                view = block
+            self._move(os.pwritev, view, offset, "write")
+        except StorageError as error:
+            self._broken = self._broken or error
+            raise
+
+    def _move(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        view: memoryview,
+        at: int,
+        verb: str,
+    ) -> None:
+        """Read or write all of a view; the system call may do less at once.
+
+        An interrupted call (EINTR) is repeated by the interpreter itself.
+        """
+        done = 0
+        while done < len(view):
+            try:
+                moved = call(self._fd, [view[done:]], at + done)
+            except OSError as error:
+                raise self._failure(verb, len(view), at, error, done) from error
+            # What is less than a block is moved again: the next address must be aligned.
+            moved -= moved % ALIGNMENT
+            if moved <= 0:
+                raise self._failure(verb, len(view), at, None, done)
+            done += moved
+
+    def _failure(
+        self, verb: str, nbytes: int, at: int, error: OSError | None, done: int = 0
+    ) -> StorageError:
+        cause = f" ({errno.errorcode.get(error.errno or 0)}: {error.strerror})" if error else ""
+        return StorageError(
+            f"{self._directory}: expected to {verb} {nbytes:,} bytes at offset {at:,} of the file "
+            f"there, found that {done:,} could be{cause}; look at the disk and the kernel's log, "
+            "or name another path"
+        )
+
+
+def probe_direct(fd: int) -> bool:
+    """Switch a new, empty file to O_DIRECT; return whether it can be allocated and used so.
+
+    Some file systems refuse the flag, others the first request.
+    """
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    block = memoryview(mmap.mmap(-1, ALIGNMENT))
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.posix_fallocate(fd, 0, ALIGNMENT)
+        return os.pwritev(fd, [block], 0) == os.preadv(fd, [block], 0) == ALIGNMENT
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            return error.errno in _FULL  # the first grow() says how much is needed
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return False
+
+
+def _open(directory: Path) -> tuple[int, Path | None]:
+    """Return a new file, and its path when it could not be made nameless."""
+    try:
+        try:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600), None
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+        fd, name = tempfile.mkstemp(dir=directory, prefix=f"drivetrain-{os.getpid()}-")
+    except OSError as error:
+        raise PreflightError(
+            f"{directory}: expected to make a file there, found {error.strerror}; change the "
+            "permissions or name another path"
+        ) from error
+    try:
+        Path(name).unlink()
+    except OSError as error:
+        _logger.warning_once(
+            f"{directory}: a file that is open cannot be removed here ({error.strerror}); {name} "
+            "goes at exit, but stays after kill -9"
+        )
+        return fd, Path(name)
+    return fd, None
+
+
+def _release(fd: int, named: Path | None) -> None:
+    os.close(fd)
+    if named is not None:
+        named.unlink(missing_ok=True)

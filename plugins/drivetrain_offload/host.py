@@ -1,0 +1,102 @@
+"""The store ``cpu``: keeps tensors in host memory, page-locked where an accelerator is there."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drivetrain.config.option import option
+from drivetrain_offload.buffers import aligned_empty, can_page_lock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostConfig:
+    """Options of the store ``cpu``."""
+
+    page_locked: bool = option(
+        True,
+        help="whether memory is page-locked where there is an accelerator, so that copies do not "
+        "wait",
+    )
+
+
+class HostStore:
+    """Keeps tensors in host memory, one allocation per tensor.
+
+    A copy from an accelerator is asynchronous, in the order of the stream that is current in
+    ``put``; ``fetch`` waits for the copies to its own key, ``flush`` for all of them.
+
+    Args:
+        config: the options.
+    """
+
+    Config = HostConfig
+
+    def __init__(self, config: HostConfig | None = None) -> None:
+        config = config or HostConfig()
+        self._page_locked = config.page_locked and can_page_lock()
+        self._tensors: dict[str, Tensor] = {}
+        self._copies: dict[str, torch.Event] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors that ``fetch`` returns: the processor."""
+        return torch.device("cpu")
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        """Keep a copy of a tensor under a key, in the memory that the key already has.
+
+        The copy from an accelerator is under way when this returns: the tensor may be changed or
+        freed in the order of the current stream, the copy is there for who fetches it.
+        """
+        kept = self._tensors.get(key)
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            self._settle(key)
+            kept = self._tensors[key] = self._empty_like(tensor)
+        if tensor.device.type == "cpu":
+            self._settle(key)
+            kept.copy_(tensor.detach())
+        else:
+            self._copy_from(tensor.detach(), kept, key)
+
+    def fetch(self, key: str) -> Tensor:
+        """Return the kept tensor itself; raises KeyError when it was never put."""
+        self._settle(key)
+        return self._tensors[key]
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Check that the keys are there: nothing has to move."""
+        for key in keys:
+            self._tensors[key]
+
+    def flush(self) -> None:
+        """Wait for copies from accelerators that are still under way."""
+        for key in tuple(self._copies):
+            self._settle(key)
+
+    def close(self) -> None:
+        """Drop every tensor."""
+        self.flush()
+        self._tensors.clear()
+
+    def _empty_like(self, tensor: Tensor) -> Tensor:
+        if not self._page_locked:
+            with torch.inference_mode(False):
+                return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return aligned_empty(tensor.numel(), tensor.dtype, page_locked=True).view(tensor.shape)
+
+    def _copy_from(self, tensor: Tensor, kept: Tensor, key: str) -> None:
+        stream = torch.accelerator.current_stream(tensor.device)
+        earlier = self._copies.get(key)
+        if earlier is not None:
+            earlier.wait(stream)
+        kept.copy_(tensor, non_blocking=True)
+        event = torch.Event(tensor.device)
+        event.record(stream)
+        self._copies[key] = event
+
+    def _settle(self, key: str) -> None:
+        event = self._copies.pop(key, None)
+        if event is not None:
+            event.synchronize()

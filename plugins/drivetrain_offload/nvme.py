@@ -1,0 +1,317 @@
+"""The store ``nvme``: keeps tensors on a disk, at fixed offsets of one file per rank."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drivetrain.config.option import option
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain_offload.buffers import ALIGNMENT, BufferPool, can_page_lock, padded
+from drivetrain_offload.directory import check_directory
+from drivetrain_offload.files import DiskFile, Transfer
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NvmeConfig:
+    """Options of the store ``nvme``."""
+
+    path: str = option("", help="directory on a local disk where each rank's file lies")
+    request_mib: float = option(
+        4.0,
+        help="MiB of one request to the disk; drivetrain disk-bench suggests a value",
+        minimum=ALIGNMENT / MIB,
+        maximum=1024,
+    )
+    threads: int = option(
+        8,
+        help="requests in flight, of reads and of writes each; drivetrain disk-bench suggests a "
+        "value",
+        minimum=1,
+        maximum=256,
+    )
+    staging_mib: float = option(
+        256.0, help="MiB of host memory for tensors that are on their way to the disk", minimum=1
+    )
+
+    def __post_init__(self) -> None:
+        """Check what a caller from Python may have got wrong.
+
+        Raises:
+            ConfigError: a number is out of its range, or a request is no whole number of blocks.
+        """
+        if not ALIGNMENT / MIB <= self.request_mib <= 1024 or self.request_bytes % ALIGNMENT:
+            raise ConfigError(
+                f"request_mib: expected a multiple of {ALIGNMENT} bytes up to 1024 MiB, found "
+                f"{self.request_mib:g} MiB; 1, 4 and 16 are common"
+            )
+        if not 1 <= self.threads <= 256:
+            raise ConfigError(f"threads: expected 1 to 256, found {self.threads}")
+        if self.staging_mib < 1:
+            raise ConfigError(f"staging_mib: expected 1 or more, found {self.staging_mib:g}")
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes of one request."""
+        return int(self.request_mib * MIB)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a tensor lies in the file, and what it is."""
+
+    offset: int
+    room: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def holds(self, tensor: Tensor) -> bool:
+        return (self.shape, self.dtype) == (tensor.shape, tensor.dtype)
+
+
+class NvmeStore:
+    """Keeps tensors in a file that no other process sees and that ends with this one.
+
+    ``put`` copies and writes in the background; a write that failed is raised by the next call.
+    ``read_into`` and ``write_from`` move ranges of a tensor between the disk and the caller's own
+    buffers, for pipelines. Calls that touch the same bytes take effect in their order. Threads may
+    share a store.
+
+    Args:
+        config: the options; ``path`` is needed.
+
+    Raises:
+        ConfigError: no path is given.
+        PreflightError: the path is no directory in which a file can be made.
+    """
+
+    Config = NvmeConfig
+
+    def __init__(self, config: NvmeConfig) -> None:
+        self._directory = check_directory(config.path)
+        self._file = DiskFile(
+            self._directory, request_bytes=config.request_bytes, threads=config.threads
+        )
+        self._changes = threading.Lock()
+        self._slots: dict[str, _Slot] = {}
+        self._ahead: dict[str, tuple[Tensor, Transfer]] = {}
+        self._pool = BufferPool(page_locked=can_page_lock())
+        self._staged: deque[tuple[Transfer, int]] = deque()
+        self._staging_bytes = int(config.staging_mib * MIB)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors that ``fetch`` returns: the processor."""
+        return torch.device("cpu")
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads and writes go past the page cache."""
+        return self._file.direct
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of disk that are taken."""
+        return self._file.nbytes
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the room of tensors that will be put or written later, all at once.
+
+        They are zeros until then: nothing has to be written for a fresh optimizer state.
+
+        Args:
+            tensors: by key; only shape and dtype count, so they may be on the device ``meta``.
+
+        Raises:
+            UsageError: a key is there already.
+            StorageError: there is too little room; says how much is needed and how much is free.
+        """
+        with self._changes:
+            taken = sorted(self._slots.keys() & tensors.keys())
+            if taken:
+                raise UsageError(f"expected new keys, found {taken[:3]} in the store already")
+            end, slots = self._file.nbytes, {}
+            for key, tensor in tensors.items():
+                slots[key] = _Slot(end, padded(tensor.nbytes), tensor.shape, tensor.dtype)
+                end += slots[key].room
+            self._file.grow(end)
+            self._slots |= slots
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        """Keep a tensor's values under a key; the write goes on after this returns.
+
+        A tensor that fits takes the place of the one before; for a longer one the file grows.
+
+        Raises:
+            StorageError: the disk is full, or an earlier write failed.
+        """
+        tensor = tensor.detach()
+        with self._changes:
+            slot = self._slot(key, tensor)
+            self._ahead.pop(key, None)
+            self._make_way(slot.room)
+            buffer = self._pool.take(slot.nbytes)[: padded(slot.nbytes)]
+            copy = buffer[: slot.nbytes].view(slot.dtype).view(slot.shape)
+            ready = _copy(tensor, copy)
+            self._staged.append((self._file.write(slot.offset, buffer, ready), slot.room))
+
+    def fetch(self, key: str) -> Tensor:
+        """Return a tensor's values in aligned memory; raises KeyError when it was never put.
+
+        The memory is the caller's alone: it stays valid as long as a tensor in it is held, and
+        changing it changes nothing in the store.
+
+        Raises:
+            StorageError: the disk cannot be read, or an earlier write failed.
+        """
+        slot = self._slots[key]
+        buffer, transfer = self._ahead.pop(key, None) or self._start(slot)
+        transfer.wait()
+        return buffer[: slot.nbytes].view(slot.dtype).view(slot.shape)
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Start to read tensors; each takes memory until it is fetched or put."""
+        with self._changes:
+            for key in keys:
+                slot = self._slots[key]
+                if key not in self._ahead:
+                    self._ahead[key] = self._start(slot)
+
+    def read_into(
+        self, key: str, buffer: Tensor, start: int = 0, stop: int | None = None
+    ) -> Transfer:
+        """Start to read the elements start to stop of a tensor, counted as if it had one dim.
+
+        Args:
+            key: of a tensor that was put or reserved.
+            buffer: (>= stop - start,) of its dtype, in host memory at an aligned address, as
+                ``aligned_empty`` makes it.
+            start: first element; at a multiple of 4096 bytes.
+            stop: element after the last one; None for the tensor's end.
+
+        Returns:
+            The handle; the values are there after its ``wait()``.
+
+        Raises:
+            KeyError: there is no such tensor.
+            UsageError: the range or buffer does not fit.
+        """
+        offset, part = self._range(key, buffer, start, stop)
+        return self._file.read(offset, part)
+
+    def write_from(
+        self, key: str, buffer: Tensor, start: int = 0, stop: int | None = None
+    ) -> Transfer:
+        """Start to write the elements start to stop of a tensor, counted as if it had one dim.
+
+        Args:
+            key: as in ``read_into``.
+            buffer: as there; it must stay as it is until the handle's ``wait()``.
+            start: as there.
+            stop: the tensor's end, or at a multiple of 4096 bytes too.
+
+        Raises:
+            KeyError: there is no such tensor.
+            UsageError: the range or buffer does not fit.
+            StorageError: an earlier write failed.
+        """
+        offset, part = self._range(key, buffer, start, stop)
+        slot = self._slots[key]
+        if part.nbytes % ALIGNMENT and offset + part.nbytes != slot.offset + slot.nbytes:
+            raise _misaligned("stop", start + part.numel(), slot)
+        self._ahead.pop(key, None)
+        return self._file.write(offset, part)
+
+    def flush(self) -> None:
+        """Return when everything put so far is on the disk.
+
+        Raises:
+            StorageError: a write failed.
+        """
+        self._file.flush()
+        self._staged.clear()
+
+    def close(self) -> None:
+        """Let what is under way end, and give up file and memory; may be called more than once."""
+        self._file.close()
+        self._slots.clear()
+        self._ahead.clear()
+        self._staged.clear()
+        self._pool.clear()
+
+    def _slot(self, key: str, tensor: Tensor) -> _Slot:
+        slot = self._slots.get(key)
+        if slot is not None and slot.holds(tensor):
+            return slot
+        if slot is not None and tensor.nbytes <= slot.room:
+            slot = _Slot(slot.offset, slot.room, tensor.shape, tensor.dtype)
+        else:
+            end, room = self._file.nbytes, padded(tensor.nbytes)
+            self._file.grow(end + room)
+            slot = _Slot(end, room, tensor.shape, tensor.dtype)
+        self._slots[key] = slot
+        return slot
+
+    def _make_way(self, nbytes: int) -> None:
+        """Wait until the copies that are on their way leave room for another one."""
+        while self._staged and self._staged[0][0].done():
+            self._staged.popleft()
+        waiting = sum(size for _, size in self._staged)
+        while self._staged and waiting + nbytes > self._staging_bytes:
+            transfer, size = self._staged.popleft()
+            transfer.wait()
+            waiting -= size
+
+    def _start(self, slot: _Slot) -> tuple[Tensor, Transfer]:
+        buffer = self._pool.take(slot.nbytes)
+        return buffer, self._file.read(slot.offset, buffer[: padded(slot.nbytes)])
+
+    def _range(self, key: str, buffer: Tensor, start: int, stop: int | None) -> tuple[int, Tensor]:
+        """Return the offset in the file of a range, and the part of the buffer that it fills."""
+        slot = self._slots[key]
+        stop = slot.numel if stop is None else stop
+        if not 0 <= start <= stop <= slot.numel:
+            raise UsageError(
+                f"{key}: expected a range within {slot.numel:,} elements, found {start:,} to "
+                f"{stop:,}"
+            )
+        if start * slot.dtype.itemsize % ALIGNMENT:
+            raise _misaligned("start", start, slot)
+        if buffer.dim() != 1 or buffer.dtype != slot.dtype or buffer.numel() < stop - start:
+            raise UsageError(
+                f"{key}: expected a buffer of one dim, {slot.dtype} and {stop - start:,} or more "
+                f"elements, found {buffer.dtype} of shape {tuple(buffer.shape)}"
+            )
+        return slot.offset + start * slot.dtype.itemsize, buffer[: stop - start]
+
+
+def _copy(source: Tensor, copy: Tensor) -> Callable[[], object] | None:
+    """Copy a tensor to host memory; return what to wait for, or None when it is there."""
+    if source.device.type == "cpu":
+        copy.copy_(source)
+        return None
+    copy.copy_(source, non_blocking=True)
+    event = torch.Event(source.device)
+    event.record(torch.accelerator.current_stream(source.device))
+    return event.synchronize
+
+
+def _misaligned(name: str, value: int, slot: _Slot) -> UsageError:
+    step = ALIGNMENT // slot.dtype.itemsize
+    return UsageError(
+        f"expected a {name} that is a multiple of {step} elements of {slot.dtype}, which are "
+        f"{ALIGNMENT} bytes, or a stop at the tensor's end, {slot.numel:,}; found {value:,}"
+    )
