@@ -114,7 +114,7 @@ class _Region(mmap.mmap):
 
     def __del__(self) -> None:
         if self._locked and not sys.is_finalizing():
-            torch.cuda.cudart().cudaHostUnregister(self._address())
+            _runtime().cudaHostUnregister(self._address())
 
 
 def _tensor(region: _Region, give_back: Any = None) -> Tensor:
@@ -129,13 +129,22 @@ def _tensor(region: _Region, give_back: Any = None) -> Tensor:
 
 def _page_lock(address: int, nbytes: int) -> bool:
     try:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        torch.cuda.check_error(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
     except RuntimeError as error:
-        with suppress(RuntimeError):
-            torch.ones(1, device="cuda")  # the next launch would report this failure as its own
+        _forget_failure()
         _logger.warning_once(
             f"host memory could not be page-locked ({error}); copies from and to the accelerator "
             "are slower and wait for each other; see 'ulimit -l'"
         )
         return False
     return True
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_failure() -> None:
+    """Launch something: the runtime reports a failed call once more to the next launch."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -234,7 +234,7 @@ class DiskFile:
                 f"expected bytes within the {self.nbytes:,} of the file, found {buffer.nbytes:,} "
                 f"at {offset:,}; grow() it first"
             )
-        return memoryview(buffer.detach().reshape(-1).view(torch.uint8).numpy())
+        return buffer.detach().reshape(-1).view(torch.uint8).numpy().data
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yield the requests of a transfer; a last one holds what is less than a block."""

@@ -178,7 +178,8 @@ class NvmeStore:
             StorageError: the disk cannot be read, or an earlier write failed.
         """
         slot = self._slots[key]
-        buffer, transfer = self._ahead.pop(key, None) or self._start(slot)
+        ahead = self._ahead.pop(key, None)
+        buffer, transfer = ahead or self._start(slot)
         transfer.wait()
         return buffer[: slot.nbytes].view(slot.dtype).view(slot.shape)
 

@@ -1,0 +1,117 @@
+"""What every store owes, whatever it keeps tensors on: ours and the core's, found by name."""
+
+import pytest
+import torch
+
+from drivetrain.registry import stores
+from drivetrain.store import TensorStore
+from drivetrain_offload import HostStore, NvmeConfig, NvmeStore
+
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8,
+    torch.bool, torch.complex64, torch.float8_e4m3fn,
+)  # fmt: skip
+SHAPES = ((), (0,), (3, 0, 2), (1,), (1023,), (1024,), (1025,), (7, 11, 13), (3, 70_001))
+
+
+@pytest.fixture(params=["device", "cpu", "nvme"])
+def store(request, tmp_path):
+    kind = stores().load(request.param)
+    made = (
+        kind(NvmeConfig(path=str(tmp_path), staging_mib=1)) if request.param == "nvme" else kind()
+    )
+    yield made
+    made.close()
+
+
+def sample(shape=(5,), dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 2**7, shape, generator=generator, dtype=torch.uint8)
+    return numbers.to(torch.float32).to(dtype) if dtype.is_floating_point else numbers.to(dtype)
+
+
+def same(found, expected):
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    plain = torch.float32 if found.dtype.itemsize == 1 else found.dtype
+    assert torch.equal(found.to(plain), expected.to(plain))
+
+
+def test_the_registry_finds_them(store):
+    assert {"cpu", "device", "nvme"} <= set(stores().names)
+    assert isinstance(store, TensorStore)
+    assert (stores().load("cpu"), stores().load("nvme")) == (HostStore, NvmeStore)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_put_is_fetched(store, dtype):
+    for seed, shape in enumerate(SHAPES):
+        store.put(f"{shape}", sample(shape, dtype, seed))
+    for flush in (False, True):
+        if flush:
+            store.flush()
+        for seed, shape in enumerate(SHAPES):
+            found = store.fetch(f"{shape}")
+            same(found, sample(shape, dtype, seed))
+            assert found.device == store.device
+
+
+def test_put_keeps_a_copy(store):
+    tensor = sample((300_000,))
+    store.put("k", tensor)
+    tensor.fill_(-1)
+    same(store.fetch("k"), sample((300_000,)))
+
+
+def test_put_takes_views_and_parameters(store):
+    weight = torch.nn.Parameter(sample((40, 60)))
+    store.put("t", weight.t())
+    store.put("s", weight[::3, 1::2])
+    same(store.fetch("t"), weight.detach().t())
+    same(store.fetch("s"), weight.detach()[::3, 1::2])
+    assert not store.fetch("t").requires_grad
+
+
+def test_the_last_put_counts(store):
+    for seed in range(20):
+        store.put("k", sample((70_000,), seed=seed))
+        store.put("other", sample((3,), seed=seed))
+    same(store.fetch("k"), sample((70_000,), seed=19))
+    for shape, dtype in [((9,), torch.int64), ((90_000,), torch.float64), ((2, 2), torch.bool)]:
+        store.put("k", sample(shape, dtype))
+        same(store.fetch("k"), sample(shape, dtype))
+    same(store.fetch("other"), sample((3,), seed=19))
+
+
+def test_prefetch_changes_nothing(store):
+    for seed in range(4):
+        store.put(str(seed), sample((5000,), seed=seed))
+    store.prefetch(["0", "1", "2", "1"])
+    store.put("1", sample((5000,), seed=11))
+    for key, seed in (("0", 0), ("1", 11), ("2", 2), ("3", 3), ("0", 0)):
+        same(store.fetch(key), sample((5000,), seed=seed))
+
+
+def test_unknown_keys_are_key_errors(store):
+    store.put("there", sample())
+    with pytest.raises(KeyError, match="gone"):
+        store.fetch("gone")
+    with pytest.raises(KeyError, match="gone"):
+        store.prefetch(["there", "gone"])
+
+
+def test_tensors_of_inference_mode_can_be_replaced_outside_of_it(store):
+    if stores().load("device") is type(store):
+        pytest.skip("the device store keeps the tensor's own kind")
+    with torch.inference_mode():
+        store.put("k", sample())
+    store.put("k", sample(seed=1))
+    same(store.fetch("k"), sample(seed=1))
+    store.fetch("k").add_(1)
+
+
+def test_close_may_be_called_twice(store):
+    store.put("k", sample())
+    store.close()
+    store.close()
+    with pytest.raises(KeyError):
+        store.fetch("k")

@@ -1,0 +1,116 @@
+"""A small ext4 file system: a full disk is known before the first step, and is left as it was."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from drivetrain.errors import StorageError
+from drivetrain_offload import NvmeConfig, NvmeStore, directory
+
+MIB = 2**20
+
+
+def attempt(*command):
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip(f"no {command[0]} here")
+    if done.returncode:
+        pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 16 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    image, place = tmp_path / "image", tmp_path / "disk"
+    with image.open("wb") as file:
+        file.truncate(16 * MIB)
+    place.mkdir()
+    attempt("mkfs.ext4", "-q", "-m", "0", str(image))
+    attempt("mount", "-o", "loop", str(image), str(place))
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True, timeout=30)
+
+
+def free(place):
+    return shutil.disk_usage(place).free
+
+
+def test_too_little_room_is_told_with_numbers(small_disk):
+    store, before = NvmeStore(NvmeConfig(path=str(small_disk))), free(small_disk)
+    with pytest.raises(StorageError, match=rf"expected {64 * MIB:,} free bytes, found {before:,};"):
+        store.reserve({"k": torch.empty(16 * MIB, device="meta")})
+    with pytest.raises(StorageError, match=r"disk: expected 67,108,864 free bytes"):
+        store.put("k", torch.zeros(16 * MIB))
+    assert free(small_disk) == before
+    store.put("k", torch.ones(MIB))
+    store.flush()
+    assert free(small_disk) <= before - 4 * MIB + 4096  # one block was there from the start
+    assert torch.equal(store.fetch("k"), torch.ones(MIB))
+    store.close()
+    assert free(small_disk) >= before
+
+
+def test_the_disk_itself_says_that_it_is_full(small_disk, monkeypatch):
+    """Where another process takes the room after the check."""
+    monkeypatch.setattr("drivetrain_offload.files.check_room", lambda *_: None)
+    store, before = NvmeStore(NvmeConfig(path=str(small_disk))), free(small_disk)
+    store.put("k", torch.ones(1000))
+    with pytest.raises(StorageError, match=r"expected 67,108,864 free bytes, found [\d,]+; make"):
+        store.put("big", torch.zeros(16 * MIB))
+    assert free(small_disk) >= before - 2 * 4096
+    assert torch.equal(store.fetch("k"), torch.ones(1000))
+    store.close()
+
+
+def test_room_that_was_taken_stays_taken(small_disk):
+    store = NvmeStore(NvmeConfig(path=str(small_disk)))
+    store.reserve({"k": torch.empty(MIB, device="meta")})
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "other").write_bytes(bytes(free(small_disk) + MIB))
+    for value in range(3):
+        store.put("k", torch.full((MIB,), float(value)))
+    store.flush()
+    assert torch.equal(store.fetch("k"), torch.full((MIB,), 2.0))
+    store.close()
+
+
+def test_read_only_file_systems_are_refused(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=30)
+    with pytest.raises(directory.PreflightError, match="that this user can write to"):
+        NvmeStore(NvmeConfig(path=str(small_disk)))
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, None], ids=str)
+def test_nothing_is_left_whatever_ends_the_process(small_disk, end):
+    code = (
+        "import sys, torch\n"
+        "from drivetrain_offload import NvmeConfig, NvmeStore\n"
+        f"store = NvmeStore(NvmeConfig(path={str(small_disk)!r}))\n"
+        "store.put('k', torch.ones(2**20))\n"
+        "store.flush()\n"
+        "store.put('k', torch.ones(2**20))\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    before = free(small_disk)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        assert free(small_disk) <= before - 4 * MIB
+        if end is None:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        else:
+            process.send_signal(end)
+        assert process.wait(60) == (0 if end is None else -end)
+    assert [path.name for path in small_disk.iterdir()] == ["lost+found"]
+    assert free(small_disk) >= before

@@ -1,0 +1,286 @@
+"""The file under the store nvme: alignment, order, and what the disk may answer."""
+
+import errno
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from drivetrain.errors import StorageError, UsageError
+from drivetrain_offload import files
+from drivetrain_offload.buffers import ALIGNMENT, BufferPool, aligned_empty
+from drivetrain_offload.files import DiskFile
+
+
+def refuse_direct(monkeypatch):
+    """Let every file system refuse O_DIRECT, as some network file systems do."""
+    real = files.fcntl.fcntl
+
+    def fcntl(fd, command, argument=0):
+        if argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(files.fcntl, "fcntl", fcntl)
+
+
+@pytest.fixture(params=["direct", "buffered"])
+def file(request, tmp_path, monkeypatch):
+    if request.param == "buffered":
+        refuse_direct(monkeypatch)
+    made = DiskFile(tmp_path, request_bytes=2 * ALIGNMENT, threads=4)
+    if request.param == "direct" and not made.direct:
+        made.close()
+        pytest.skip(f"the file system of {tmp_path} refuses O_DIRECT")
+    assert made.direct == (request.param == "direct")
+    made.grow(64 * ALIGNMENT)
+    yield made
+    made.close()
+
+
+def numbers(nbytes, seed=0):
+    buffer = aligned_empty(nbytes, torch.uint8)
+    buffer.copy_(torch.randint(256, (nbytes,), generator=torch.Generator().manual_seed(seed)))
+    return buffer
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8192, 50_000, 62 * 4096])
+def test_any_length_at_aligned_offsets(file, nbytes):
+    data, back = numbers(nbytes), numbers(nbytes + 9, seed=1)
+    after = back[nbytes:].clone()
+    file.write(ALIGNMENT, data).wait()
+    file.forget()
+    file.read(ALIGNMENT, back[:nbytes]).wait()
+    assert torch.equal(back[:nbytes], data)
+    assert torch.equal(back[nbytes:], after)
+
+
+def test_what_is_grown_is_zeros_and_what_was_there_stays(file):
+    data, back = numbers(4096), numbers(3 * 4096)
+    file.write(63 * ALIGNMENT, data).wait()
+    file.grow(100 * ALIGNMENT)
+    file.read(63 * ALIGNMENT, back).wait()
+    assert torch.equal(back[:4096], data)
+    assert not back[4096:].any()
+    file.read(0, back).wait()
+    assert not back.any()
+
+
+def test_what_lies_under_a_memory_of_two_dims(file):
+    data = numbers(4 * 3000).view(torch.float32).view(30, 100)
+    back = aligned_empty(3000)
+    file.write(0, data).wait()
+    file.read(0, back).wait()
+    assert torch.equal(back.view(torch.int32), data.reshape(-1).view(torch.int32))
+
+
+def test_the_same_bytes_in_order_of_submission(file, monkeypatch):
+    real, first = os.pwritev, threading.Event()
+
+    def slow(fd, views, at):
+        if not first.is_set():
+            first.set()
+            time.sleep(0.1)
+        return real(fd, views, at)
+
+    monkeypatch.setattr(files.os, "pwritev", slow)
+    back = aligned_empty(40_000, torch.uint8)
+    file.write(0, numbers(40_000, seed=1))
+    file.write(4096, numbers(4096, seed=2))
+    read = file.read(0, back)
+    file.write(0, numbers(4096, seed=3))
+    read.wait()
+    assert torch.equal(back[:4096], numbers(40_000, seed=1)[:4096])
+    assert torch.equal(back[4096:8192], numbers(4096, seed=2))
+    assert torch.equal(back[8192:], numbers(40_000, seed=1)[8192:])
+    file.read(0, back).wait()
+    assert torch.equal(back[:4096], numbers(4096, seed=3))
+
+
+def test_several_requests_are_in_flight(file, monkeypatch):
+    real, meeting = os.preadv, threading.Barrier(4, timeout=20)
+
+    def together(fd, views, at):
+        meeting.wait()  # breaks unless four requests come at once
+        return real(fd, views, at)
+
+    monkeypatch.setattr(files.os, "preadv", together)
+    file.read(0, aligned_empty(8 * 2 * ALIGNMENT, torch.uint8)).wait()
+
+
+def test_a_transfer_is_done_when_its_bytes_are_there(file, monkeypatch):
+    gate, real = threading.Event(), os.preadv
+    monkeypatch.setattr(files.os, "preadv", lambda *a: gate.wait(20) and real(*a))
+    read = file.read(0, aligned_empty(9000, torch.uint8))
+    assert not read.done()
+    gate.set()
+    read.wait()
+    assert read.done()
+
+
+def test_less_at_once_is_continued(file, monkeypatch):
+    real_read, real_write = os.preadv, os.pwritev
+
+    def little(call):
+        return lambda fd, views, at: call(fd, [views[0][: max(4096, len(views[0]) // 2)]], at)
+
+    monkeypatch.setattr(files.os, "pwritev", little(real_write))
+    monkeypatch.setattr(files.os, "preadv", little(real_read))
+    data, back = numbers(30_000), aligned_empty(30_000, torch.uint8)
+    file.write(0, data).wait()
+    file.read(0, back).wait()
+    assert torch.equal(back, data)
+
+
+def test_a_part_of_a_block_is_moved_again(file, monkeypatch):
+    real, odd = os.pwritev, iter([5000, 4096, 4096])
+
+    def partly(fd, views, at):
+        return min(real(fd, views, at), next(odd))
+
+    monkeypatch.setattr(files.os, "pwritev", partly)
+    data, back = numbers(8192), aligned_empty(8192, torch.uint8)
+    file.write(0, data).wait()
+    file.read(0, back).wait()
+    assert torch.equal(back, data)
+
+
+def test_a_short_read_says_what_was_there(file, tmp_path):
+    os.ftruncate(file._fd, 3 * ALIGNMENT)
+    read = file.read(2 * ALIGNMENT, aligned_empty(2 * ALIGNMENT, torch.uint8))
+    expected = "expected to read 8,192 bytes at offset 8,192 .* found that 4,096 could be;"
+    with pytest.raises(StorageError, match=expected) as caught:
+        read.wait()
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_failed_write_ends_everything(file, tmp_path, monkeypatch, number):
+    real = os.pwritev
+
+    def fail(fd, views, at):
+        if at == 2 * ALIGNMENT:
+            raise OSError(number, os.strerror(number))
+        return real(fd, views, at)
+
+    monkeypatch.setattr(files.os, "pwritev", fail)
+    write = file.write(0, numbers(6 * ALIGNMENT))
+    with pytest.raises(StorageError, match=errno.errorcode[number]) as caught:
+        write.wait()
+    assert str(tmp_path) in str(caught.value)
+    for call in (
+        file.flush,
+        lambda: file.read(0, numbers(10)),
+        lambda: file.write(0, numbers(10)),
+    ):
+        with pytest.raises(StorageError, match=r"a write failed before: .*write 8,192 bytes"):
+            call()
+
+
+def test_a_failed_read_is_its_own(file, monkeypatch):
+    real = os.preadv
+
+    def fail(fd, views, at):
+        if at == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, views, at)
+
+    monkeypatch.setattr(files.os, "preadv", fail)
+    with pytest.raises(StorageError, match=r"expected to read 4,096 bytes .*EIO: Input/output"):
+        file.read(0, numbers(4096)).wait()
+    file.read(ALIGNMENT, numbers(4096)).wait()
+    file.flush()
+
+
+def test_a_failed_sync_of_the_page_cache(tmp_path, monkeypatch):
+    def fail(fd):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    refuse_direct(monkeypatch)
+    file = DiskFile(tmp_path, request_bytes=4096, threads=1)
+    file.grow(4096)
+    monkeypatch.setattr(files.os, "fdatasync", fail)
+    with pytest.raises(StorageError, match="EIO"):
+        file.flush()
+    with pytest.raises(StorageError, match="failed before"):
+        file.write(0, numbers(1))
+    file.close()
+
+
+def test_what_is_not_aligned_is_refused(file):
+    buffer = aligned_empty(9000, torch.uint8)
+    for offset, part in ((1, buffer), (0, buffer[1:]), (0, buffer[512:])):
+        with pytest.raises(UsageError, match="multiples of 4096"):
+            file.read(offset, part)
+    with pytest.raises(UsageError, match="contiguous host tensor"):
+        file.write(0, buffer[::2])
+    with pytest.raises(UsageError, match="within the 262,144 of the file"):
+        file.write(62 * ALIGNMENT, buffer)
+    file.close()
+    with pytest.raises(UsageError, match="found a closed one"):
+        file.read(0, buffer)
+
+
+def test_no_name_is_there_while_it_is_open(file, tmp_path):
+    assert list(tmp_path.iterdir()) == []
+
+
+def no_tmpfile(monkeypatch):
+    real = os.open
+
+    def opened(path, flags, *more, **named):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(files.os, "open", opened)
+
+
+def test_a_name_goes_at_once(tmp_path, monkeypatch):
+    no_tmpfile(monkeypatch)
+    file = DiskFile(tmp_path, request_bytes=4096, threads=1)
+    assert list(tmp_path.iterdir()) == []
+    file.grow(8192)
+    file.write(0, numbers(8192)).wait()
+    file.close()
+
+
+def test_a_name_that_cannot_go_at_once_goes_at_the_end(tmp_path, monkeypatch, caplog):
+    def busy(path, missing_ok=False):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    no_tmpfile(monkeypatch)
+    with monkeypatch.context() as context:
+        context.setattr(files.Path, "unlink", busy)
+        file = DiskFile(tmp_path, request_bytes=4096, threads=1)
+    (name,) = tmp_path.iterdir()
+    assert "stays after kill -9" in caplog.text
+    assert name.name in caplog.text
+    file.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_buffered_is_said_once(tmp_path, monkeypatch, caplog):
+    refuse_direct(monkeypatch)
+    for _ in range(2):
+        DiskFile(tmp_path, request_bytes=4096, threads=1).close()
+    assert caplog.text.count("the file system refuses O_DIRECT") == 1
+
+
+def test_a_pool_hands_memory_out_again_when_no_tensor_lies_in_it():
+    pool = BufferPool(page_locked=False, spare=1)
+    first = pool.take(5000)
+    assert (first.numel(), first.data_ptr() % ALIGNMENT) == (8192, 0)
+    address, view = first.data_ptr(), first[:10].detach().view(torch.int16)
+    del first
+    second = pool.take(5000)
+    assert second.data_ptr() != address  # the view still lies there
+    del view
+    assert pool.take(5000).data_ptr() == address
+    third = pool.take(8192)
+    del second, third
+    assert len(pool._spare) == 1
+    pool.clear()
+    assert pool._spare == []
