@@ -9,8 +9,10 @@ are in the cache; see ``drivetrain_offload.rules`` for the order of operations.
 Threads. torch would cut each of the three operations on a tile over its threads, and wait for all
 of them three times per tile: whenever one is late, all are. Here each thread takes whole tiles,
 one operation on one core, and threads meet once per piece. Operations release the interpreter's
-lock, which a tile needs for a few microseconds of a few hundred. ``torch.set_num_threads`` has no
-influence after a ``Tiler`` was made; it is the default for the number of threads.
+lock, which a tile needs for a few microseconds of a few hundred. ``torch.set_num_threads`` is the
+default for the number of threads. Later it decides one thing: a caller for which it is 1 takes
+tiles itself, in the place of one thread, instead of waiting; so a thread made for calling
+``update`` is best given 1.
 
 Bits. The kernels treat what is left of a run after whole vectors by other instructions, with
 other rounding. So tiles begin at multiples of ``ALIGNMENT``, and the result is the same for every
@@ -127,10 +129,17 @@ class Tiler:
         with self._one_piece:
             if not self._scratch:
                 raise UsageError("expected a tiler in use, found one that was closed")
+            alone = torch.get_num_threads() == 1
             running = [
-                self._pool.submit(_drain, step, piece, ranges, scratch) for scratch in self._scratch
+                self._pool.submit(_drain, step, piece, ranges, scratch)
+                for scratch in self._scratch[alone:]
             ]
-            errors = [future.exception() for future in running]
+            try:
+                if alone:
+                    _drain(step, piece, ranges, self._scratch[0])
+            finally:
+                # Threads that have not even begun are not needed any more.
+                errors = [task.exception() for task in running if not (alone and task.cancel())]
         for error in errors:
             if error is not None:
                 raise error

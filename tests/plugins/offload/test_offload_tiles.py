@@ -137,18 +137,19 @@ def test_masters_that_are_not_fp32(tiler, dtype) -> None:
     assert_same(shard, plain)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_threads_change_no_bit(threads) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("of_torch", [1, 2])
+def test_threads_change_no_bit(threads, of_torch) -> None:
     numel = 3 * SMALLEST_TILE + 77
     values = torch.randn(numel)
     plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
-    torch.set_num_threads(2)  # and so do torch's own threads, set before or later
-    with Tiler(threads=threads) as several:
-        assert torch.get_num_threads() == 2
+    torch.set_num_threads(of_torch)
+    with Tiler(threads) as several:
+        assert torch.get_num_threads() == of_torch
         for gradient in gradients(numel, torch.bfloat16, 2):
             torch.set_num_threads(1)
             plain.step(gradient, FACTOR)
-            torch.set_num_threads(2)
+            torch.set_num_threads(of_torch)
             several.update(shard.begin(FACTOR), shard.piece(gradient))
     assert_same(shard, plain)
 
@@ -278,7 +279,9 @@ def own_threads() -> int:
     return sum(thread.name.startswith("drivetrain-tiles") for thread in threading.enumerate())
 
 
-def test_an_error_in_a_thread_is_the_callers_and_the_next_piece_goes_on(tiler) -> None:
+@pytest.mark.parametrize("of_torch", [1, 2])
+def test_an_error_in_a_thread_is_the_callers_and_the_next_piece_goes_on(tiler, of_torch) -> None:
+    torch.set_num_threads(of_torch)
     values = torch.randn(128)
     shard, plain = Shard(*ADAMW, values), Plain(*ADAMW, values)
     gradient = torch.randn(128)
