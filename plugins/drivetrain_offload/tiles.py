@@ -198,6 +198,9 @@ def _single_threaded_pool(threads: int) -> ThreadPoolExecutor:
     everyone = threading.Barrier(threads)
 
     def alone() -> None:
+        # A thread takes the number over from the process at its first question, even after a
+        # number of its own was set: so it asks first.
+        torch.get_num_threads()
         torch.set_num_threads(1)
         everyone.wait()  # else a quick thread would take the task of one that is not there yet
 

@@ -154,6 +154,33 @@ def test_threads_change_no_bit(threads, of_torch) -> None:
     assert_same(shard, plain)
 
 
+def test_each_thread_computes_alone_and_no_other_thread_is_changed() -> None:
+    seen: list[int] = []
+
+    def probe(master: Tensor, gradient: Tensor, states: object) -> None:
+        seen.append(torch.get_num_threads())
+
+    shard = Shard(*ADAMW, torch.zeros(2 * SMALLEST_TILE))
+    torch.set_num_threads(2)
+    with Tiler(threads=2) as two:
+        two.update(Step(probe, frozenset(shard.states)), shard.piece(shard.master.bfloat16()))
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+    assert seen == [1, 1, 2]
+    assert torch.get_num_threads() == 2
+
+
+def test_masters_may_be_parameters(tiler) -> None:
+    values, gradient = torch.randn(100), torch.randn(100)
+    plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
+    plain.step(gradient)
+    parameter = torch.nn.Parameter(shard.master)
+    tiler.update(shard.begin(), shard.piece(gradient)._replace(master=parameter))
+    assert_same(shard, plain)
+    assert not shard.out.requires_grad
+
+
 def test_pieces_of_a_shard_one_by_one(tiler) -> None:
     values = torch.randn(5000)
     plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
