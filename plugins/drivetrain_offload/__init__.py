@@ -17,6 +17,8 @@ host.py        the store ``cpu``
 directory.py   what the directory of a store must be
 files.py       one file without a name, several requests at once
 nvme.py        the store ``nvme``
+rules.py       what torch's optimizers keep for a parameter, and the kernel that updates it
+tiles.py       that, over tiles of flat shards that stay in the cache
 bench.py       what a disk can do with it; ``command.py`` shows it
 =============  ==================================================================
 """

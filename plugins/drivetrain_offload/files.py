@@ -26,6 +26,8 @@ from drivetrain_offload.directory import check_room, no_room
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 """What a file system or kernel answers that cannot make a file without a name."""
 
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _logger = get_logger(__name__)
@@ -86,6 +88,7 @@ class DiskFile:
 
     Raises:
         PreflightError: no file can be made there.
+        StorageError: the first block cannot be written or read.
     """
 
     def __init__(self, directory: Path, *, request_bytes: int, threads: int) -> None:
@@ -93,7 +96,11 @@ class DiskFile:
         self._request_bytes = request_bytes
         self._fd, named = _open(directory)
         self._free = weakref.finalize(self, _release, self._fd, named)
-        self.direct = probe_direct(self._fd)
+        try:
+            self.direct = probe_direct(self._fd)
+        except OSError as error:
+            self._free()
+            raise self._failure("write and read", ALIGNMENT, 0, error) from error
         self.nbytes = 0
         self._pools = {
             writes: ThreadPoolExecutor(threads, f"drivetrain-{'write' if writes else 'read'}")
@@ -304,18 +311,23 @@ def probe_direct(fd: int) -> bool:
     """Switch a new, empty file to O_DIRECT; return whether it can be allocated and used so.
 
     Some file systems refuse the flag, others the first request.
+
+    Raises:
+        OSError: the disk cannot be written or read at all.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     block = memoryview(mmap.mmap(-1, ALIGNMENT))
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         os.posix_fallocate(fd, 0, ALIGNMENT)
-        return os.pwritev(fd, [block], 0) == os.preadv(fd, [block], 0) == ALIGNMENT
+        direct = os.pwritev(fd, [block], 0) == os.preadv(fd, [block], 0) == ALIGNMENT
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            return error.errno in _FULL  # the first grow() says how much is needed
+        if error.errno not in (*_REFUSED, *_FULL):
+            raise
+        direct = error.errno in _FULL  # the first grow() says how much is needed
+    if not direct:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
+    return direct
 
 
 def _open(directory: Path) -> tuple[int, Path | None]:

@@ -61,7 +61,11 @@ class HostStore:
             self._copy_from(tensor.detach(), kept, key)
 
     def fetch(self, key: str) -> Tensor:
-        """Return the kept tensor itself; raises KeyError when it was never put."""
+        """Return the kept tensor itself; raises KeyError when it was never put.
+
+        Asynchronous copies from it to an accelerator must be done before the key is put again
+        from host memory, or its last tensor goes.
+        """
         self._settle(key)
         return self._tensors[key]
 

@@ -172,7 +172,8 @@ class NvmeStore:
         """Return a tensor's values in aligned memory; raises KeyError when it was never put.
 
         The memory is the caller's alone: it stays valid as long as a tensor in it is held, and
-        changing it changes nothing in the store.
+        changing it changes nothing in the store. Once no tensor lies in it, it is used again: hold
+        one until asynchronous copies from it to an accelerator are done.
 
         Raises:
             StorageError: the disk cannot be read, or an earlier write failed.

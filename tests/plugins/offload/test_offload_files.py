@@ -269,6 +269,29 @@ def test_buffered_is_said_once(tmp_path, monkeypatch, caplog):
     assert caplog.text.count("the file system refuses O_DIRECT") == 1
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_the_first_block_tells(tmp_path, monkeypatch, number):
+    """Some file systems take the flag and refuse requests; a broken disk is told from them."""
+    real, refusals = os.pwritev, iter([number])
+
+    def refuse(fd, views, at):
+        for answer in refusals:
+            raise OSError(answer, os.strerror(answer))
+        return real(fd, views, at)
+
+    monkeypatch.setattr(files.os, "pwritev", refuse)
+    if number == errno.EIO:
+        with pytest.raises(StorageError, match=r"write and read 4,096 bytes .*EIO"):
+            DiskFile(tmp_path, request_bytes=4096, threads=1)
+        return
+    file = DiskFile(tmp_path, request_bytes=4096, threads=1)
+    assert not file.direct
+    assert not files.fcntl.fcntl(file._fd, files.fcntl.F_GETFL) & os.O_DIRECT
+    file.grow(8192)
+    file.write(0, numbers(5000)).wait()
+    file.close()
+
+
 def test_a_pool_hands_memory_out_again_when_no_tensor_lies_in_it():
     pool = BufferPool(page_locked=False, spare=1)
     first = pool.take(5000)
