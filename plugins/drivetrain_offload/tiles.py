@@ -35,7 +35,7 @@ from drivetrain_offload.rules import Step
 TILE_BYTES = 2 << 20
 """A tile's scratch memory. With the parameter it makes 4 MiB per thread that must outlive one
 kernel in the cache: the share of one core in the last level (32 MiB for 8 cores). Measured with
-fp32 masters: half as much is 3 % slower, an eighth 40 %: hardware prefetch starts anew and the
+fp32 masters: half as much is 3 % slower, a quarter 28 %: hardware prefetch starts anew and the
 interpreter's share grows; more gains nothing."""
 SMALLEST_TILE = 64 << 10
 """Elements below which a tile is not cut to occupy another thread: about 40 microseconds."""
