@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.cost import ModelSpec
+from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.log import get_logger
 from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.parts.units.divided import DividedStrategy
@@ -15,6 +15,7 @@ from drivetrain.parts.units.layout import UnitLayout
 from drivetrain.parts.units.ranks import Ranks
 from drivetrain.runtime.mesh import Axis
 from drivetrain.strategy import Prepared, Run
+from drivetrain_fsdp.agreement import agreed_keys
 from drivetrain_fsdp.config import FsdpConfig
 from drivetrain_fsdp.dtensors import as_dtensors
 from drivetrain_fsdp.layout import plan
@@ -41,11 +42,22 @@ class Fsdp(DividedStrategy[FsdpConfig]):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Cut the model into units, and report them."""
-        prepared = super().prepare(model, optimizers)
         specs = ModelSpec.of(model).parameters
-        keys = unit_keys(specs, self.config.choice, model)
+        keys = self._agreed_keys(model, specs)
+        prepared = super().prepare(model, optimizers)
         logger.announce(f"units of {type(model).__name__}: {describe(keys, specs)}")
         return prepared
+
+    def _agreed_keys(self, model: nn.Module, specs: Sequence[TensorSpec]) -> list[str]:
+        choice = self.config.choice
+        if choice.how != "function":  # ranks that agree on the model agree on these
+            return unit_keys(specs, choice, model)
+        return agreed_keys(
+            lambda: unit_keys(specs, choice, model),
+            [spec.name for spec in specs],
+            choice.function,
+            self.run.mesh["dp"],
+        )
 
     @classmethod
     def plan(
@@ -74,7 +86,7 @@ class Fsdp(DividedStrategy[FsdpConfig]):
 
     def _connect(self) -> Ranks:
         run = self.run
-        size = self.config.shard_ranks(run.mesh, run.world)
+        size = self.lines(self.config, run).sharing.size  # an error comes before anything starts
         everyone = self._communicator(run.mesh["dp"])
         if size == everyone.size:
             return Ranks.all_sharing(everyone)
