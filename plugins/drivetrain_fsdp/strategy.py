@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.log import get_logger
 from drivetrain.parts.collectives import Communicator, connect
+from drivetrain.parts.naming import clean_name
 from drivetrain.parts.units.divided import DividedStrategy
 from drivetrain.parts.units.estimate import Lines
 from drivetrain.parts.units.layout import UnitLayout
@@ -46,7 +47,21 @@ class Fsdp(DividedStrategy[FsdpConfig]):
         keys = self._agreed_keys(model, specs)
         prepared = super().prepare(model, optimizers)
         logger.announce(f"units of {type(model).__name__}: {describe(keys, specs)}")
+        if self.config.sharding == "hybrid":
+            logger.announce(self._groups())
         return prepared
+
+    def _groups(self) -> str:
+        """Return a line about who divides the model, and who owns the same rows."""
+        sharing, size = self._ranks.sharing.axis, self._ranks.everyone.size
+        groups = size // sharing.size
+        ranks = ", ".join(map(str, sharing.ranks))
+        text = f"hybrid: groups x ranks = {groups} x {sharing.size}, this one has ranks {ranks}"
+        if groups == 1:
+            return f"{text}; there are no replicas, as with sharding: full"
+        if sharing.size == 1:
+            return f"{text}; nothing is divided: set shard_size, or take a strategy that replicates"
+        return text
 
     def _agreed_keys(self, model: nn.Module, specs: Sequence[TensorSpec]) -> list[str]:
         choice = self.config.choice
@@ -102,6 +117,15 @@ class Fsdp(DividedStrategy[FsdpConfig]):
         return connect(axis, self.run.traffic, world.device, world.timeout, checked=True)
 
     def dtensors(self) -> Mapping[str, Tensor]:
-        """Return the shards of all parameters as torch's DTensors. Collective."""
+        """Return the shards of all parameters as torch's DTensors. Collective.
+
+        In the order of the model's state dict, whose names of tied parameters share one.
+        """
         self._gatherer.step_taken()  # what is written into them must not hide behind whole values
-        return as_dtensors(self._placement, self._ranks, self.run.world.device)
+        shards = as_dtensors(self._placement, self._ranks, self.run.world.device)
+        slots = self._placement.slots
+        return {
+            clean_name(name): shards[slots[parameter].name]
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if parameter in slots
+        }
