@@ -139,6 +139,7 @@ def test_the_dim_that_is_outermost_in_memory():
         "transposed": TensorSpec.of("transposed", torch.empty(5, 4).t()),
         "kernel": TensorSpec.of("kernel", kernel),
         "permuted": TensorSpec.of("permuted", torch.empty(2, 3, 5).permute(1, 2, 0)),
+        "one row": TensorSpec.of("one row", torch.empty(1, 6)),  # which would be one rank's
         "number": TensorSpec.of("number", torch.empty(())),
         "gap": TensorSpec.of("gap", torch.empty(6, 8)[:, ::2]),  # copied row by row
     }
@@ -147,6 +148,7 @@ def test_the_dim_that_is_outermost_in_memory():
         "transposed": 1,
         "kernel": 0,
         "permuted": 2,
+        "one row": 1,
         "number": 0,
         "gap": 0,
     }
@@ -157,6 +159,7 @@ def test_the_dim_that_is_outermost_in_memory():
     }
     assert rows["transposed"] == [(0, 3), (3, 5)]
     assert rows["permuted"] == [(0, 1), (1, 2)]
+    assert rows["one row"] == [(0, 3), (3, 6)]
     assert rows["number"] == [(0, 1), (1, 1)]
 
 
