@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.rounds import after_backward, in_backward
-from drivetrain.parts.units.absent import AbsentGuard, DetachedGuard, refusal, shares_memory
+from drivetrain.parts.units.absent import AbsentGuard, LeftGuard, shares_memory
 from drivetrain.parts.units.hooks import UnitHook
 from drivetrain.parts.units.layout import ROOT
 from drivetrain.parts.units.module_units import ModuleUnits, users
@@ -139,7 +139,7 @@ class Gatherer:
         for handle in self._handles:
             handle.remove()
         for unit in self._units:
-            unit.guard = DetachedGuard(refusal(unit))
+            unit.guard = LeftGuard(unit)
             if unit.communicator.size == 1:
                 unit.start()
             elif not unit.holds:
