@@ -147,6 +147,27 @@ def test_what_is_written_is_computed_with(strategy, world):
     accelerator.free_memory()
 
 
+@pytest.mark.parametrize("sharding", ["full", "grad"])
+@pytest.mark.ranks(2)
+def test_what_is_written_is_not_hidden_by_whole_values(sharding):
+    """Those of a step that is under way, or of a forward whose backward never came."""
+    accelerator, model, optimizer = start({**SMALL, "sharding": sharding}, build())
+    for goes_back in (True, False):
+        loss = loss_of(model)
+        if goes_back:
+            accelerator.backward(loss)
+            optimizer.zero_grad()
+        found = accelerator.dtensors(model)
+        expected = {name: 2 * tensor for name, tensor in weights(accelerator, model).items()}
+        for name in expected:
+            found[name].to_local().mul_(2)
+        other = build()
+        other.load_state_dict(expected, strict=False)
+        torch.testing.assert_close(loss_of(model), loss_of(other))
+        check_values(accelerator, model, expected)
+    accelerator.free_memory()
+
+
 # --- torch's distributed checkpoints ---
 
 
