@@ -8,13 +8,11 @@ from torch.optim import Optimizer
 
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.log import get_logger
-from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.parts.naming import clean_name
 from drivetrain.parts.units.divided import DividedStrategy
 from drivetrain.parts.units.estimate import Lines
 from drivetrain.parts.units.layout import UnitLayout
 from drivetrain.parts.units.ranks import Ranks
-from drivetrain.runtime.mesh import Axis
 from drivetrain.strategy import Prepared, Run
 from drivetrain_fsdp.agreement import agreed_keys
 from drivetrain_fsdp.config import FsdpConfig
@@ -102,19 +100,11 @@ class Fsdp(DividedStrategy[FsdpConfig]):
     def _connect(self) -> Ranks:
         run = self.run
         size = self.lines(self.config, run).sharing.size  # an error comes before anything starts
-        everyone = self._communicator(run.mesh["dp"])
-        if size == everyone.size:
-            return Ranks.all_sharing(everyone)
-        ranks = Ranks(
-            everyone,
-            self._communicator(run.mesh.start_neighbors("dp", size, run.world)),
-            self._communicator(run.mesh.start_across("dp", size, run.world)),
-        )
-        return ranks.hold_together()
-
-    def _communicator(self, axis: Axis) -> Communicator:
-        world = self.run.world
-        return connect(axis, self.run.traffic, world.device, world.timeout, checked=True)
+        mesh, world = run.mesh, run.world
+        if size == mesh["dp"].size:
+            return super()._connect()
+        near = mesh.start_neighbors("dp", size, world)
+        return self._ranks_over(mesh["dp"], near, mesh.start_across("dp", size, world))
 
     def dtensors(self) -> Mapping[str, Tensor]:
         """Return the shards of all parameters as torch's DTensors. Collective.

@@ -74,6 +74,8 @@ class AbsentGuard:
         """
         if writes(function, args, kwargs):
             raise refusal(self._unit, args, kwargs)
+        if torch.is_grad_enabled():
+            self._gatherer.used(self._unit)  # by whom, and when backward passes it, is not known
         if self._gatherer.in_forward:
             self._gatherer.fetch(self._unit)
             return function(*args, **kwargs)
