@@ -143,19 +143,20 @@ def test_rows_are_those_of_chunk(size):
 class Counted:
     """Counts what a communicator is asked for, by the label of the operation."""
 
-    def __init__(self, communicator):
+    def __init__(self, ranks):
         self.gathered, self.reduced = Counter(), Counter()
         self.submitted = 0
-        self._communicator = communicator
-        for name, counter in (("gather_parts", self.gathered), ("reduce_parts", self.reduced)):
-            setattr(communicator, name, self._counting(getattr(communicator, name), counter))
+        ranks.sharing.gather_parts = self._counting(ranks.sharing, "gather_parts", self.gathered)
+        ranks.reducing.reduce_parts = self._counting(ranks.reducing, "reduce_parts", self.reduced)
 
-    def _counting(self, operation, counter):
+    def _counting(self, communicator, name, counter):
+        operation = getattr(communicator, name)
+
         def count(parts, *, label="", **options):
             counter[label.rpartition(" of ")[2]] += 1
-            before = self._communicator.submitted
+            before = communicator.submitted
             handle = operation(parts, label=label, **options)
-            self.submitted += self._communicator.submitted - before
+            self.submitted += communicator.submitted - before
             return handle
 
         return count
@@ -183,7 +184,7 @@ def test_one_gather_and_one_reduction_per_unit():
     assert [len(unit.flats) for unit in strategy._placement.units] == [1, 5, 5, 5]
     twins.backward(0)  # does not know yet which unit forward ends with
     twins.step()
-    counted = Counted(strategy._ranks.sharing)
+    counted = Counted(strategy._ranks)
     once = {"0": 1, "1": 1, "2": 1, "3": 1}
     for step in range(1, 4):
         loss = twins.loss(step)
