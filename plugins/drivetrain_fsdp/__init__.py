@@ -17,6 +17,7 @@ inside of a group and 2 f_R P/S between groups.
 config.py       the knobs
 tree.py         which modules of a model run a forward
 units.py        which parameters are gathered together
+agreement.py    and that all ranks chose alike
 layout.py       which rows each rank owns: arithmetic
 strategy.py     the contract
 dtensors.py     the shards as torch's DTensors

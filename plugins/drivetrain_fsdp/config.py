@@ -4,17 +4,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drivetrain.config.option import option
-from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
 from drivetrain.parts.units.gathering import Until
 from drivetrain.parts.units.layout import Cut
-from drivetrain.runtime.mesh import Axis, Mesh
+from drivetrain.parts.units.options import ParameterOptions
+from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain_fsdp.units import UnitChoice
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FsdpConfig:
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig(ParameterOptions):
     """Options of the strategy ``fsdp``."""
 
     sharding: Literal["full", "grad", "hybrid"] = option(
@@ -30,11 +30,6 @@ class FsdpConfig:
         help="with sharding: hybrid, how many neighboring ranks divide the model; 0: those of one "
         "host",
         minimum=0,
-    )
-    reshard_after_forward: bool | int = option(
-        True,
-        help="whether a unit is freed between its forward and its backward; a number of ranks "
-        "keeps it until backward, divided over groups of that many neighbors",
     )
     live_units: int = option(
         2,
@@ -63,23 +58,8 @@ class FsdpConfig:
         help="with units: function, a function as package.module:name or __main__:name that "
         "returns modules of the model it is given, each of them a unit",
     )
-    accumulate: Literal["reduce", "local"] = option(
-        "reduce",
-        help="reduce sends the gradients of every micro-batch and keeps this rank's share; local "
-        "keeps whole gradients during an accumulation window and sends them once",
-    )
     buffers_in_flight: int = option(
         2, help="units whose gradients may be filled or on their way at once", minimum=2
-    )
-    buffers: Literal["broadcast", "none"] = option(
-        "broadcast",
-        help="whether rank 0's buffers (BatchNorm statistics) replace the others' before a "
-        "training forward",
-    )
-    fused: bool = option(
-        True,
-        help="whether torch's fused kernel steps Adam, AdamW, Adagrad and SGD optimizers that "
-        "leave the choice open",
     )
 
     def check(self) -> None:
@@ -98,14 +78,7 @@ class FsdpConfig:
                 "auto"
             )
         group = self.reshard_after_forward
-        if isinstance(group, bool):
-            return
-        if group <= 1:
-            raise ConfigError(
-                "expected true, false or a number of ranks from 2 on in reshard_after_forward, "
-                f"found {group}; true keeps each rank's rows only, false the whole unit"
-            )
-        if self.sharding != "full":
+        if not isinstance(group, bool) and self.sharding != "full":
             raise ConfigError(
                 f"expected reshard_after_forward: true or false with sharding: {self.sharding}, "
                 f"found {group}: groups of neighbors are for sharding: full"
@@ -115,16 +88,6 @@ class FsdpConfig:
     def cut(self) -> Cut:
         """What ranks own of parameters: rows."""
         return "rows"
-
-    @property
-    def lent_buffers(self) -> int:
-        """How many gradient buffers are lent; 0 keeps whole gradients during a window."""
-        return 0 if self.accumulate == "local" else self.buffers_in_flight
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether every micro-batch's gradients are reduced."""
-        return self.accumulate == "reduce"
 
     @property
     def ahead(self) -> int:
@@ -139,9 +102,7 @@ class FsdpConfig:
     @property
     def until(self) -> Until:
         """When a unit is freed that a training forward has gathered."""
-        if self.sharding == "grad":
-            return "step"
-        return "forward" if self.reshard_after_forward else "backward"
+        return "step" if self.sharding == "grad" else super().until
 
     @property
     def choice(self) -> UnitChoice:
@@ -153,22 +114,6 @@ class FsdpConfig:
             size=self.unit_from,
             function=self.unit_function,
         )
-
-    def places(self, spec: TensorSpec) -> bool:
-        """Return True: frozen parameters are divided as well."""
-        return True
-
-    def near(self, mesh: Mesh) -> Axis | None:
-        """Return the neighbors that keep units together until backward; None: there are none.
-
-        Raises:
-            ConfigError: the ranks cannot be cut into groups of that many.
-        """
-        size = self.reshard_after_forward
-        if isinstance(size, bool):
-            return None
-        near = mesh.neighbors("dp", size)
-        return None if near.size == mesh["dp"].size else near
 
     def shard_ranks(self, mesh: Mesh, world: World) -> int:
         """Return how many neighbors divide the model; all ranks unless replicas are asked for.

@@ -19,8 +19,9 @@ from drivetrain.parts.units.slot import Slot
 def as_dtensors(slots: Iterable[Slot], ranks: Ranks, device: torch.device) -> dict[str, DTensor]:
     """Return every parameter's shard as a DTensor that shares its memory. Collective.
 
-    Each is sharded along the dim that is outermost in the parameter's memory, as ``torch.chunk``
-    cuts it. A 0-d parameter is replicated: what is written counts on the first rank alone.
+    Each is sharded along the dim that is outermost in the parameter's memory, of those with more
+    than one index, as ``torch.chunk`` cuts it. A 0-d parameter is replicated: what is written
+    counts on the first rank alone.
 
     Args:
         slots: the parameters.

@@ -6,15 +6,15 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.cost import ModelSpec
+from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.log import get_logger
-from drivetrain.parts.collectives import Communicator, connect
+from drivetrain.parts.naming import clean_name
 from drivetrain.parts.units.divided import DividedStrategy
 from drivetrain.parts.units.estimate import Lines
 from drivetrain.parts.units.layout import UnitLayout
 from drivetrain.parts.units.ranks import Ranks
-from drivetrain.runtime.mesh import Axis
 from drivetrain.strategy import Prepared, Run
+from drivetrain_fsdp.agreement import agreed_keys
 from drivetrain_fsdp.config import FsdpConfig
 from drivetrain_fsdp.dtensors import as_dtensors
 from drivetrain_fsdp.layout import plan
@@ -41,11 +41,36 @@ class Fsdp(DividedStrategy[FsdpConfig]):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Cut the model into units, and report them."""
-        prepared = super().prepare(model, optimizers)
         specs = ModelSpec.of(model).parameters
-        keys = unit_keys(specs, self.config.choice, model)
+        keys = self._agreed_keys(model, specs)
+        prepared = super().prepare(model, optimizers)
         logger.announce(f"units of {type(model).__name__}: {describe(keys, specs)}")
+        if self.config.sharding == "hybrid":
+            logger.announce(self._groups())
         return prepared
+
+    def _groups(self) -> str:
+        """Return a line about who divides the model, and who owns the same rows."""
+        sharing, size = self._ranks.sharing.axis, self._ranks.everyone.size
+        groups = size // sharing.size
+        ranks = ", ".join(map(str, sharing.ranks))
+        text = f"hybrid: groups x ranks = {groups} x {sharing.size}, this one has ranks {ranks}"
+        if groups == 1:
+            return f"{text}; there are no replicas, as with sharding: full"
+        if sharing.size == 1:
+            return f"{text}; nothing is divided: set shard_size, or take a strategy that replicates"
+        return text
+
+    def _agreed_keys(self, model: nn.Module, specs: Sequence[TensorSpec]) -> list[str]:
+        choice = self.config.choice
+        if choice.how != "function":  # ranks that agree on the model agree on these
+            return unit_keys(specs, choice, model)
+        return agreed_keys(
+            lambda: unit_keys(specs, choice, model),
+            [spec.name for spec in specs],
+            choice.function,
+            self.run.mesh["dp"],
+        )
 
     @classmethod
     def plan(
@@ -74,22 +99,23 @@ class Fsdp(DividedStrategy[FsdpConfig]):
 
     def _connect(self) -> Ranks:
         run = self.run
-        size = self.config.shard_ranks(run.mesh, run.world)
-        everyone = self._communicator(run.mesh["dp"])
-        if size == everyone.size:
-            return Ranks.all_sharing(everyone)
-        ranks = Ranks(
-            everyone,
-            self._communicator(run.mesh.start_neighbors("dp", size, run.world)),
-            self._communicator(run.mesh.start_across("dp", size, run.world)),
-        )
-        return ranks.hold_together()
-
-    def _communicator(self, axis: Axis) -> Communicator:
-        world = self.run.world
-        return connect(axis, self.run.traffic, world.device, world.timeout, checked=True)
+        size = self.lines(self.config, run).sharing.size  # an error comes before anything starts
+        mesh, world = run.mesh, run.world
+        if size == mesh["dp"].size:
+            return super()._connect()
+        near = mesh.start_neighbors("dp", size, world)
+        return self._ranks_over(mesh["dp"], near, mesh.start_across("dp", size, world))
 
     def dtensors(self) -> Mapping[str, Tensor]:
-        """Return the shards of all parameters as torch's DTensors. Collective."""
+        """Return the shards of all parameters as torch's DTensors. Collective.
+
+        In the order of the model's state dict, whose names of tied parameters share one.
+        """
         self._gatherer.step_taken()  # what is written into them must not hide behind whole values
-        return as_dtensors(self._placement, self._ranks, self.run.world.device)
+        shards = as_dtensors(self._placement, self._ranks, self.run.world.device)
+        slots = self._placement.slots
+        return {
+            clean_name(name): shards[slots[parameter].name]
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if parameter in slots
+        }

@@ -1,4 +1,4 @@
-"""Which parameters are gathered and freed together, and which modules' hooks do it.
+"""Which parameters are gathered and freed together.
 
 A unit is named by its key: the name of the module whose forward uses its parameters. What lies in
 no unit belongs to ROOT, the rest of the model. There are four ways to choose:
@@ -15,7 +15,7 @@ model they leave out modules without a forward, which the names of a list's memb
 import difflib
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,34 +79,6 @@ def unit_keys(
     return _by_function(names, tree, choice.function, model)
 
 
-def extra_owners(model: nn.Module, keys: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return the modules outside of a unit's module that use its parameters too, as tied ones.
-
-    Hooks of these modules must gather the unit as well: of the head that is tied to an embedding.
-    What a module around the unit's own reads by itself is not found here.
-
-    Args:
-        model: the model.
-        keys: the unit of each parameter, by the parameter's clean name.
-
-    Returns:
-        Names of modules by key, without units that need none.
-    """
-    tree = Tree((clean_name(n) for n, _ in model.named_parameters(remove_duplicate=False)), model)
-    first = {id(module): name for name, module in named_modules(model)}
-    names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
-    found: dict[str, dict[str, None]] = {}
-    for path in _places(model, ()):
-        # A module has its hooks in all of its places, so each is called by its first name.
-        around = [first[id(module)] for module in path]
-        for parameter in path[-1].parameters(recurse=False):
-            key = keys.get(names[id(parameter)], ROOT)
-            user = ROOT if key in around else tree.user(reversed(around))
-            if not holds(user, key):
-                found.setdefault(key, {})[user] = None
-    return {key: tuple(users) for key, users in found.items()}
-
-
 def describe(keys: Sequence[str], specs: Sequence[TensorSpec]) -> str:
     """Return a line for the log: how many units, the largest, the rest, and what is frozen.
 
@@ -136,14 +108,6 @@ def _elements(numel: int) -> str:
         if numel >= unit:
             return f"{numel / unit:.1f} {word}"
     return f"{numel:,}"
-
-
-def _places(module: nn.Module, around: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, ...]]:
-    """Yield the way to each place in which a module stands; shared ones stand in several."""
-    path = (*around, module)
-    yield path
-    for child in module.children():
-        yield from _places(child, path)
 
 
 def _by_blocks(

@@ -149,7 +149,7 @@ def deepspeed(stage: int) -> Callable[[nn.Module], Step]:
     return make
 
 
-DRIVETRAIN = ("ddp", "zero1", "zero2", "zero3")
+DRIVETRAIN = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 OURS = ["drivetrain_launch", "launch", "--cpu"]
 THEIRS = ["torch.distributed.run", "--standalone"]
 ROWS: dict[str, Callable[[nn.Module], Step]] = {

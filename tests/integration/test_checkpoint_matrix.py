@@ -5,6 +5,9 @@ loaded on every number of ranks, under a strategy that moves on by one each time
 of strategies and all pairs of numbers of ranks occur; and once under its own on as many ranks.
 """
 
+import functools
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +25,11 @@ STRATEGIES = {
     "zero2": {"name": "zero2"},
     "zero3": {"name": "zero3", "keep_below": 0},
     "zero3-whole": {"name": "zero3", "keep_below": 0, "partition": "parameter"},
+    "fsdp": {"name": "fsdp", "unit_from": 20},
+    "fsdp-hybrid": {"name": "fsdp", "unit_from": 20, "sharding": "hybrid"},
 }
+SHARD_SIZES = {1: 1, 2: 1, 3: 3, 4: 2}
+"""Ranks that divide a model under fsdp-hybrid, by number of ranks; of two each has it whole."""
 NAMES = list(STRATEGIES)
 WORLDS = (1, 2, 3, 4)
 ROWS = 12  # divides by every number of ranks: the mean over ranks is the mean over rows
@@ -77,6 +84,7 @@ def rows(step, rank, ranks):
     return tokens[:, rank * ROWS // ranks : (rank + 1) * ROWS // ranks]
 
 
+@functools.cache
 def uninterrupted():
     """Return the losses of one process, its weights when the others save, and its last ones."""
     model, optimizer, schedule = build()
@@ -97,7 +105,9 @@ class Trained:
     """The model under a strategy."""
 
     def __init__(self, strategy):
-        self.accelerator = Accelerator(strategy=STRATEGIES[strategy], cpu=True)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        options = {"shard_size": SHARD_SIZES[ranks]} if strategy == "fsdp-hybrid" else {}
+        self.accelerator = Accelerator(strategy={**STRATEGIES[strategy], **options}, cpu=True)
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(*build())
 
     def steps(self, first, last):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.cost import TensorSpec
+
 _SHAPE = (6, 4)
 _CUT = 10
 _ROWS = 2
@@ -28,21 +30,36 @@ def steps_each_alone(optimizer: Optimizer) -> bool:
 def steps_pieces(optimizer: Optimizer) -> bool:
     """Return whether stepping ranges of a flattened matrix is stepping the matrix."""
     flat = _matrix(0).flatten()
-    return _steps_as_whole(optimizer, [flat[:_CUT], flat[_CUT:]])
+    return _steps_as_whole(optimizer, [flat[:_CUT], flat[_CUT:]], _matrix(0))
 
 
 def steps_rows(optimizer: Optimizer) -> bool:
-    """Return whether stepping some rows of a matrix and then the others is stepping the matrix."""
+    """Return whether stepping slices of its parameters is stepping the parameters.
+
+    Slices along the dim that is outermost in memory: rows of a matrix, and where the optimizer has
+    such parameters, ranges of a vector, and columns of what is transposed or has one row only.
+    """
+    held = [TensorSpec.of("", p) for group in optimizer.param_groups for p in group["params"]]
     matrix = _matrix(0)
-    return _steps_as_whole(optimizer, [matrix[:_ROWS], matrix[_ROWS:]])
+    cuts = [(matrix, 0)]
+    if any(len(spec.shape) == 1 for spec in held):
+        cuts.append((matrix.flatten(), 0))
+    if any(spec.outer_dim for spec in held):
+        cuts.append((matrix, 1))
+    return all(
+        _steps_as_whole(optimizer, torch.split(whole, _ROWS, dim), whole, dim)
+        for whole, dim in cuts
+    )
 
 
-def _steps_as_whole(optimizer: Optimizer, parts: Sequence[Tensor]) -> bool:
-    whole, pieces = _train(optimizer, [_matrix(0)]), _train(optimizer, parts)
-    if whole is None or pieces is None:
+def _steps_as_whole(
+    optimizer: Optimizer, parts: Sequence[Tensor], whole: Tensor, dim: int = 0
+) -> bool:
+    expected, pieces = _train(optimizer, [whole]), _train(optimizer, parts)
+    if expected is None or pieces is None:
         return False
-    stepped = torch.cat([piece.flatten() for piece in pieces])
-    return torch.allclose(whole[0].flatten(), stepped, rtol=1e-5)
+    stepped = torch.cat(pieces, dim).view(whole.shape)
+    return torch.allclose(expected[0], stepped, rtol=1e-5)
 
 
 def _agrees(optimizer: Optimizer, parts: Sequence[Sequence[int]]) -> bool:

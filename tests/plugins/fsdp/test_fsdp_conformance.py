@@ -18,7 +18,12 @@ class TestHybrid(StrategyConformance):
 class TestHybridLocal(StrategyConformance):
     """The same, with whole gradients during an accumulation window."""
 
-    strategy: ClassVar = {"name": "fsdp", "sharding": "hybrid", "shard_size": 2, "accumulate": "local"}
+    strategy: ClassVar = {
+        "name": "fsdp",
+        "sharding": "hybrid",
+        "shard_size": 2,
+        "accumulate": "local",
+    }
     worlds = (4,)
 
 

@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 from torch.nn.utils import parametrizations
 
+from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.naming import clean_name
+from drivetrain.parts.units.module_units import users
 from drivetrain.testing.huggingface import ARCHITECTURES, bert, gpt2, llama
-from drivetrain_fsdp.units import UnitChoice, describe, extra_owners, unit_keys
+from drivetrain_fsdp.units import UnitChoice, describe, unit_keys
 
 
 def keys_of(model, *, names_only=False, **choice):
@@ -301,7 +303,6 @@ def test_a_module_that_holds_a_tied_parameter_gets_it(monkeypatch):
     model = Tied()
     keys = keys_of(model, **made(monkeypatch, lambda model: [model.head]))
     assert keys["tokens.weight"] == "head"
-    assert extra_owners(model, keys) == {"head": ("tokens",)}
 
 
 @pytest.mark.parametrize(
@@ -381,7 +382,6 @@ def test_compiled_models_have_the_same_units(monkeypatch, compiled):
     ):
         assert keys_of(model, **choice) == keys_of(Tied(), **choice)
     assert keys_of(model, **chosen) == keys_of(Tied(), **chosen)
-    assert extra_owners(model, keys_of(model, size=300)) == {"tokens": ("head",)}
 
 
 def test_inside_and_outside_of_a_compiled_module_are_one(monkeypatch):
@@ -391,7 +391,20 @@ def test_inside_and_outside_of_a_compiled_module_are_one(monkeypatch):
     assert units_of(model, **choice) == {"layers.0"}
 
 
-# --- further owners ---
+# --- the modules that gather ---
+
+
+def gathering(model, **choice):
+    """Return the names of modules by the key of the unit that their hooks gather."""
+    accelerator = Accelerator(strategy={"name": "fsdp", **choice}, cpu=True)
+    model = accelerator.prepare(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for module, units in users(model, accelerator.strategy_of(model)._placement.units).items():
+        for unit in units:
+            found.setdefault(unit.layout.key, []).append(names[id(module)])
+    accelerator.free_memory()
+    return found
 
 
 def test_a_tied_head_gathers_the_embedding():
@@ -400,10 +413,9 @@ def test_a_tied_head_gathers_the_embedding():
         (llama(tied=True), "model.embed_tokens", "lm_head"),
         (bert(), "bert.embeddings.word_embeddings", "cls.predictions.decoder"),
     ):
-        keys = keys_of(model, size=4000)
-        assert extra_owners(model, keys) == {embedding: (head,)}
-        assert extra_owners(model, keys_of(model, size=10**9)) == {}, "the rest needs no hooks"
-    assert extra_owners(llama(), keys_of(llama(), size=1)) == {}
+        found = gathering(model, unit_from=4000)
+        assert found.pop(embedding) == [embedding, head]
+        assert all(modules == [key] for key, modules in found.items())
 
 
 def test_ties_between_blocks_and_inside_of_one():
@@ -411,32 +423,9 @@ def test_ties_between_blocks_and_inside_of_one():
     model.layers[0].down.weight = model.layers[0].up.weight
     model.layers[2].up.weight = model.layers[0].up.weight
     model.layers[2].down.bias = model.layers[0].up.bias
-    found = extra_owners(model, keys_of(model, size=10**9))
-    assert found == {"layers.0": ("layers.2.up", "layers.2.down")}
-
-
-def test_a_shared_module_has_its_own_hooks():
-    """A block at two places is hooked at both; a part of it elsewhere is not."""
-    model = Tied(3)
-    model.layers[1] = model.layers[0]
-    keys = keys_of(model, size=10**9)
-    assert extra_owners(model, keys) == {}
-    model.layers[2].up = model.layers[0].up
-    keys = keys_of(model, size=10**9)
-    assert keys["layers.0.up.weight"] == "layers.0"
-    assert extra_owners(model, keys) == {"layers.0": ("layers.0.up",)}
-
-
-def test_a_tied_parameter_in_a_list_is_read_by_the_module_around():
-    model = Tied()
-    model.extra = Reader()
-    model.extra.table = nn.ParameterList([model.tokens.weight])
-    found = extra_owners(model, keys_of(model, size=300))
-    assert found == {"tokens": ("head", "extra")}
-    del model.extra
-    model.table = nn.ParameterList([model.tokens.weight])
-    found = extra_owners(model, keys_of(model, size=300))
-    assert found == {"tokens": ("head",)}, "the model around the unit has no hooks for it"
+    found = gathering(model, unit_from=10**9)
+    assert found["layers.0"] == ["layers.0", "layers.2.up", "layers.2.down"]
+    assert set(found) == {"layers.0", "layers.1", "layers.2"}, "the rest has no hooks"
 
 
 # --- the line for the log ---

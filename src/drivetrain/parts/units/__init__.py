@@ -23,6 +23,7 @@ surgery.py            changes to whole parameters
 state.py              checkpoints
 uses.py               how often units are gathered
 estimate.py           bytes held and sent
+options.py            the options that strategies share
 accounts.py           the promise of a strategy over units
 strategy.py           the contract: what all strategies over units do
 divided.py            and what those do whose parameters come and go

@@ -19,15 +19,25 @@ _DETACHED = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 """What gives the parameter without its history; one rank may look at its facts by itself."""
 
 
-def refusal(unit: Unit) -> UsageError:
-    """Return the error for a use of values that are not there."""
-    first = unit.slots[0].name
+def refusal(unit: Unit, *used: Any) -> UsageError:
+    """Return the error for a use of values that are not there.
+
+    Args:
+        unit: the unit.
+        used: arguments of the use; the error names the first of the unit's parameters in there.
+    """
     return UsageError(
-        f"expected parameters with values, found those of {unit.label} (such as {first!r}) "
-        "divided over the ranks between steps: they can be read, but neither changed nor kept "
-        "as a view; do that inside 'with accelerator.gathered(model):' on every rank, or take "
+        f"expected a parameter with values, found {_name(unit, used)} divided over the ranks "
+        "between steps: it can be read, but neither changed nor kept as a view; do that inside "
+        "'with accelerator.gathered(model):' on every rank, or take "
         "accelerator.get_state_dict(model) or save_model()"
     )
+
+
+def _name(unit: Unit, used: Any) -> str:
+    names = {id(slot.parameter): slot.name for slot in unit.slots}
+    found = (names[id(leaf)] for leaf in tree_leaves(used) if id(leaf) in names)
+    return f"{next(found, unit.slots[0].name)!r} of {unit.label}"
 
 
 def shares_memory(result: Any, unit: Unit) -> bool:
@@ -63,7 +73,9 @@ class AbsentGuard:
                 itself, or between steps would keep a view.
         """
         if writes(function, args, kwargs):
-            raise refusal(self._unit)
+            raise refusal(self._unit, args, kwargs)
+        if torch.is_grad_enabled():
+            self._gatherer.used(self._unit)  # by whom, and when backward passes it, is not known
         if self._gatherer.in_forward:
             self._gatherer.fetch(self._unit)
             return function(*args, **kwargs)
@@ -76,14 +88,14 @@ class AbsentGuard:
             result = function(*args, **kwargs)
             changed = before != [parameter._version for parameter in self._unit.parameters]
             if changed or shares_memory(result, self._unit):
-                raise refusal(self._unit)
+                raise refusal(self._unit, args, kwargs)
             return result
 
     def _without_values(self, parameter: nn.Parameter) -> Tensor:
         """Return what a state dict shows of a parameter: its facts, and an error for its values."""
         with torch._C.DisableTorchFunctionSubclass():
             shown = parameter.detach()
-        guard(shown, DetachedGuard(refusal(self._unit)))
+        guard(shown, DetachedGuard(refusal(self._unit, parameter)))
         return shown
 
 
@@ -106,3 +118,28 @@ class DetachedGuard:
             UsageError: always.
         """
         raise self._refusal
+
+
+class LeftGuard:
+    """Guards the parameters of a unit that is still divided when its strategy is taken off.
+
+    Args:
+        unit: the unit.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"expected a parameter with values, found {_name(self._unit, (args, kwargs))}, which "
+            "was divided over the ranks when its strategy was taken off, as by free_memory(); "
+            "take accelerator.get_state_dict(model) or save_model() before"
+        )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from drivetrain.parts.units.binding import Bound
 from drivetrain.parts.units.estimate import Regather
 from drivetrain.parts.units.gathering import Gatherer, Until
 from drivetrain.parts.units.layout import UnitLayout
+from drivetrain.parts.units.ranks import Ranks
 from drivetrain.parts.units.strategy import UnitsStrategy
 from drivetrain.parts.units.unit import Unit
 from drivetrain.parts.units.uses import gathers_again
@@ -47,13 +48,29 @@ ConfigT = TypeVar("ConfigT", bound=DividedConfig)
 class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
     """Parameters are divided, too: whole ones exist for the units in use only."""
 
-    checks_order: ClassVar[bool] = True
-
     def __init__(self, config: ConfigT, run: Run) -> None:
         near = config.near(run.mesh)
         super().__init__(config, run)
         self._neighbors = None if near is None else self._connect_neighbors(near.size)
         self._gatherer = self._make_gatherer(nn.Identity())  # of nothing, until prepare
+
+    def _connect(self) -> Ranks:
+        return self._ranks_over(self.run.mesh["dp"], self.run.mesh["dp"])
+
+    def _ranks_over(self, everyone: Axis, sharing: Axis, replicas: Axis | None = None) -> Ranks:
+        """Return ranks with connections over these axes; gathers and gradients have their own."""
+        all_ranks = self._communicator(everyone)
+        ranks = Ranks(
+            all_ranks,
+            all_ranks if sharing is everyone else self._communicator(sharing),
+            self._communicator(sharing),
+            None if replicas is None else self._communicator(replicas),
+        )
+        return ranks.hold_together()
+
+    def _communicator(self, axis: Axis) -> Communicator:
+        world = self.run.world
+        return connect(axis, self.run.traffic, world.device, world.timeout, checked=True)
 
     @property
     def forward_is_collective(self) -> bool:
@@ -75,13 +92,15 @@ class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
             until=self.config.until,
             neighbors=self._neighbors,
             most_live=self.config.most_live,
+            complete=self._complete,
         )
+
+    def _complete(self, unit: Unit) -> None:
+        self._reducer.complete(unit)  # the one that there is when backward runs
 
     def _connect_neighbors(self, size: int) -> Communicator:
         """Start the groups that keep units together between forward and backward."""
-        world, mesh = self.run.world, self.run.mesh
-        axis = mesh.start_neighbors("dp", size, world)
-        return connect(axis, self.run.traffic, world.device, world.timeout, checked=True)
+        return self._communicator(self.run.mesh.start_neighbors("dp", size, self.run.world))
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; no forward is under way here, only ones that an interrupt cut short."""
@@ -119,7 +138,7 @@ class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
         return Regather(over, gathers_again(units, model.module, 1 + config.ahead))
 
     def _after_round(self) -> None:
-        self._gatherer.release_all()
+        self._gatherer.round_over()
 
     def _after_step(self, bound: Bound) -> None:
         self._gatherer.step_taken()

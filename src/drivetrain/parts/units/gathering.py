@@ -13,7 +13,8 @@ Every rank must need the same units in the same order. The communicator checks t
 that take different paths end with an error that names the units.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
@@ -25,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.rounds import after_backward, in_backward
-from drivetrain.parts.units.absent import AbsentGuard, DetachedGuard, refusal, shares_memory
+from drivetrain.parts.units.absent import AbsentGuard, LeftGuard, shares_memory
 from drivetrain.parts.units.hooks import UnitHook
 from drivetrain.parts.units.layout import ROOT
 from drivetrain.parts.units.module_units import ModuleUnits, users
@@ -47,6 +48,8 @@ class Gatherer:
             in ``backward``, or only when the optimizer steps (``step``).
         neighbors: when they are freed after forward, the ranks that hold them together until
             backward; None leaves each rank its range, as between steps.
+        complete: called in backward when all modules that used a unit in forward are passed: its
+            parameters get no more gradients.
         most_live: how many units may be whole or on their way at once, the rest of the model not
             counted: nothing is gathered ahead beyond that. None: as many as are asked for.
     """
@@ -60,6 +63,7 @@ class Gatherer:
         until: Until = "forward",
         neighbors: Communicator | None = None,
         most_live: int | None = None,
+        complete: Callable[[Unit], None] | None = None,
     ) -> None:
         self._units = units
         self._storages = storages(units)
@@ -67,6 +71,8 @@ class Gatherer:
         self._until = until
         self._neighbors = neighbors
         self._most_live = most_live
+        self._complete = complete
+        self._uses: Counter[Unit] = Counter()
         self._keeping = False
         self._order = UsualOrder()
         self._forwards: list[tuple[object, AbstractContextManager[Any]]] = []
@@ -89,6 +95,22 @@ class Gatherer:
                 self._order.needed(phase, unit)
                 self._start_ahead(phase, unit)
             unit.arrive()
+
+    def used(self, unit: Unit) -> None:
+        """Note a use of a unit in a forward with gradients: its backward will pass, or not."""
+        self._uses[unit] += 1
+
+    def passed(self, unit: Unit) -> None:
+        """Free a unit whose module backward has passed; with its last use it is complete."""
+        self.release(unit)
+        self._uses[unit] -= 1
+        if not self._uses[unit] and self._complete is not None:
+            self._complete(unit)
+
+    def round_over(self) -> None:
+        """Release every unit: gradients were reduced."""
+        self._uses.clear()
+        self.release_all()
 
     def release(self, unit: Unit) -> None:
         """Free a unit that nobody holds; one that is kept until the step is parked."""
@@ -139,7 +161,7 @@ class Gatherer:
         for handle in self._handles:
             handle.remove()
         for unit in self._units:
-            unit.guard = DetachedGuard(refusal(unit))
+            unit.guard = LeftGuard(unit)
             if unit.communicator.size == 1:
                 unit.start()
             elif not unit.holds:

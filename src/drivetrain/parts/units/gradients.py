@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from drivetrain.parts.collectives import Communicator, Handle
+from drivetrain.errors import UsageError
+from drivetrain.parts.collectives import Handle
 from drivetrain.parts.units.flat import Flat
 from drivetrain.parts.units.flat_gradients import FlatGradients
 from drivetrain.parts.units.layout import offsets_in_bytes
+from drivetrain.parts.units.ranks import Ranks
 from drivetrain.parts.units.slot import Slot
 from drivetrain.parts.units.unit import Unit
 from drivetrain.runtime.precision import Precision
@@ -29,7 +31,7 @@ class UnitGradients:
         precision: the dtypes of gradients.
         lend: lends a buffer; None keeps one for good.
         take_back: takes a lent buffer back.
-        replicas: the ranks that own the same as this one; None where every rank owns its own.
+        ranks: those that train the model.
 
     Attributes:
         unit: the unit.
@@ -44,7 +46,7 @@ class UnitGradients:
         precision: Precision,
         lend: Lend | None,
         take_back: Callable[[Tensor], None],
-        replicas: Communicator | None = None,
+        ranks: Ranks,
     ) -> None:
         self.unit = unit
         self.awaited: list[Slot] = []
@@ -52,10 +54,12 @@ class UnitGradients:
         self.present: set[Slot] = set()
         self._lend = lend
         self._take_back = take_back
-        self._replicas = replicas
+        self._reducing = ranks.reducing
+        self._replicas = ranks.replicas
         self._flats = {flat: self._make(flat, precision) for flat in unit.flats}
         self._active: list[FlatGradients] = []
         self._opened = False
+        self._completed = False
         self._lent: Tensor | None = None
         self._reduction: Handle | None = None
         self._replication: list[Handle] = []
@@ -69,7 +73,26 @@ class UnitGradients:
         """Begin a round; return whether any gradient is expected."""
         self.awaited = [slot for slot in self.unit.slots if slot.parameter.requires_grad]
         self.pending = len(self.awaited)
+        self._completed = False
         return bool(self.awaited)
+
+    def complete(self) -> None:
+        """Expect no more gradients in this round."""
+        self.pending = 0
+        self._completed = True
+
+    def expect(self, slot: Slot) -> None:
+        """Refuse a gradient that comes after the unit was complete: it was sent without it.
+
+        Raises:
+            UsageError: names the parameter.
+        """
+        if self._completed:
+            raise UsageError(
+                f"expected no gradient of {slot.name!r} after the backward of {self.unit.label}, "
+                "found one: the parameter was used before that module ran, where nothing could "
+                "notice, as inside of gathered(); use it in a forward of the model instead"
+            )
 
     @property
     def on_its_way(self) -> bool:
@@ -144,10 +167,10 @@ class UnitGradients:
         missing = {slot for gradients in self._active for slot in gradients.fill_gaps()}
         self.present.update(slot for slot in self.awaited if slot not in missing)
         outgoing = [gradients.outgoing() for gradients in self._active]
-        self._reduction = self.unit.communicator.reduce_parts(
+        self._reduction = self._reducing.reduce_parts(
             [
                 [part for parts in outgoing for part in parts[rank]]
-                for rank in range(self.unit.communicator.size)
+                for rank in range(self._reducing.size)
             ],
             label=f"gradients of {self.unit.label}",
         )

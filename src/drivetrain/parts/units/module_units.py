@@ -73,6 +73,8 @@ class ModuleUnits:
             hook = CountedHook(len(inputs), self._passed)
             for leaf in inputs:
                 leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # dies with the graph
+            for unit in self._units:
+                self._gatherer.used(unit)
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Free after forward; after an exception the model's own hook does."""
@@ -84,7 +86,7 @@ class ModuleUnits:
 
     def _passed(self) -> None:
         for unit in self._units:
-            self._gatherer.release(unit)
+            self._gatherer.passed(unit)
 
 
 class CountedHook:

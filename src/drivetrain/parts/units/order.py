@@ -6,17 +6,34 @@ was gathered ahead, and nothing else happens.
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from drivetrain.parts.units.layout import ROOT
 from drivetrain.parts.units.unit import Unit
+
+
+class Need(NamedTuple):
+    """A unit was needed.
+
+    Attributes:
+        phase: in which of the phases.
+        unit: the unit.
+        time: for the how manieth time: behind a tied head comes something else than behind the
+            embedding.
+    """
+
+    phase: str
+    unit: Unit
+    time: int
 
 
 class UsualOrder:
     """The order of one model's units."""
 
     def __init__(self) -> None:
-        self._next: dict[tuple[str, Unit], Unit] = {}
-        self._latest: dict[str, Unit] = {}
+        self._next: dict[Need, Need] = {}
+        self._latest: dict[str, Need] = {}
+        self._times: Counter[tuple[str, Unit]] = Counter()
         self._forward: dict[Unit, None] = {}  # in the order of the last need
         self._left: Counter[Unit] = Counter()
         self._usual: Counter[Unit] = Counter()
@@ -31,25 +48,30 @@ class UsualOrder:
     def interrupt(self) -> None:
         """Forget which unit was needed last: the next one does not follow it."""
         self._latest.clear()
+        self._times.clear()
 
     def needed(self, phase: str, unit: Unit) -> None:
         """Note that a unit is needed now, in ``forward``, ``backward`` or ``evaluation``."""
-        before = self._latest.get(phase)
+        self._times[phase, unit] += 1
+        need, before = self._need(phase, unit), self._latest.get(phase)
         if before is not None:
-            self._next[phase, before] = unit
-        self._latest[phase] = unit
+            self._next[before] = need
+        self._latest[phase] = need
         if phase == "forward" and unit.layout.key != ROOT:
             self._forward.pop(unit, None)
             self._forward[unit] = None
 
     def after(self, phase: str, unit: Unit, count: int) -> Iterator[Unit]:
         """Yield the units that followed one the last time, so many at most."""
+        need = self._next.get(self._need(phase, unit))
         for _ in range(count):
-            following = self._next.get((phase, unit))
-            if following is None:
+            if need is None:
                 return
-            yield following
-            unit = following
+            yield need.unit
+            need = self._next.get(need)
+
+    def _need(self, phase: str, unit: Unit) -> "Need":
+        return Need(phase, unit, self._times[phase, unit])
 
     def left_for_good(self, unit: Unit) -> bool:
         """Note that a module that needed a unit ends; return whether backward begins with it."""

@@ -12,18 +12,22 @@ class Ranks:
     Attributes:
         everyone: all ranks that train the model on batches of their own.
         sharing: the ranks that each own a part of every unit.
+        reducing: the same ranks, for gradients. Where units are gathered in backward, that is a
+            communicator of its own: ranks may then finish gradients in different places of the
+            order of gathers, as when a parameter has no gradient on one of them.
         replicas: the ranks that own the same parts as this one; None: no others do, and those who
             share are everyone.
     """
 
     everyone: Communicator
     sharing: Communicator
+    reducing: Communicator
     replicas: Communicator | None = None
 
     @classmethod
     def all_sharing(cls, everyone: Communicator) -> "Ranks":
         """Return ranks of which each owns a part of its own."""
-        return cls(everyone, everyone)
+        return cls(everyone, everyone, everyone)
 
     @property
     def first(self) -> bool:
@@ -37,7 +41,7 @@ class Ranks:
 
     @property
     def _communicators(self) -> list[Communicator]:
-        found = (self.replicas, self.sharing, self.everyone)
+        found = (self.replicas, self.reducing, self.sharing, self.everyone)
         return list(dict.fromkeys(one for one in found if one is not None))
 
     def hold_together(self) -> "Ranks":

@@ -74,6 +74,7 @@ class Reducer:
         self._lent: dict[int, bool] = {}
         self._at_end = at_end
         self._gradients: list[UnitGradients] = []
+        self._by_unit: dict[Unit, UnitGradients] = {}
         self._handles: dict[Slot, RemovableHandle] = {}
         self._active: list[UnitGradients] = []
         self._launched = 0
@@ -87,10 +88,10 @@ class Reducer:
     def add(self, units: Sequence[Unit]) -> None:
         """Reduce the gradients of more units, after those of the others."""
         lend = self._borrow if self._in_flight else None
-        replicas = self._ranks.replicas
         for unit in units:
-            gradients = UnitGradients(unit, self._precision, lend, self._take_back, replicas)
+            gradients = UnitGradients(unit, self._precision, lend, self._take_back, self._ranks)
             self._gradients.append(gradients)
+            self._by_unit[unit] = gradients
         self.refresh()
 
     def refresh(self) -> None:
@@ -149,6 +150,16 @@ class Reducer:
 
     # --- during backward ---
 
+    def complete(self, unit: Unit) -> None:
+        """Expect no more gradients of a unit in the round that runs: backward has passed it.
+
+        A parameter may have none on this rank alone. Others send the unit now and go on to units
+        that this rank is needed for: it must not wait for the end.
+        """
+        if self.synchronizing and self.rounds.under_way and not self.rounds.reentrant:
+            self._by_unit[unit].complete()
+            self._launch_complete()
+
     def _make_hook(self, slot: Slot, gradients: UnitGradients) -> Callable[[Tensor], None]:
         """Return a parameter's hook: a closure, since it runs once per parameter and step."""
         rounds, scale = self.rounds, self._scale
@@ -163,6 +174,7 @@ class Reducer:
                 gradients.receive(slot, scale)
                 return
             slot.round = rounds.count
+            gradients.expect(slot)
             gradients.receive(slot, scale)
             gradients.pending -= 1
             if not gradients.pending and not rounds.reentrant:

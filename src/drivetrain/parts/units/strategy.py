@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Generic
+from typing import Any, Generic
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,9 +36,6 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
     optimizers' groups hold this rank's fragments of them.
     """
 
-    checks_order: ClassVar[bool] = False
-    """Whether ranks could ask for different collectives, because these depend on the forward."""
-
     def __init__(self, config: ConfigT, run: Run) -> None:
         super().__init__(config, run)
         self._model = nn.Module()  # until there is one
@@ -62,16 +59,8 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         return self.plan(self.config, spec, self.run, devices)
 
     def _connect(self) -> Ranks:
-        world = self.run.world
-        return Ranks.all_sharing(
-            connect(
-                self.run.mesh["dp"],
-                self.run.traffic,
-                world.device,
-                world.timeout,
-                checked=self.checks_order,
-            )
-        )
+        world, axis = self.run.world, self.run.mesh["dp"]
+        return Ranks.all_sharing(connect(axis, self.run.traffic, world.device, world.timeout))
 
     # --- taking over ---
 

@@ -8,11 +8,11 @@ from drivetrain.errors import UsageError
 from drivetrain.parts.suitability import steps_each_alone, steps_pieces, steps_rows
 from drivetrain.parts.units.layout import Cut
 
-_STEPS: Mapping[Cut, tuple[str, Callable[[Optimizer], bool]]] = {
-    "flat": ("ranges of flattened parameters", steps_pieces),
-    "rows": ("some rows of a parameter", steps_rows),
+_STEPS: Mapping[Cut, tuple[str, Callable[[Optimizer], bool], str]] = {
+    "flat": ("ranges of flattened parameters", steps_pieces, "set partition: parameter"),
+    "rows": ("some rows of a parameter", steps_rows, "take a strategy with partition: parameter"),
 }
-"""What ranks own of a parameter that is divided, and who may step it."""
+"""What ranks own of a parameter that is divided, who may step it, and the way out for others."""
 
 
 def check_suits(optimizer: Optimizer, cut: Cut) -> None:
@@ -33,9 +33,9 @@ def check_suits(optimizer: Optimizer, cut: Cut) -> None:
         )
     if cut == "whole":
         return
-    pieces, steps = _STEPS[cut]
+    pieces, steps, way_out = _STEPS[cut]
     if not steps(optimizer):
         raise UsageError(
             f"expected an element-wise optimizer, since ranks own {pieces}, found {name}, whose "
-            "step needs whole matrices; set partition: parameter, or take a strategy that has it"
+            f"step needs whole matrices; {way_out}"
         )

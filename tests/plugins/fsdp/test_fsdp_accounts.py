@@ -1,0 +1,371 @@
+"""Bytes sent and held under fsdp: ledger, kernel and live tensors against ``cost()`` and formulas.
+
+The conformance suite compares them for its awkward models and default options, where few units are
+freed. Here small language models are cut into many units, under every option that changes when
+these are gathered; nothing may grow.
+"""
+
+import gc
+import importlib.util
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain import Accelerator
+from drivetrain.cost import ModelSpec
+from drivetrain.testing.conformance.tcp import is_supported, sent_bytes, sent_since
+from drivetrain.testing.conformance.twins import everyone
+
+SMALL = {"name": "fsdp", "unit_from": 100}
+HYBRID = {**SMALL, "sharding": "hybrid", "shard_size": 2}
+MASTERS = {"mixed_precision": "bf16", "config": {"dtypes": {"param": "bf16"}}}
+RECOMPUTED = {"config": {"recompute": {"mode": "full"}}}
+GPT = Namespace(dim=48, heads=4, layers=4, seq=16, vocab=128)
+TINY = Namespace(dim=16, heads=2, layers=3, seq=9, vocab=53)
+
+
+# --- models ---
+
+
+def gpt(options=TINY):
+    """Return the model of the benchmark: a table of positions that its own forward reads."""
+    path = Path(__file__).parents[2] / "benchmarks" / "ddp_step.py"
+    spec = importlib.util.spec_from_file_location("ddp_step", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Gpt(options)
+
+
+def tied():
+    model = gpt()
+    model.head.weight = model.token.weight
+    return model
+
+
+def hugging_face(name, **options):
+    from drivetrain.testing import huggingface
+
+    return getattr(huggingface, name)(**options).float()
+
+
+def frozen_embedding():
+    model = gpt()
+    model.token.requires_grad_(False)
+    model.position.requires_grad_(False)
+    return model
+
+
+def frozen_start():
+    """Freeze all that comes before the last block: nothing there is read in backward."""
+    model = frozen_embedding()
+    model.blocks[:-1].requires_grad_(False)
+    return model
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained correction of low rank."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def low_rank():
+    """Train corrections of the blocks' projections alone."""
+    model = gpt().requires_grad_(False)
+    for block in model.blocks:
+        block.qkv = LowRank(block.qkv)
+    return model
+
+
+MODELS = {
+    "untied": gpt,
+    "tied": tied,
+    "gpt2": lambda: hugging_face("gpt2"),
+    "llama": lambda: hugging_face("llama"),
+    "frozen embedding": frozen_embedding,
+    "frozen start": frozen_start,
+    "low rank": low_rank,
+}
+
+
+def forward(model, tokens):
+    outputs = model(tokens)
+    return outputs if isinstance(outputs, Tensor) else outputs.logits
+
+
+# --- training ---
+
+
+class Run:
+    """A model under a strategy, with AdamW."""
+
+    def __init__(self, strategy, build=gpt, **options):
+        self.before = live_bytes()
+        self.accelerator = Accelerator(strategy=strategy, cpu=True, **options)
+        self.window = self.accelerator.gradient_accumulation_steps
+        self.described = build()
+        self.elements = sum(p.numel() for p in self.described.parameters())
+        torch.manual_seed(0)
+        built = build()
+        trained = [p for p in built.parameters() if p.requires_grad]
+        self.model, self.optimizer = self.accelerator.prepare(
+            built, torch.optim.AdamW(trained, lr=1e-3)
+        )
+        self.strategy = self.accelerator.strategy_of(self.model)
+        self.tokens = torch.randint(50, (2, 8))
+
+    def step(self, *, zero_grad=True):
+        for _ in range(self.window):
+            with self.accelerator.accumulate(self.model):
+                loss = forward(self.model, self.tokens).float().square().mean()
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                if zero_grad:
+                    self.optimizer.zero_grad()
+
+    @property
+    def cost(self):
+        spec = ModelSpec.of(self.described, states=2)
+        return type(self.strategy).cost(self.strategy.config, spec, self.strategy.run)
+
+    def sent_in(self, steps):
+        """Return the ledger's bytes of some steps by (axis, operation)."""
+        before = self.accelerator.traffic.sent()
+        for _ in range(steps):
+            self.step()
+        after = self.accelerator.traffic.sent()
+        growth = {key: count - before.get(key, 0) for key, count in after.items()}
+        return {key: count for key, count in growth.items() if count}
+
+    @property
+    def units(self):
+        return self.strategy._placement.units
+
+    def close(self):
+        self.accelerator.free_memory()
+
+    def held(self):
+        """Return the bytes of live tensors by kind."""
+        parameters = list(self.model.parameters())
+        flats = [flat for unit in self.units for flat in unit.flats]
+        states = [v for state in self.optimizer.state.values() for v in state.values()]
+        fragments = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [*self.strategy.gradients(), *(p.grad for p in parameters)]
+        shards = [flat.shard for flat in flats]
+        return {
+            "parameters": storage_bytes([*parameters, *fragments, *shards]),
+            "gradients": storage_bytes(gradients),
+            "optimizer": storage_bytes(states),
+        }
+
+
+def storage_bytes(tensors):
+    """Return the bytes of the storages behind tensors, shared ones once."""
+    storages = {}
+    for tensor in tensors:
+        if issubclass(type(tensor), Tensor) and tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            with suppress(RuntimeError):  # of another test: a tensor that has facts and no memory
+                storages[storage.data_ptr()] = storage.nbytes()
+    storages.pop(0, None)
+    return sum(storages.values())
+
+
+def live_bytes():
+    """Return the bytes of all tensors that Python can reach."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    return storage_bytes([*tensors, *(t.grad for t in tensors if t.is_leaf)])
+
+
+# --- the ledger and the promise ---
+
+
+def check_ledger(pairs, **options):
+    """Train each model of {(title of options): models}; compare ``cost()`` and ledger exactly."""
+    wrong = []
+    for title, models in pairs.items():
+        for name in models:
+            run = Run({**SMALL, **STRATEGIES[title]}, MODELS[name], **options)
+            run.sent_in(1)  # finds out in which order units are used
+            found, promised = run.sent_in(1), run.cost.sent
+            if found != promised:
+                wrong.append(f"{title}, {name}: cost() promised {promised}, the ledger has {found}")
+            run.close()
+    assert not wrong, "\n".join(wrong)
+
+
+STRATEGIES = {
+    "full": {},
+    "one live": {"live_units": 1},
+    "three live": {"live_units": 3},
+    "kept": {"reshard_after_forward": False},
+    "neighbors": {"reshard_after_forward": 2},
+    "grad": {"sharding": "grad"},
+    "hybrid": HYBRID,
+    "local": {"accumulate": "local"},
+    "hybrid local": {**HYBRID, "accumulate": "local"},
+}
+
+
+@pytest.mark.ranks(2)
+def test_ledger_of_models():
+    """Tied heads, frozen beginnings and corrections of low rank change what backward gathers."""
+    check_ledger({"full": MODELS})
+
+
+@pytest.mark.ranks(2)
+def test_ledger_of_options():
+    """So do the options: when units are freed, and how many are live."""
+    check_ledger({"kept": ["tied"], "grad": ["untied", "low rank"]})
+    check_ledger({"one live": ["tied", "low rank"], "three live": ["untied", "tied"]})
+    check_ledger({"full": ["tied", "frozen start"]}, **RECOMPUTED)
+    check_ledger({"full": ["low rank"], "grad": ["tied"]}, **MASTERS)
+
+
+@pytest.mark.ranks(2)
+def test_ledger_of_windows():
+    """Gradients of every micro-batch, or once per window; grad gathers once per window."""
+    check_ledger(
+        {"full": ["tied"], "local": ["untied"], "grad": ["tied"]}, gradient_accumulation_steps=3
+    )
+
+
+@pytest.mark.ranks(4)
+def test_ledger_of_groups():
+    """Groups of neighbors between forward and backward, and replicas, in windows too."""
+    check_ledger({"neighbors": ["tied"], "hybrid": ["tied", "frozen embedding"]})
+    check_ledger(
+        {"neighbors": ["untied"], "hybrid": ["untied"], "hybrid local": ["tied"]},
+        gradient_accumulation_steps=2,
+    )
+    check_ledger({"hybrid": ["untied"]}, **MASTERS)
+
+
+# --- the formulas ---
+
+
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4)])
+def test_wire_is_that_of_the_formula(world):
+    """3 f P elements per step, f = (N-1)/N, less what backward need not gather again."""
+    share = (world - 1) / world * 4  # bytes
+    for live in (1, 2):
+        run = Run({**SMALL, "live_units": live}, lambda: gpt(GPT))
+        run.sent_in(2)
+        found = run.sent_in(1)
+        model = run.described  # of its tables and its last norm backward reads nothing anew
+        again = [*model.blocks, model.head][:-live]  # backward begins with the others
+        elements = run.elements + sum(p.numel() for one in again for p in one.parameters())
+        assert found["dp", "all_gather"] == share * elements
+        assert found["dp", "reduce_scatter"] == share * run.elements
+        assert found["dp", "all_reduce"] <= 2 * len(list(model.parameters()))
+        assert sum(found.values()) <= 3 * share * run.elements
+        run.close()
+
+
+@pytest.mark.ranks(4)
+def test_replicas_send_what_the_formula_says():
+    """2 (R-1)/R x P/S elements between groups per step, once in a window of any length."""
+    for options in ({}, {"accumulate": "local"}):
+        for window in (1, 3):
+            run = Run(
+                {**HYBRID, **options},
+                lambda: gpt(GPT),
+                gradient_accumulation_steps=window,
+            )
+            run.sent_in(1)
+            sent = run.sent_in(2)
+            between = sum(count for (axis, _), count in sent.items() if axis == "dp.far")
+            assert between == 2 * 4 * (2 * (2 - 1) / 2 * run.elements / 2)
+            run.close()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        pytest.param(SMALL, 2, marks=pytest.mark.ranks(2), id="full-2"),
+        pytest.param(HYBRID, 4, marks=pytest.mark.ranks(4), id="hybrid-4"),
+    ],
+)
+def test_connections_carry_what_the_ledger_has(strategy, world):
+    """The kernel's count of this process's connections is within 2 % of the ledger's."""
+    if not is_supported():
+        pytest.skip("this system has no count of bytes per connection (Linux has)")
+    run = Run(strategy, lambda: gpt(GPT))
+    run.sent_in(2)
+    everyone(None)
+    before = sent_bytes()
+    ledger = sum(run.sent_in(6).values())
+    own = sent_since(before)
+    everyone(None)
+    assert own == pytest.approx(ledger, rel=0.02), (
+        f"of {world} ranks, {run.accelerator.process_index}"
+    )
+    run.close()
+
+
+# --- memory ---
+
+
+def check_held(strategy, shared, **options):
+    run = Run(strategy, lambda: gpt(GPT), **options)
+    run.sent_in(2)
+    run.step(zero_grad=False)
+    found, promised = run.held(), run.cost.held
+    own = 4 * run.elements / shared  # bytes, of masters in bf16 too
+    local = strategy.get("accumulate") == "local"
+    gradients = promised["gradients"] if local else own
+    expected = {"parameters": own, "gradients": gradients, "optimizer": 2 * own}
+    for kind, count in found.items():
+        assert count == pytest.approx(promised[kind], rel=0.05), kind
+        assert count == pytest.approx(expected[kind], rel=0.05), kind
+    if local:  # whole ones, of which those of units of one parameter are no copies
+        whole = 4 * run.elements
+        assert whole <= promised["gradients"] + promised["lent"] <= whole + own
+    assert run.strategy._reducer.pool_bytes <= promised["lent"]
+    block = 4 * (12 * GPT.dim**2 + 13 * GPT.dim)
+    described = 4 * run.elements  # the copy that the cost is asked about
+    live = live_bytes() - run.before - described
+    rings = 2 * (shared > 1) + (run.strategy._ranks.replicas is not None)  # they receive into it
+    assert live <= 1.05 * sum(promised.values()) + rings * block, "tensors that nobody counts"
+    for unit in run.units:
+        assert shared == 1 or unit.live_bytes == 0
+    run.close()
+
+
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 4)])
+def test_memory_is_that_of_the_formulas(world):
+    """1/N of parameters, gradients and moments, within 5 %, and nothing that nobody counts."""
+    check_held(SMALL, world)
+    check_held(SMALL, world, **MASTERS)
+    check_held({**SMALL, "accumulate": "local"}, world)
+    if world == 4:
+        check_held(HYBRID, 2)
+        check_held(HYBRID, 2, **MASTERS)
+
+
+@pytest.mark.ranks(2)
+def test_nothing_grows():
+    """After 100 steps there are as many bytes as after 5, and not one object more per step."""
+    run = Run(SMALL)
+    run.sent_in(5)
+    counts = []
+    for steps in (1, 100):
+        run.sent_in(steps)
+        counts.append((live_bytes(), len(gc.get_objects())))
+    before, after = counts
+    assert after[0] <= before[0] + 256, f"bytes and objects grew from {before} to {after}"
+    assert after[1] <= before[1] + 99, f"bytes and objects grew from {before} to {after}"
+    for unit in run.units:
+        assert unit.live_bytes == 0
+    run.close()

@@ -1,0 +1,223 @@
+"""Passes that differ from the first one, under fsdp: recomputed, and compiled, in units of a block
+or smaller. Both happen inside of what a unit's hooks do, so neither costs a gather.
+
+tests/core covers recompute bit by bit in one process; tests/plugins/zero what any divided model is
+recomputed like: tied, frozen and called twice.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain import Accelerator
+from drivetrain.parts.naming import clean_name
+from drivetrain.testing.conformance.twins import Twins, everyone, momentum, weights
+from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
+
+BLOCKS = 4
+STRATEGIES = {
+    "full": {"name": "fsdp"},
+    "kept": {"name": "fsdp", "reshard_after_forward": False},
+    "one-live": {"name": "fsdp", "live_units": 1},
+    "grad": {"name": "fsdp", "sharding": "grad"},
+    "layers": {"name": "fsdp", "units": "size", "unit_from": 90},
+}
+EACH = [pytest.param(s, marks=pytest.mark.ranks(2), id=name) for name, s in STRATEGIES.items()]
+HYBRID = pytest.param(
+    {"name": "fsdp", "sharding": "hybrid", "shard_size": 2}, marks=pytest.mark.ranks(4), id="hybrid"
+)
+STRATEGY = pytest.mark.parametrize("strategy", [*EACH, HYBRID])
+
+
+class Block(nn.Module):
+    """A residual block of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """A layer, blocks, a layer; ``around`` says how a block is called."""
+
+    def __init__(self, around=None, dropout=0.0):
+        super().__init__()
+        self.first = linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.last = linear(WIDTH, OUT)
+        self.around = around or (lambda block, x: block(x))
+        for block in self.blocks:
+            block.drop.p = dropout
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.around(block, x)
+        return self.last(x)
+
+
+def case(**options):
+    factory = functools.partial(Net, **options)
+    return Case(name="net", factory=factory, batch=numbers, loss=squared_error)
+
+
+def start(strategy, **options):
+    return Accelerator(strategy=dict(strategy), cpu=True, **options)
+
+
+def calls(accelerator, operation):
+    """Return how often all ranks that train the model or a part of them did something."""
+    entries = accelerator.traffic.entries()
+    return sum(entry.calls for (_, name), entry in entries.items() if name == operation)
+
+
+# --- recompute ---
+
+AROUND = {
+    "full": ({"mode": "full"}, None),
+    "selective": ({"mode": "selective"}, None),
+    "checkpoint": ({}, functools.partial(checkpoint, use_reentrant=False)),
+}
+
+
+@pytest.mark.parametrize("how", list(AROUND))
+@STRATEGY
+def test_recompute_costs_no_gather(strategy, how):
+    """As many gathers and reductions as without, equal training, and nothing is left whole."""
+    sent, ran = [], []
+    for options, around in (({}, None), AROUND[how]):
+        accelerator = start(strategy, config={"recompute": options} if options else {})
+        twins = Twins(accelerator, case(around=around))
+        for block in twins.model.blocks:
+            block.up.register_forward_pre_hook(lambda *_: ran.append(len(sent)))
+        for step in range(3):
+            before = [calls(accelerator, o) for o in ("all_gather", "reduce_scatter")]
+            twins.backward(step)
+            now = [calls(accelerator, o) for o in ("all_gather", "reduce_scatter")]
+            units = accelerator.strategy_of(twins.model)._placement.units
+            assert strategy.get("sharding") == "grad" or not any(u.live_bytes for u in units)
+            twins.step()
+        twins.check()
+        sent.append([b - a for a, b in zip(before, now, strict=True)])
+        accelerator.free_memory()
+    assert [ran.count(0), ran.count(1)] == [3 * BLOCKS, 2 * 3 * BLOCKS]
+    assert sent[1] == sent[0]
+
+
+@pytest.mark.parametrize("how", list(AROUND))
+@STRATEGY
+def test_dropout_is_the_same_when_recomputed(strategy, how):
+    """Weights are bitwise those of a run that keeps everything; ranks drop differently."""
+    found = []
+    for options, around in (AROUND[how], ({}, None)):
+        accelerator = start(strategy, config={"recompute": options} if options else {})
+        built = case(around=around, dropout=0.4).build()
+        model, optimizer = accelerator.prepare(built, momentum(built))
+        torch.manual_seed(5 + accelerator.process_index)
+        for step in range(2):
+            accelerator.backward(squared_error(model, numbers(step, 0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(accelerator, model))
+        drawn = everyone(torch.rand(()).item())
+        assert len(set(drawn)) == accelerator.num_processes
+        accelerator.free_memory()
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), f"{name} differs when recomputed"
+
+
+@pytest.mark.ranks(2)
+def test_peak_of_recomputed_units():
+    """Recomputation and backward of a block share its unit: two are whole at most, as without."""
+    accelerator = start(STRATEGIES["full"], config={"recompute": {"mode": "full"}})
+    twins = Twins(accelerator, case())
+    units = [u for u in accelerator.strategy_of(twins.model)._placement.units if u.layout.key]
+    live = []
+    for block in twins.model.blocks:
+        block.down.register_forward_pre_hook(lambda *_: live.append(sum(u.live for u in units)))
+    for step in range(3):
+        twins.backward(step)
+        twins.step()
+    assert len(live) == 2 * 3 * BLOCKS
+    assert max(live) <= 2
+    accelerator.free_memory()
+
+
+# --- compiled ---
+
+
+def compiled_blocks(model, backend="aot_eager"):
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend=backend)
+    return model
+
+
+def compiled_in_place(model, backend="aot_eager"):
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def check_compiled(strategy, wrap, change, *, tolerance=1e-10):
+    """Train both for some steps; nothing is compiled after the second."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, case(), wrap=wrap)
+    twins.tolerance = tolerance
+    if change is not None:
+        change(twins.model)
+    for step in range(5):
+        twins.backward(step)
+        twins.step()
+        if step == 1:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    for name, tensor in weights(accelerator, twins.model).items():
+        expected = twins.twin.get_parameter(clean_name(name)).detach()
+        torch.testing.assert_close(tensor, expected, rtol=tolerance, atol=tolerance)
+    shown = [clean_name(name) for name in accelerator.get_state_dict(twins.model)]
+    assert shown == list(twins.twin.state_dict())
+    accelerator.free_memory()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+COMPILED = pytest.mark.filterwarnings("ignore")  # torch.compile's own
+
+
+@pytest.mark.parametrize("how", [compiled_blocks, compiled_in_place])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["full", "grad"])
+@pytest.mark.ranks(2, timeout=120)
+@COMPILED
+def test_compiled_blocks(name, when, how):
+    """Compiled by the user before prepare or after it: as eager, and no graph per step."""
+    before = when == "before"
+    check_compiled(STRATEGIES[name], how if before else None, None if before else how)
+
+
+@pytest.mark.parametrize("name", ["full", "grad"])
+@pytest.mark.ranks(2, timeout=120)
+@COMPILED
+def test_compiled_as_a_whole(name):
+    """Compiled before prepare: one graph, for which all units come at once."""
+    wrap = functools.partial(torch.compile, backend="aot_eager")
+    check_compiled(STRATEGIES[name], wrap, None)
+
+
+@pytest.mark.ranks(2, timeout=200)
+@COMPILED
+def test_compiled_to_machine_code(monkeypatch):
+    """By torch's own compiler."""
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # which it leaves behind
+    how = functools.partial(compiled_in_place, backend="inductor")
+    with torch._inductor.config.patch(compile_threads=1):  # no pool that outlives the test
+        check_compiled(STRATEGIES["full"], None, how)

@@ -1,0 +1,204 @@
+"""What a rank owns under FSDP: rows as ``torch.chunk`` cuts them, of parameters of any kind.
+
+The conformance suite trains uneven shapes; here what each rank owns is compared with
+``torch.chunk``, blocks mix dtypes and trainable with frozen, and collectives are counted.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from drivetrain import Accelerator
+from drivetrain.testing.conformance.twins import Twins, adamw, everyone, weights
+from drivetrain.testing.models import OUT, WIDTH, Case, linear, numbers, squared_error
+
+OUTER = {"row": 1, "turned": 1, "kernel": 2}
+"""The dim that is outermost in memory, where it is not the first; one row is cut along the next."""
+
+
+def parameter(*shape, dtype=torch.float64):
+    return nn.Parameter(torch.randn(*shape, dtype=dtype))
+
+
+class Shapes(nn.Module):
+    """Parameters of 7 rows, of fewer than there are ranks, of none, and of other memory orders."""
+
+    def __init__(self):
+        super().__init__()
+        self.seven = parameter(7, WIDTH)
+        self.two = parameter(2, WIDTH)
+        self.row = parameter(1, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        self.empty = parameter(0, WIDTH)
+        self.thin = parameter(3, 0)
+        self.turned = nn.Parameter(torch.randn(5, WIDTH, dtype=torch.float64).t())
+        kernel = torch.randn(7, 2, 3, 1, dtype=torch.float64)
+        self.image = nn.Parameter(kernel.to(memory_format=torch.channels_last))
+        self.kernel = nn.Parameter(torch.randn(5, WIDTH, 2, dtype=torch.float64).permute(1, 2, 0))
+
+    def forward(self, x):
+        x = x @ self.seven.T * self.scale + self.row
+        x = x + (x @ self.two.T).sum(1, keepdim=True) + (x @ self.empty.T).sum() + self.thin.sum()
+        x = x + torch.tanh(x @ self.turned).sum(1, keepdim=True)
+        x = x + self.image.square().sum((1, 2, 3))
+        return torch.tanh(x * self.kernel.cos().sum((1, 2)))
+
+
+def shapes():
+    return nn.Sequential(Shapes(), Shapes(), linear(WIDTH, OUT))
+
+
+class Blend(nn.Module):
+    """A block of four dtypes; some of it is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float32)
+        self.coarse = linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.fine = linear(WIDTH, WIDTH)
+        self.fixed = linear(WIDTH, WIDTH).requires_grad_(False)
+        self.codes = nn.Parameter(
+            torch.randint(-9, 9, (3, WIDTH), dtype=torch.int8), requires_grad=False
+        )
+
+    def forward(self, x):
+        x = x + self.coarse(self.norm(x.float()).bfloat16()).double()
+        return torch.tanh(self.fixed(self.fine(x)) + 0.01 * (x @ self.codes.double().T).mean())
+
+
+def blends():
+    return nn.Sequential(Blend(), Blend(), Blend(), linear(WIDTH, OUT).requires_grad_(False))
+
+
+def case(factory):
+    return Case(name=factory.__name__, factory=factory, batch=numbers, loss=squared_error)
+
+
+def start(**options):
+    return Accelerator(strategy={"name": "fsdp", **options}, cpu=True)
+
+
+def rows_of(value, dim, size, rank):
+    """Return what ``torch.chunk`` gives a rank; nothing where there are too few chunks."""
+    if not value.dim():
+        return value if rank == 0 else value.new_empty(0)
+    chunks = torch.chunk(value, size, dim)
+    return chunks[rank] if rank < len(chunks) else value.narrow(dim, 0, 0)
+
+
+def check_rows(accelerator, twins):
+    """What a rank owns is what ``torch.chunk`` gives it of the whole values."""
+    strategy, axis = accelerator.strategy_of(twins.model), twins.axis
+    whole = weights(accelerator, twins.model)
+    slots = {slot.name: slot for slot in strategy._placement}
+    assert set(slots) == set(whole)
+    for name, slot in slots.items():
+        value = whole[name]
+        dim = OUTER.get(name.rpartition(".")[2], 0)
+        expected = rows_of(value, dim, axis.size, axis.rank)
+        assert slot.owned_numel == expected.numel(), name
+        if expected.numel():
+            piece = slot.piece(slot.flat.shard)
+            assert torch.equal(piece, expected), name
+            assert piece.shape == expected.shape
+        else:
+            assert slot.fragment is None
+    held = sum(everyone(sum(slot.owned_numel for slot in slots.values())))
+    assert held == sum(value.numel() for value in whole.values()), "something is held twice"
+
+
+def check_dtensors(accelerator, twins):
+    """The same rows, as torch's own DTensors see them."""
+    if twins.axis.size == 1:
+        return
+    whole = weights(accelerator, twins.model)
+    for name, shown in accelerator.dtensors(twins.model).items():
+        assert shown.shape == whole[name].shape
+        assert torch.equal(shown.full_tensor(), whole[name]), name
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=pytest.mark.ranks(n), id=f"ranks{n}") for n in (1, 3, 4)]
+)
+def test_rows_are_those_of_chunk(size):
+    """Before and after training, which is that of one process."""
+    accelerator = start()
+    twins = Twins(accelerator, case(shapes), adamw)
+    check_rows(accelerator, twins)
+    for step in range(3):
+        twins.backward(step)
+        twins.step()
+    twins.check()
+    check_rows(accelerator, twins)
+    check_dtensors(accelerator, twins)
+    for name, ours in twins.model.named_parameters():
+        theirs = twins.twin.get_parameter(name)
+        assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
+    accelerator.free_memory()
+
+
+class Counted:
+    """Counts what a communicator is asked for, by the label of the operation."""
+
+    def __init__(self, ranks):
+        self.gathered, self.reduced = Counter(), Counter()
+        self.submitted = 0
+        ranks.sharing.gather_parts = self._counting(ranks.sharing, "gather_parts", self.gathered)
+        ranks.reducing.reduce_parts = self._counting(ranks.reducing, "reduce_parts", self.reduced)
+
+    def _counting(self, communicator, name, counter):
+        operation = getattr(communicator, name)
+
+        def count(parts, *, label="", **options):
+            counter[label.rpartition(" of ")[2]] += 1
+            before = communicator.submitted
+            handle = operation(parts, label=label, **options)
+            self.submitted += communicator.submitted - before
+            return handle
+
+        return count
+
+    def take(self):
+        taken = dict(self.gathered), dict(self.reduced), self.submitted
+        self.gathered.clear()
+        self.reduced.clear()
+        self.submitted = 0
+        return taken
+
+
+def trained(model):
+    """Return an optimizer of what is trained: int8 may not be stepped."""
+    return AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+@pytest.mark.ranks(3)
+def test_one_gather_and_one_reduction_per_unit():
+    """However many dtypes a unit has, and whatever of it is frozen: one ring operation each."""
+    accelerator = start(unit_from=1, live_units=1)
+    twins = Twins(accelerator, case(blends), trained)
+    check_rows(accelerator, twins)
+    strategy = accelerator.strategy_of(twins.model)
+    assert [len(unit.flats) for unit in strategy._placement.units] == [1, 5, 5, 5]
+    twins.backward(0)  # does not know yet which unit forward ends with
+    twins.step()
+    counted = Counted(strategy._ranks)
+    once = {"0": 1, "1": 1, "2": 1, "3": 1}
+    for step in range(1, 4):
+        loss = twins.loss(step)
+        assert counted.take() == (once, {}, 4)
+        accelerator.backward(loss)
+        twins.backward_twin(step)
+        gathered, reduced, submitted = counted.take()
+        # The last one is still there, and all others come back once.
+        assert gathered == {"0": 1, "1": 1, "2": 1}
+        assert reduced == {"0": 1, "1": 1, "2": 1}, "the last one is frozen"
+        assert submitted == 6
+        twins.step()
+        assert counted.take() == ({}, {}, 0)
+    twins.check()
+    dtypes = [p.dtype for p in twins.model.parameters()]
+    assert dtypes == [p.dtype for p in twins.twin.parameters()]
+    accelerator.free_memory()
