@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.log import get_logger
-from drivetrain.parts.naming import clean_name
+from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.parts.units.divided import DividedStrategy
 from drivetrain.parts.units.estimate import Lines
 from drivetrain.parts.units.layout import UnitLayout
@@ -31,6 +31,7 @@ class Fsdp(DividedStrategy[FsdpConfig]):
 
     def __init__(self, config: FsdpConfig, run: Run) -> None:
         config.check()
+        self._keys: dict[str, str] = {}  # of the unit of each parameter, by name
         super().__init__(config, run)
 
     @classmethod
@@ -41,8 +42,9 @@ class Fsdp(DividedStrategy[FsdpConfig]):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Cut the model into units, and report them."""
-        specs = ModelSpec.of(model).parameters
+        specs = [TensorSpec.of(name, p) for name, p in named_parameters(model).items()]
         keys = self._agreed_keys(model, specs)
+        self._keys = {spec.name: key for spec, key in zip(specs, keys, strict=True)}
         prepared = super().prepare(model, optimizers)
         logger.announce(f"units of {type(model).__name__}: {describe(keys, specs)}")
         if self.config.sharding == "hybrid":
@@ -81,12 +83,20 @@ class Fsdp(DividedStrategy[FsdpConfig]):
         devices: Sequence[Hashable] | None = None,
     ) -> list[UnitLayout]:
         """Cut the model into units of whole modules, and each parameter into rows."""
-        size = cls.lines(config, run).sharing.size
         choice = config.choice
         if model.module is None and choice.how in ("class", "function"):
             choice = UnitChoice(size=config.unit_from)  # an estimate: these need the model itself
-        specs = model.parameters
-        return plan(specs, run.precision, choice, size, model.module, devices)
+        keys = unit_keys(model.parameters, choice, model.module)
+        size = cls.lines(config, run).sharing.size
+        return plan(model.parameters, keys, run.precision, size, devices)
+
+    def _plan_units(
+        self, specs: Sequence[TensorSpec], devices: Sequence[Hashable] | None = None
+    ) -> list[UnitLayout]:
+        """Cut the model as it was chosen once, by all ranks alike."""
+        keys = [self._keys[spec.name] for spec in specs]
+        size = self._ranks.sharing.size
+        return plan(specs, keys, self.run.precision, size, devices)
 
     @classmethod
     def lines(cls, config: FsdpConfig, run: Run) -> Lines:

@@ -16,6 +16,7 @@ gathering.py          when units are gathered and freed
 order.py              which unit usually follows which
 saving.py             what autograd saves: views without values
 module_units.py       the hooks of modules that units belong to
+hooks.py              hooks that copies of the model do not inherit
 absent.py             what is used while its values are away
 binding.py            fragments in the place of parameters in optimizers
 suitability.py        whether an optimizer may step fragments

@@ -1,6 +1,6 @@
 """What happens when a parameter of a sharded unit is used while its values are away."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,17 @@ def shares_memory(result: Any, unit: Unit) -> bool:
         isinstance(leaf, Tensor)
         and leaf.layout is torch.strided
         and leaf.untyped_storage()._cdata in storages
-        for leaf in tree_leaves(result)
+        for leaf in _leaves(result)
     )
+
+
+def _leaves(result: Any) -> Iterator[Any]:
+    """Yield what a result consists of, the attributes of plain objects too."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor) or not hasattr(leaf, "__dict__"):
+            yield leaf
+        else:
+            yield from tree_leaves(list(vars(leaf).values()))
 
 
 class AbsentGuard:
@@ -74,11 +83,12 @@ class AbsentGuard:
         """
         if writes(function, args, kwargs):
             raise refusal(self._unit, args, kwargs)
-        if torch.is_grad_enabled():
-            self._gatherer.used(self._unit)  # by whom, and when backward passes it, is not known
         if self._gatherer.in_forward:
             self._gatherer.fetch(self._unit)
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if shares_memory(result, self._unit):
+                self._gatherer.keep_views(self._unit)
+            return result
         if function in _DETACHED:
             return self._without_values(*args)
         with ExitStack() as stack:

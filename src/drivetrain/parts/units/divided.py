@@ -92,11 +92,7 @@ class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
             until=self.config.until,
             neighbors=self._neighbors,
             most_live=self.config.most_live,
-            complete=self._complete,
         )
-
-    def _complete(self, unit: Unit) -> None:
-        self._reducer.complete(unit)  # the one that there is when backward runs
 
     def _connect_neighbors(self, size: int) -> Communicator:
         """Start the groups that keep units together between forward and backward."""
@@ -138,7 +134,7 @@ class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
         return Regather(over, gathers_again(units, model.module, 1 + config.ahead))
 
     def _after_round(self) -> None:
-        self._gatherer.round_over()
+        self._gatherer.release_all()
 
     def _after_step(self, bound: Bound) -> None:
         self._gatherer.step_taken()

@@ -13,8 +13,7 @@ Every rank must need the same units in the same order. The communicator checks t
 that take different paths end with an error that names the units.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
@@ -48,8 +47,6 @@ class Gatherer:
             in ``backward``, or only when the optimizer steps (``step``).
         neighbors: when they are freed after forward, the ranks that hold them together until
             backward; None leaves each rank its range, as between steps.
-        complete: called in backward when all modules that used a unit in forward are passed: its
-            parameters get no more gradients.
         most_live: how many units may be whole or on their way at once, the rest of the model not
             counted: nothing is gathered ahead beyond that. None: as many as are asked for.
     """
@@ -63,7 +60,6 @@ class Gatherer:
         until: Until = "forward",
         neighbors: Communicator | None = None,
         most_live: int | None = None,
-        complete: Callable[[Unit], None] | None = None,
     ) -> None:
         self._units = units
         self._storages = storages(units)
@@ -71,8 +67,7 @@ class Gatherer:
         self._until = until
         self._neighbors = neighbors
         self._most_live = most_live
-        self._complete = complete
-        self._uses: Counter[Unit] = Counter()
+        self._viewed: set[Unit] = set()
         self._keeping = False
         self._order = UsualOrder()
         self._forwards: list[tuple[object, AbstractContextManager[Any]]] = []
@@ -96,30 +91,18 @@ class Gatherer:
                 self._start_ahead(phase, unit)
             unit.arrive()
 
-    def used(self, unit: Unit) -> None:
-        """Note a use of a unit in a forward with gradients: its backward will pass, or not."""
-        self._uses[unit] += 1
-
-    def passed(self, unit: Unit) -> None:
-        """Free a unit whose module backward has passed; with its last use it is complete."""
-        self.release(unit)
-        self._uses[unit] -= 1
-        if not self._uses[unit] and self._complete is not None:
-            self._complete(unit)
-
-    def round_over(self) -> None:
-        """Release every unit: gradients were reduced."""
-        self._uses.clear()
-        self.release_all()
-
     def release(self, unit: Unit) -> None:
         """Free a unit that nobody holds; one that is kept until the step is parked."""
-        if unit.holds or not unit.live:
+        if unit.holds or not unit.live or unit in self._viewed:
             return
         if not self._keeping:
             unit.free()
         elif unit.whole and not self._forwards:
             unit.park()  # until its next use: what a loss reads of it is saved without values
+
+    def keep_views(self, unit: Unit) -> None:
+        """Keep a unit until the outermost forward ends: the script has a view of its values."""
+        self._viewed.add(unit)
 
     def release_all(self) -> None:
         """Release every unit, and what neighbors keep of it."""
@@ -259,6 +242,7 @@ class Gatherer:
             context.__exit__(None, None, None)
             found = entered is not owner
         if not self.in_forward:
+            self._viewed.clear()
             for unit in self._units:
                 if unit.whole and not unit.holds:
                     unit.park()

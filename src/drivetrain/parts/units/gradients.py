@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Handle
 from drivetrain.parts.units.flat import Flat
 from drivetrain.parts.units.flat_gradients import FlatGradients
@@ -59,7 +58,6 @@ class UnitGradients:
         self._flats = {flat: self._make(flat, precision) for flat in unit.flats}
         self._active: list[FlatGradients] = []
         self._opened = False
-        self._completed = False
         self._lent: Tensor | None = None
         self._reduction: Handle | None = None
         self._replication: list[Handle] = []
@@ -73,26 +71,7 @@ class UnitGradients:
         """Begin a round; return whether any gradient is expected."""
         self.awaited = [slot for slot in self.unit.slots if slot.parameter.requires_grad]
         self.pending = len(self.awaited)
-        self._completed = False
         return bool(self.awaited)
-
-    def complete(self) -> None:
-        """Expect no more gradients in this round."""
-        self.pending = 0
-        self._completed = True
-
-    def expect(self, slot: Slot) -> None:
-        """Refuse a gradient that comes after the unit was complete: it was sent without it.
-
-        Raises:
-            UsageError: names the parameter.
-        """
-        if self._completed:
-            raise UsageError(
-                f"expected no gradient of {slot.name!r} after the backward of {self.unit.label}, "
-                "found one: the parameter was used before that module ran, where nothing could "
-                "notice, as inside of gathered(); use it in a forward of the model instead"
-            )
 
     @property
     def on_its_way(self) -> bool:

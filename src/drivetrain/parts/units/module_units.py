@@ -73,20 +73,20 @@ class ModuleUnits:
             hook = CountedHook(len(inputs), self._passed)
             for leaf in inputs:
                 leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # dies with the graph
-            for unit in self._units:
-                self._gatherer.used(unit)
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Free after forward; after an exception the model's own hook does."""
         if outputs is not None:
             for unit in self._units:
-                if not shares_memory(outputs, unit):  # such as rows of a table of positions
+                if shares_memory(outputs, unit):  # such as rows of a table of positions
+                    self._gatherer.keep_views(unit)
+                else:
                     self._gatherer.leave_unit(unit)
         self._gatherer.leave_forward(self)
 
     def _passed(self) -> None:
         for unit in self._units:
-            self._gatherer.passed(unit)
+            self._gatherer.release(unit)
 
 
 class CountedHook:

@@ -96,10 +96,6 @@ class Placement:
         wanted = {self.slots[one].unit for one in parameters if one in self.slots}
         return [unit for unit in self.units if unit in wanted]
 
-    def fragment_names(self) -> dict[int, str]:
-        """Return the parameter's name of every fragment, by identity."""
-        return {id(slot.fragment): slot.name for slot in self if slot.fragment is not None}
-
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments, of some parameters or of all."""
         chosen = self.slots.values() if only is None else [self.slots.get(p) for p in only]

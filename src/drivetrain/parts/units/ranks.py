@@ -13,8 +13,9 @@ class Ranks:
         everyone: all ranks that train the model on batches of their own.
         sharing: the ranks that each own a part of every unit.
         reducing: the same ranks, for gradients. Where units are gathered in backward, that is a
-            communicator of its own: ranks may then finish gradients in different places of the
-            order of gathers, as when a parameter has no gradient on one of them.
+            communicator of its own: over gloo ranks may then finish gradients in different places
+            of the order of gathers, as when a parameter has no gradient on one of them. Backends
+            with one queue per group still want one order.
         replicas: the ranks that own the same parts as this one; None: no others do, and those who
             share are everyone.
     """

@@ -15,6 +15,7 @@ Where units have replicas, rounds of an accumulation window end without handing 
 is added up over replicas is the window's sum.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,12 @@ from drivetrain.parts.units.ranks import Ranks
 from drivetrain.parts.units.slot import Slot
 from drivetrain.parts.units.unit import Unit
 from drivetrain.runtime.precision import Precision
+
+PATIENCE_S = 5.0
+"""How long backward waits for a buffer before it takes another one: far longer than a reduction."""
+
+_NAP_S = 50e-6
+"""Between two looks whether a reduction is over."""
 
 
 class Reducer:
@@ -74,10 +81,10 @@ class Reducer:
         self._lent: dict[int, bool] = {}
         self._at_end = at_end
         self._gradients: list[UnitGradients] = []
-        self._by_unit: dict[Unit, UnitGradients] = {}
         self._handles: dict[Slot, RemovableHandle] = {}
         self._active: list[UnitGradients] = []
         self._launched = 0
+        self._patience_s = PATIENCE_S
         self._flying: deque[UnitGradients] = deque()
 
     @property
@@ -91,7 +98,6 @@ class Reducer:
         for unit in units:
             gradients = UnitGradients(unit, self._precision, lend, self._take_back, self._ranks)
             self._gradients.append(gradients)
-            self._by_unit[unit] = gradients
         self.refresh()
 
     def refresh(self) -> None:
@@ -150,16 +156,6 @@ class Reducer:
 
     # --- during backward ---
 
-    def complete(self, unit: Unit) -> None:
-        """Expect no more gradients of a unit in the round that runs: backward has passed it.
-
-        A parameter may have none on this rank alone. Others send the unit now and go on to units
-        that this rank is needed for: it must not wait for the end.
-        """
-        if self.synchronizing and self.rounds.under_way and not self.rounds.reentrant:
-            self._by_unit[unit].complete()
-            self._launch_complete()
-
     def _make_hook(self, slot: Slot, gradients: UnitGradients) -> Callable[[Tensor], None]:
         """Return a parameter's hook: a closure, since it runs once per parameter and step."""
         rounds, scale = self.rounds, self._scale
@@ -174,7 +170,6 @@ class Reducer:
                 gradients.receive(slot, scale)
                 return
             slot.round = rounds.count
-            gradients.expect(slot)
             gradients.receive(slot, scale)
             gradients.pending -= 1
             if not gradients.pending and not rounds.reentrant:
@@ -249,8 +244,12 @@ class Reducer:
     # --- buffers ---
 
     def _borrow(self, nbytes: int) -> Tensor:
-        """Lend a buffer; when all are out, the oldest reduction ends first."""
-        while self._flying and len(self._lent) >= self._in_flight:
+        """Lend a buffer; when all are out, wait for the oldest reduction first.
+
+        But not for long: another rank may send that unit only when its backward ends, since it has
+        no gradient for a parameter of it, and may need this rank for a gather until then.
+        """
+        while self._flying and len(self._lent) >= self._in_flight and self._wait_for_oldest():
             self._settle_oldest()
         # Too many out, because gradients come in no order: one that is not kept afterwards.
         fits = nbytes <= self._pool_bytes and len(self._lent) < self._in_flight
@@ -260,6 +259,18 @@ class Reducer:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._lent[buffer.untyped_storage()._cdata] = fits
         return buffer
+
+    def _wait_for_oldest(self) -> bool:
+        """Return whether the oldest reduction ended within the patience that is left."""
+        if self._device.type != "cpu":
+            return True  # this thread does not wait there, only the stream does
+        until = time.monotonic() + self._patience_s
+        while not self._flying[0].done:
+            if time.monotonic() > until:
+                self._patience_s = 0.0  # such a model does it again: it is not asked twice
+                return False
+            time.sleep(_NAP_S)
+        return True
 
     def _take_back(self, buffer: Tensor) -> None:
         pooled = self._lent.pop(buffer.untyped_storage()._cdata, False)

@@ -12,6 +12,7 @@ from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError
 from drivetrain.parts.collectives import connect
 from drivetrain.parts.deferred import WeightSource
+from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
 from drivetrain.parts.units.accounts import Accounted, ConfigT
@@ -53,7 +54,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         )
 
     def _plan_units(
-        self, specs: Sequence[TensorSpec], devices: Sequence[Hashable]
+        self, specs: Sequence[TensorSpec], devices: Sequence[Hashable] | None = None
     ) -> list[UnitLayout]:
         spec = ModelSpec(tuple(specs), module=self._model)
         return self.plan(self.config, spec, self.run, devices)
@@ -73,7 +74,8 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self._model = model
         for optimizer in optimizers:
             self._binding.check(optimizer)
-        self._reducer = self._make_reducer(self.plan(self.config, ModelSpec.of(model), self.run))
+        specs = [TensorSpec.of(name, p) for name, p in named_parameters(model).items()]
+        self._reducer = self._make_reducer(self._plan_units(specs))
         self._reducer.add(self._placement.lay_out(model))
         for optimizer in optimizers:
             self._binding.add(optimizer)

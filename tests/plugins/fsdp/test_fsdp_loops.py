@@ -1,0 +1,235 @@
+"""Loops in which graphs overlap, views are kept, and gradients come on some ranks only.
+
+Every loop trains like one process that takes all ranks' batches.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain.parts.units import reducer
+
+WIDTH = 8
+DIVIDED = {
+    "fsdp": {"name": "fsdp", "unit_from": 1},
+    "kept": {"name": "fsdp", "unit_from": 1, "reshard_after_forward": False},
+    "grad": {"name": "fsdp", "unit_from": 1, "sharding": "grad"},
+    "zero3": {"name": "zero3", "keep_below": 0, "own_unit_from": 1},
+}
+EACH = pytest.mark.parametrize("strategy", list(DIVIDED.values()), ids=list(DIVIDED))
+
+
+def layer():
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = layer(), layer()
+
+    def forward(self, x, both=True):
+        x = x + torch.tanh(self.a(x))
+        return x + torch.tanh(self.b(x)) if both else x
+
+
+class Net(nn.Module):
+    """A layer, blocks, and one of several heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = layer()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.heads = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x, head=0, both=True):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, both)
+        return self.heads[head](x)
+
+
+def train(strategy, model, body, steps=2):
+    """Compare a strategy with one process; the body takes (model, inputs, backward, rank)."""
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    reference, ranks = copy.deepcopy(model), accelerator.num_processes
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        batches = torch.randn(ranks, 3, WIDTH, generator=generator, dtype=torch.float64)
+        for rank in range(ranks):
+            body(reference, batches[rank], mean_backward(ranks), rank)
+        rank = accelerator.process_index
+        body(model, batches[rank], accelerator.backward, rank)
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    found = accelerator.get_state_dict(model)
+    torch.testing.assert_close(found, dict(reference.state_dict()), rtol=1e-10, atol=1e-12)
+    accelerator.free_memory()
+
+
+def mean_backward(ranks):
+    return lambda loss, **options: (loss / ranks).backward(**options)
+
+
+# --- graphs that overlap ---
+
+
+def alternating(model, x, backward, rank):
+    """A backward between two forwards that go into another one."""
+    first, second = model(x).square().mean(), model(2 * x, 1).square().mean()
+    backward(first)
+    backward(second + model(3 * x, 2).square().mean())
+
+
+def through_time(model, x, backward, rank):
+    """A backward over a graph that the next forward goes on from."""
+    h = model(x)
+    backward(h.square().mean(), retain_graph=True)
+    backward(model(h, 1).square().mean())
+
+
+def gradient_as_input(model, x, backward, rank):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    backward(y.square().mean() + model(x.detach() + slope, 1).square().mean())
+
+
+def penalty(model, x, backward, rank):
+    """A gradient's gradient, and two more forwards of the same model in one loss."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    backward(
+        model(x.detach()).square().mean() - model(2 * x.detach()).mean() + slope.square().sum()
+    )
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_graphs_that_overlap(strategy):
+    for body in (alternating, through_time, gradient_as_input, penalty):
+        torch.manual_seed(0)
+        train(strategy, Net(), body)
+
+
+# --- views of parameters ---
+
+
+class Row(Net):
+    """Takes a row before the block that it belongs to runs."""
+
+    def forward(self, x):
+        row = self.blocks[0].a.weight[0]
+        return super().forward(x) + row + row.sum() + row.clone()
+
+
+class TiedRows(Net):
+    """Takes rows of a table before the lookup, and uses them after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(32, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        rows = self.table.weight[:5]
+        found = self.table((x.abs() * 10).long().clamp(max=31)[:, 0])
+        return super().forward(x + found) @ rows.t()
+
+
+class Output:
+    """What no library knows to hold a tensor."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, WIDTH, dtype=torch.float64))
+
+    def forward(self, length):
+        return Output(self.table[:length])
+
+
+class Placed(Net):
+    def __init__(self):
+        super().__init__()
+        self.positions = Positions()
+
+    def forward(self, x):
+        positions = self.positions(3)
+        return super().forward(x + positions.hidden)
+
+
+def squares(model, x, backward, rank):
+    backward(model(x).square().mean())
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_views_stay_valid_until_the_forward_ends(strategy):
+    for factory in (Row, TiedRows, Placed):
+        torch.manual_seed(0)
+        train(strategy, factory(), squares)
+
+
+# --- gradients of some ranks only ---
+
+
+def other_depth(model, x, backward, rank):
+    """A layer inside of every block is used by one rank only."""
+    backward(model(x, both=rank == 1).square().mean())
+
+
+def after_a_dropped_forward(model, x, backward, rank):
+    model(x, both=rank == 1)
+    other_depth(model, x, backward, rank)
+
+
+def after_a_look(model, x, backward, rank):
+    """Reads parameters for a log, with a graph that nobody needs."""
+    assert sum(block.a.weight.norm() for block in model.blocks).item() > 0
+    other_depth(model, x, backward, rank)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [DIVIDED["fsdp"], {"name": "fsdp"}, DIVIDED["zero3"]],
+    ids=["fsdp", "heads in the rest", "zero3"],
+)
+@pytest.mark.ranks(2)
+def test_no_rank_waits_for_gradients_that_do_not_come(monkeypatch, strategy):
+    """There are more units than buffers, and the first one is complete on one rank only."""
+    monkeypatch.setattr(reducer, "PATIENCE_S", 0.2)
+    for body in (other_depth, after_a_dropped_forward, after_a_look):
+        torch.manual_seed(0)
+        train(strategy, Net(), body)
+
+
+@pytest.mark.ranks(2)
+def test_the_rest_of_the_model_on_one_rank_only(monkeypatch):
+    monkeypatch.setattr(reducer, "PATIENCE_S", 0.2)
+    torch.manual_seed(0)
+    train({"name": "fsdp"}, Heads(), lambda m, x, b, rank: b(m(x, rank).square().mean()))
+
+
+class Heads(nn.Module):
+    """Two heads in the rest of the model; the second is used on one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.one, self.two = layer(), layer()
+
+    def forward(self, x, rank):
+        for block in self.blocks:
+            x = block(x)
+        return self.one(x) + self.two(x) if rank else self.one(x)
