@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
+from drivetrain.parts.units.gradients import UnitGradients
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
 
@@ -132,6 +133,20 @@ def test_the_next_step_is_right(strategy):
 @pytest.mark.ranks(4)
 def test_the_next_step_of_replicas_is_right(accumulate):
     interrupted_runs({"sharding": "hybrid", "shard_size": 2, "accumulate": accumulate})
+
+
+@pytest.mark.ranks(4)
+def test_replicas_that_are_not_equally_fast(monkeypatch):
+    """What a round cut short sends does not depend on which reductions were seen to be over."""
+
+    def done(gradients):
+        if torch.distributed.get_rank() >= 2:
+            return False  # until backward ends
+        gradients._reduction.wait()
+        return True
+
+    monkeypatch.setattr(UnitGradients, "done", property(done))
+    interrupted_runs({"sharding": "hybrid", "shard_size": 2})
 
 
 @pytest.mark.ranks(2)

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
 from drivetrain.parts.units import reducer
@@ -169,6 +170,17 @@ class Placed(Net):
         return super().forward(x + positions.hidden)
 
 
+class Recomputed(Net):
+    """Takes a row of another module inside of what is recomputed in backward."""
+
+    def forward(self, x):
+        x = checkpoint(self.shifted, x, use_reentrant=False)
+        return super().forward(x)
+
+    def shifted(self, x):
+        return torch.tanh(x + self.blocks[3].b.weight[0])
+
+
 def squares(model, x, backward, rank):
     backward(model(x).square().mean())
 
@@ -176,9 +188,9 @@ def squares(model, x, backward, rank):
 @EACH
 @pytest.mark.ranks(2)
 def test_views_stay_valid_until_the_forward_ends(strategy):
-    for factory in (Row, TiedRows, Placed):
+    for factory in (Row, TiedRows, Placed, Recomputed):
         torch.manual_seed(0)
-        train(strategy, factory(), squares)
+        train(strategy, factory(), squares, steps=3)
 
 
 # --- gradients of some ranks only ---

@@ -81,6 +81,7 @@ class Communicator(ABC):
         timeout: how long one operation may take.
 
     Attributes:
+        disagreement: what ranks were about to do differently, once that was found.
         companions: communicators over other axes that cannot go on when this one has failed.
     """
 
@@ -92,6 +93,7 @@ class Communicator(ABC):
         self.timeout = timeout
         self.submitted = 0
         self.companions: Sequence[Communicator] = ()
+        self.disagreement = ""
 
     def chunk(self, numel: int) -> list[tuple[int, int]]:
         """Return the even cut: the (start, stop) that each rank holds of numel elements."""

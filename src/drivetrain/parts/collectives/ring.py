@@ -43,6 +43,9 @@ from drivetrain.runtime.mesh import Axis
 PIECE_BYTES = 1 << 21
 """Largest message: big enough to amortise a message's cost, small enough to pipeline."""
 
+COMPANION_S = 0.3
+"""How long a communicator that failed waits for a companion to say why."""
+
 WINDOW = 4
 """Pieces of a reduction that may be under way to this rank; each needs a receive buffer."""
 
@@ -162,7 +165,13 @@ class RingCommunicator(Communicator):
             for companion in self.companions:
                 companion.alarm()
             if isinstance(error, Disagreement):
-                return CollectiveError(str(error))
+                self.disagreement = str(error)
+                return CollectiveError(self.disagreement)
+            if self.companions:  # the reason may be theirs, and they are about to say it
+                time.sleep(COMPANION_S)
+            for companion in self.companions:
+                if companion.disagreement:
+                    return CollectiveError(companion.disagreement)
             ranks, near = self.axis.ranks, self._neighbors
             return CollectiveError(
                 f"{call.operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "

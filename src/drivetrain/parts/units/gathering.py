@@ -106,6 +106,8 @@ class Gatherer:
 
     def release_all(self) -> None:
         """Release every unit, and what neighbors keep of it."""
+        if not self._forwards:
+            self._viewed.clear()
         for unit in self._units:
             self.release(unit)
             unit.near = None
@@ -114,6 +116,7 @@ class Gatherer:
     def step_taken(self) -> None:
         """Free every unit that nobody holds: its values are no longer the right ones."""
         self._keeping = False
+        self._viewed.clear()
         self.release_all()
 
     @contextmanager
@@ -257,7 +260,8 @@ class Gatherer:
             self._free_until_backward(unit)
 
     def _free_until_backward(self, unit: Unit) -> None:
-        if self._neighbors is not None and unit.whole and not unit.holds:
+        needed = unit.holds or unit in self._viewed
+        if self._neighbors is not None and unit.whole and not needed:
             unit.free_but_near(self._neighbors)
         else:
             self.release(unit)

@@ -84,6 +84,7 @@ class Reducer:
         self._handles: dict[Slot, RemovableHandle] = {}
         self._active: list[UnitGradients] = []
         self._launched = 0
+        self._replicates = True
         self._patience_s = PATIENCE_S
         self._flying: deque[UnitGradients] = deque()
 
@@ -180,6 +181,8 @@ class Reducer:
     def _begin(self) -> None:
         self._active = [gradients for gradients in self._gradients if gradients.begin()]
         self._launched = 0
+        # For the whole round: one cut short may end where the script synchronises again.
+        self._replicates = self.replicating
 
     def _came_again(self, slot: Slot, gradients: UnitGradients) -> None:
         """A gradient grew after it was complete: fine unless it was sent already."""
@@ -202,14 +205,14 @@ class Reducer:
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        self._flying.popleft().settle(replicate=self.replicating)
+        self._flying.popleft().settle(replicate=self._replicates)
 
     # --- after backward ---
 
     def _end(self) -> None:
         for gradients in self._active[self._launched :]:
             self._launch(gradients)
-        flags, handle = self._agree_on_present() if self.replicating else (None, None)
+        flags, handle = self._agree_on_present() if self._replicates else (None, None)
         while self._flying:
             self._settle_oldest()
         for gradients in self._active:
