@@ -1,10 +1,12 @@
 """The contract of a store, the second extension point: where tensors live between uses."""
 
-from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 @runtime_checkable
@@ -29,3 +31,102 @@ class TensorStore(Protocol):
 
     def close(self) -> None:
         """Release memory and files; the store cannot be used afterwards."""
+
+
+class Pending(Protocol):
+    """Something that goes on in the background."""
+
+    def wait(self) -> None:
+        """Return when it is over; raises its error, at every call."""
+
+    def done(self) -> bool:
+        """Whether it is over, or failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """A shard whose optimizer state a store keeps: what one rank owns of one parameter.
+
+    Attributes:
+        numel: its elements.
+        dtype: of the master and of the states.
+        kept: whether the store keeps the master, too; otherwise it stays in memory elsewhere.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStep:
+    """What one step of an optimizer does to one shard.
+
+    Attributes:
+        index: which shard of its block.
+        group: its param group; read when the step is submitted, not later.
+        gradient: 1-D, on the CPU, of any floating dtype; it is not changed.
+        master: 1-D, on the CPU, updated in place; None if the store keeps it.
+        out: 1-D, on the CPU, of any floating dtype: gets the new parameter; None if that is the
+            master.
+        factor: what the gradient is multiplied by, in the master's dtype.
+    """
+
+    index: int
+    group: Mapping[str, Any]
+    gradient: Tensor
+    master: Tensor | None
+    out: Tensor | None = None
+    factor: float = 1.0
+
+
+@runtime_checkable
+class ShardStepper(Protocol):
+    """Steps shards whose optimizer state lies in a store, one block of shards after the other.
+
+    A block is what one optimizer steps in one unit. Steps run in the background, in the order in
+    which they were submitted.
+    """
+
+    def adopt(self, block: str, shards: Sequence[ShardSpec], group: Mapping[str, Any]) -> None:
+        """Take room for the states of a block's shards, which have not taken a step.
+
+        Args:
+            block: a new name.
+            shards: its shards.
+            group: a param group like those of its steps: says which states there are.
+        """
+
+    def submit(self, block: str, steps: Sequence[ShardStep]) -> Pending:
+        """Take a step for some shards of a block; their tensors must stay until it is over."""
+
+    def states(self, block: str, index: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the states of a shard as torch names them, and its counter ``step``, if any.
+
+        Waits for what was submitted. Yields nothing before the first step. Tensors are 1-D, or
+        0-D; those of a store in memory are the kept ones.
+        """
+
+    def master(self, block: str, index: int) -> Tensor:
+        """Return the master of a shard that the store keeps, 1-D."""
+
+    def set_states(self, block: str, index: int, states: Mapping[str, Any]) -> None:
+        """Replace the states of a shard; none: as before the first step."""
+
+    def set_master(self, block: str, index: int, values: Tensor) -> None:
+        """Replace the master of a shard that the store keeps."""
+
+    def close(self) -> None:
+        """Let what was submitted end, and release memory, files and threads."""
+
+
+@runtime_checkable
+class SteppingStore(TensorStore, Protocol):
+    """A store that can keep optimizer state and step it where it lies."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether ``fetch`` returns the kept tensor itself, which can be changed in place."""
+
+    def stepper(self, optimizer: Optimizer) -> ShardStepper | None:
+        """Return what steps an optimizer's shards; None when only the optimizer itself can."""
