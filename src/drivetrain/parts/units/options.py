@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from drivetrain.config.option import option
+from drivetrain.config.option import option, section
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
 from drivetrain.parts.units.gathering import Until
+from drivetrain.parts.units.offload_options import OffloadOptions
 from drivetrain.runtime.mesh import Axis, Mesh
 
 
@@ -23,6 +24,9 @@ class UnitsOptions:
         True,
         help="whether torch's fused kernel steps Adam, AdamW, Adagrad and SGD optimizers that "
         "leave the choice open",
+    )
+    offload: OffloadOptions = section(
+        OffloadOptions, help="what lies in stores between its uses, in host memory or on a disk"
     )
 
     @property
