@@ -1,6 +1,6 @@
 """The contract of a store, the second extension point: where tensors live between uses."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -68,7 +68,7 @@ class ShardStep:
         gradient: 1-D, on the CPU, of any floating dtype; it is not changed.
         master: 1-D, on the CPU, updated in place; None if the store keeps it.
         out: 1-D, on the CPU, of any floating dtype: gets the new parameter; None if that is the
-            master.
+            master. A function returns it, in the background, not long before it is filled.
         factor: what the gradient is multiplied by, in the master's dtype.
     """
 
@@ -76,7 +76,7 @@ class ShardStep:
     group: Mapping[str, Any]
     gradient: Tensor
     master: Tensor | None
-    out: Tensor | None = None
+    out: Tensor | Callable[[], Tensor] | None = None
     factor: float = 1.0
 
 
@@ -97,8 +97,20 @@ class ShardStepper(Protocol):
             group: a param group like those of its steps: says which states there are.
         """
 
-    def submit(self, block: str, steps: Sequence[ShardStep]) -> Pending:
-        """Take a step for some shards of a block; their tensors must stay until it is over."""
+    def submit(
+        self,
+        block: str,
+        steps: Sequence[ShardStep],
+        then: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Take a step for some shards of a block; their tensors must stay until it is over.
+
+        Args:
+            block: its name.
+            steps: what to do, at most once for each shard.
+            then: called in the background when masters and outs are there; the step is over when
+                it has returned.
+        """
 
     def states(self, block: str, index: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the states of a shard as torch names them, and its counter ``step``, if any.
