@@ -38,7 +38,7 @@ def as_dtensors(slots: Iterable[Slot], ranks: Ranks, device: torch.device) -> di
     replicated = [Replicate()] * (mesh.ndim - 1)
     found = {}
     for slot in slots:
-        local = slot.piece(slot.flat.shard) if slot.owned_numel else _nothing(slot, ranks.sharing)
+        local = _piece(slot) if slot.owned_numel else _nothing(slot, ranks.sharing)
         placement = Shard(slot.outer_dim) if slot.shape else Replicate()
         if not slot.shape:
             local = _everywhere(local, slot, ranks.sharing)
@@ -51,6 +51,17 @@ def as_dtensors(slots: Iterable[Slot], ranks: Ranks, device: torch.device) -> di
             stride=slot.strides,
         )
     return found
+
+
+def _piece(slot: Slot) -> Tensor:
+    """Return this rank's rows in memory."""
+    tensor = slot.flat.share.tensor
+    if tensor is None or slot.flat.masters_left:
+        raise UsageError(
+            f"expected the rows of {slot.name!r} in memory, found that a store keeps them; take "
+            "model.state_dict(), or leave offload.params out and take offload.optimizer: cpu"
+        )
+    return slot.piece(tensor)
 
 
 def _device_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
@@ -79,11 +90,11 @@ def _nothing(slot: Slot, sharing: Communicator) -> Tensor:
         each = -(-total // sharing.size)
         rows = max(min(each, total - sharing.rank * each), 0)
     shape = [rows if dim == slot.outer_dim else size for dim, size in enumerate(slot.shape)]
-    return slot.flat.shard.new_empty(shape)
+    return slot.flat.values.new_empty(shape, dtype=slot.flat.layout.master)
 
 
 def _everywhere(local: Tensor, slot: Slot, sharing: Communicator) -> Tensor:
     """Return a 0-d parameter's value on all ranks: its own memory on the one that owns it."""
-    value = local.reshape(()) if slot.owned_numel else slot.flat.shard.new_zeros(())
+    value = local.reshape(()) if slot.owned_numel else _nothing(slot, sharing).new_zeros(())
     sharing.broadcast(value, 0, label=f"the value of {slot.name}").wait()
     return value

@@ -52,22 +52,39 @@ def clip_(pieces: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
 
     The factor is ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils``.
     """
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = clip_factor(norm, max_norm)
     for (device, _), group in _grouped(pieces).items():
         torch._foreach_mul_(group, factor.to(device))
 
 
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what tensors with this norm are multiplied by to clip them, 0-d."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
 def _norms(pieces: Iterable[Tensor], norm_type: float) -> list[Tensor]:
-    norms: list[Tensor] = []
-    for (_, dtype), group in _grouped(pieces).items():
-        wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-        same = dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
-        norms += torch._foreach_norm(group, norm_type, None if same else wide)
-    if not norms:
+    filled = [piece.detach() for piece in pieces if piece.numel()]
+    if not filled:
         return []
+    found: dict[int, Tensor] = {}
+    for group in _grouped(filled).values():
+        found.update(zip(map(id, group), _norms_of(group, norm_type), strict=True))
+    norms = [found[id(piece)] for piece in filled]  # whatever their dtypes, summed in this order
     device = norms[0].device
     widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
     return [norm.to(device, widest) for norm in norms]
+
+
+def _norms_of(group: list[Tensor], norm_type: float) -> Sequence[Tensor]:
+    """Return the norms of tensors of one device and dtype, in fp32 or fp64."""
+    dtype = group[0].dtype
+    wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+    if dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+        return torch._foreach_norm(group, norm_type)
+    if group[0].device.type != "cpu":
+        return torch._foreach_norm(group, norm_type, wide)
+    # As if they were kept in that dtype, to the last bit, and one after the other.
+    return [torch._foreach_norm([piece.to(wide)], norm_type)[0] for piece in group]
 
 
 def combine_norms(total: Tensor, norm_type: float, over: Sequence[Communicator]) -> Tensor:
@@ -98,5 +115,5 @@ def _grouped(pieces: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype],
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for piece in pieces:
         if piece.numel():
-            groups[piece.device, piece.dtype].append(piece.detach())
+            groups[piece.device, piece.dtype].append(piece)
     return groups

@@ -161,7 +161,7 @@ class Run:
         states = [v for state in self.optimizer.state.values() for v in state.values()]
         fragments = [p for group in self.optimizer.param_groups for p in group["params"]]
         gradients = [*self.strategy.gradients(), *(p.grad for p in parameters)]
-        shards = [flat.shard for flat in flats]
+        shards = [flat.share.tensor for flat in flats]
         return {
             "parameters": storage_bytes([*parameters, *fragments, *shards]),
             "gradients": storage_bytes(gradients),

@@ -53,7 +53,7 @@ def test_values_are_those_of_plain_construction(ranks):
     slots = list(accelerator.strategy_of(model)._placement)
     for slot in slots:
         share = expected[slot.name].flatten()[slice(*slot.owned)]
-        assert torch.equal(slot.flat.shard[slot.local], share), slot.name
+        assert torch.equal(slot.flat.share.tensor[slot.local], share), slot.name
     found = accelerator.get_state_dict(model)
     assert list(found) == list(expected)
     for name, tensor in expected.items():

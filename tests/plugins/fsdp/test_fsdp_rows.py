@@ -101,7 +101,7 @@ def check_rows(accelerator, twins):
         expected = rows_of(value, dim, axis.size, axis.rank)
         assert slot.owned_numel == expected.numel(), name
         if expected.numel():
-            piece = slot.piece(slot.flat.shard)
+            piece = slot.piece(slot.flat.share.tensor)
             assert torch.equal(piece, expected), name
             assert piece.shape == expected.shape
         else:

@@ -78,7 +78,7 @@ class Run:
         parameters = list(self.model.parameters())
         masters = [shard.tensor for shard in self.strategy.shards() if not shard.state]
         states = [v for state in self.optimizer.state.values() for v in state.values()]
-        kept = [flat.shard for unit in self.units() for flat in unit.flats]
+        kept = [flat.share.tensor for unit in self.units() for flat in unit.flats]
         fragments = [p for group in self.optimizer.param_groups for p in group["params"]]
         return {
             "parameters": storage_bytes([*parameters, *masters, *kept, *fragments]),

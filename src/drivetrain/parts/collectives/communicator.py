@@ -3,7 +3,7 @@
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, Protocol, TypeAlias
@@ -138,7 +138,9 @@ class Communicator(ABC):
             UsageError: the chunks do not cover the tensor, one per rank, in ascending order.
         """
 
-    def gather_parts(self, parts: Parts, *, label: str = "") -> Handle:
+    def gather_parts(
+        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
+    ) -> Handle:
         """Fill the tensors of the other ranks from those that the ranks hold.
 
         Bytes move, so tensors of any dtypes go together. It is an ``all_gather`` in the ledger.
@@ -147,10 +149,14 @@ class Communicator(ABC):
             parts: for each rank of the axis, the 1-D contiguous tensors that it holds, perhaps
                 none; lengths and dtypes are the same on every rank. They must not overlap.
             label: names the operation in errors; the default is the line of the call.
+            first: called once, before this rank's tensors are read; maybe in another thread, and
+                as late as in ``wait``.
 
         Raises:
             UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
         """
+        if first is not None:
+            first()
         return gather_staged(self, checked_parts(parts, self.size), label or caller(2))
 
     def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:

@@ -107,11 +107,19 @@ class RingCommunicator(Communicator):
             Call("all_gather", label, bounds), lambda: self._gather(_held(flat, bounds)), flat
         )
 
-    def gather_parts(self, parts: Parts, *, label: str = "") -> Handle:
+    def gather_parts(
+        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
+    ) -> Handle:
         """Fill the tensors of the other ranks; large ones in place, small ones packed together."""
         held = checked_parts(parts, self.size)
         call = Call("all_gather", label, layout=layout_of(held))
-        return self._submit(call, lambda: self._gather(as_bytes(held)))
+
+        def gather() -> None:
+            if first is not None:
+                first()
+            self._gather(as_bytes(held))
+
+        return self._submit(call, gather)
 
     def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
         """Put the sums over ranks, times scale, into this rank's tensors; small ones packed."""

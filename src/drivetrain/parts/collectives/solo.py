@@ -1,5 +1,7 @@
 """The communicator of an axis with one rank: nothing to send, every handle is finished."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from drivetrain.parts.collectives.communicator import Communicator, Handle, Reduction, flatten
@@ -16,6 +18,27 @@ class Finished:
     def done(self) -> bool:
         """Return True."""
         return True
+
+
+class Deferred:
+    """A handle that does its work when it is waited for.
+
+    Args:
+        work: called once.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+
+    def wait(self) -> None:
+        """Do the work, unless it is done."""
+        if self._work is not None:
+            self._work()
+            self._work = None
+
+    def done(self) -> bool:
+        """Whether the work is done."""
+        return self._work is None
 
 
 class SoloCommunicator(Communicator):
@@ -44,10 +67,12 @@ class SoloCommunicator(Communicator):
         checked_chunks(chunks, flat.numel(), self.size)
         return Finished()
 
-    def gather_parts(self, parts: Parts, *, label: str = "") -> Handle:
-        """Return a finished handle: all parts are this rank's."""
+    def gather_parts(
+        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
+    ) -> Handle:
+        """Return a handle that only waits for what comes first: all parts are this rank's."""
         checked_parts(parts, self.size)
-        return Finished()
+        return Finished() if first is None else Deferred(first)
 
     def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
         """Multiply by the scale."""

@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.parts.units.estimate import Estimate, Lines, Regather
 from drivetrain.parts.units.layout import Cut, UnitLayout
+from drivetrain.parts.units.offload_options import OffloadOptions
 from drivetrain.strategy import Run, Strategy
 
 
@@ -16,6 +17,10 @@ class UnitsConfig(Protocol):
     @property
     def fused(self) -> bool:
         """Whether torch's fused kernel steps optimizers that leave the choice open."""
+
+    @property
+    def offload(self) -> OffloadOptions:
+        """What lies in stores."""
 
     @property
     def buffers(self) -> str:

@@ -4,9 +4,9 @@ Group dictionaries stay the same objects, so schedulers and weight decay go on w
 an optimizer already has is cut like the parameter it belongs to.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from drivetrain.parts.units.layout import Cut
 from drivetrain.parts.units.slot import Slot
 from drivetrain.parts.units.suitability import check_suits
 from drivetrain.parts.units.unit import Unit
+from drivetrain.store import ShardStepper
 
 _FUSED = (SGD, Adam, AdamW, Adagrad)
 """Optimizers whose fused kernel does the same arithmetic in one pass over memory."""
@@ -33,15 +34,49 @@ class Bound:
     Attributes:
         optimizer: the user's object.
         slots: by name; the same on every rank, also where this rank owns nothing of them.
+        stepper: takes steps in its place, for what a store keeps; None: nothing is kept.
+        handles: of the hooks on it.
     """
 
     optimizer: Optimizer
     slots: dict[str, Slot] = field(default_factory=dict)
+    stepper: ShardStepper | None = None
+    handles: list[RemovableHandle] = field(default_factory=list)
 
     @property
     def units(self) -> set[Unit]:
         """The units that its step changes."""
         return {slot.unit for slot in self.slots.values()}
+
+    @property
+    def fragments(self) -> dict[Tensor, Slot]:
+        """Its parameters by what the optimizer holds in their places."""
+        slots = self.slots.values()
+        return {slot.fragment: slot for slot in slots if slot.fragment is not None}
+
+    def members(self) -> Iterator[tuple[Slot, nn.Parameter, Mapping[str, Any]]]:
+        """Yield its parameters, what it holds in their places, and their groups as they are."""
+        slots = self.fragments
+        for group in self.optimizer.param_groups:
+            for fragment in group["params"]:
+                if fragment in slots:
+                    yield slots[fragment], fragment, group
+
+
+class Watch(Protocol):
+    """Is told about the optimizers of a model."""
+
+    def bound(self, bound: Bound) -> None:
+        """An optimizer holds fragments, perhaps more of them than before."""
+
+    def before_step(self, bound: Bound) -> None:
+        """An optimizer is about to step."""
+
+    def after_step(self, bound: Bound) -> None:
+        """An optimizer has stepped."""
+
+    def cleared(self, slots: Iterable[Slot], *, set_to_none: bool) -> None:
+        """The gradients of these parameters are about to be cleared."""
 
 
 class Binding:
@@ -51,9 +86,7 @@ class Binding:
         slots: the parameters that lie in units; grows when more do.
         cut: what ranks own of parameters.
         fused: whether to take the fused kernel where the user left the choice open.
-        before_step: called before every step.
-        after_step: called after every step with what the optimizer holds.
-        clear: called when an optimizer's gradients are cleared, with its parameters.
+        watch: is told about optimizers and their steps.
     """
 
     def __init__(
@@ -62,18 +95,13 @@ class Binding:
         *,
         cut: Cut,
         fused: bool,
-        before_step: Callable[[], None],
-        after_step: Callable[[Bound], None],
-        clear: Callable[[Iterable[Slot]], None],
+        watch: "Watch",
     ) -> None:
         self._slots = slots
         self._cut = cut
         self._fused = fused
-        self._before_step = before_step
-        self._after_step = after_step
-        self._clear = clear
+        self._watch = watch
         self._bound: list[Bound] = []
-        self._handles: list[RemovableHandle] = []
 
     def __iter__(self) -> Iterator[Bound]:
         return iter(self._bound)
@@ -95,21 +123,25 @@ class Binding:
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._adopt_strays(bound)
             _check_gradients(bound)
-            self._before_step()
+            if bound.stepper is not None and any((*args, *kwargs.values())):
+                raise UsageError(
+                    "expected step() without a closure, found one: a store takes the steps of an "
+                    "offloaded optimizer; compute the loss before step()"
+                )
+            self._watch.before_step(bound)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._after_step(bound)
+            self._watch.after_step(bound)
 
-        self._handles.append(optimizer.register_step_pre_hook(before))
-        self._handles.append(optimizer.register_step_post_hook(after))
+        bound.handles.append(optimizer.register_step_pre_hook(before))
+        bound.handles.append(optimizer.register_step_post_hook(after))
         self._take_zero_grad(bound)
 
     def close(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
         for bound in self._bound:
+            for handle in bound.handles:
+                handle.remove()
             bound.optimizer.__dict__.pop("zero_grad", None)
 
     def _take_zero_grad(self, bound: Bound) -> None:
@@ -121,7 +153,8 @@ class Binding:
 
         def zero_grad(set_to_none: bool = True) -> None:
             self._adopt_strays(bound)
-            self._clear(bound.slots.values())  # first: it may end a backward that was cut short
+            # First: it may end a backward that was cut short.
+            self._watch.cleared(bound.slots.values(), set_to_none=set_to_none)
             given(set_to_none)
 
         bound.optimizer.__dict__["zero_grad"] = zero_grad
@@ -138,6 +171,7 @@ class Binding:
             group["params"] = [one for one in held if one is not None]
             if self._fused and type(bound.optimizer) in _FUSED and _leaves_choice(group):
                 group["fused"] = True
+        self._watch.bound(bound)
 
     def _replace(self, bound: Bound, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what stands in a parameter's place; None where this rank owns nothing of it."""

@@ -136,9 +136,10 @@ class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
     def _after_round(self) -> None:
         self._gatherer.release_all()
 
-    def _after_step(self, bound: Bound) -> None:
+    def after_step(self, bound: Bound) -> None:
+        """Free what was gathered: its values are no longer the right ones."""
         self._gatherer.step_taken()
-        super()._after_step(bound)
+        super().after_step(bound)
 
     @contextmanager
     def _holding(self, units: Sequence[Unit]) -> Iterator[None]:

@@ -1,11 +1,11 @@
 """The parameters of one kind in a unit, on one rank: their memory, and the shard of this rank.
 
-``values`` holds all of them in the dtype that forward reads. ``shard`` holds what this rank owns,
+``values`` holds all of them in the dtype that forward reads. ``share`` holds what this rank owns,
 in the dtype that the optimizer updates; where that is the same dtype and the values are never
 freed, it is a part of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from drivetrain.parts.deferred import become
 from drivetrain.parts.guard import check_ordinary
+from drivetrain.parts.units.kept import stand_in
 from drivetrain.parts.units.layout import FlatLayout
+from drivetrain.parts.units.share import Share, ShareInMemory, ShareInPlace, ShareInStore
 from drivetrain.parts.units.slot import Slot
+from drivetrain.store import TensorStore
 
 if TYPE_CHECKING:
     from drivetrain.parts.units.unit import Unit
@@ -32,12 +35,16 @@ class Flat:
         parameters: parameters by name.
         rank: this rank among those that share the unit.
         device: where it lives.
+        store: where this rank's share lies while a sharded unit is not in use; None: in memory.
 
     Attributes:
         layout: what it holds.
         unit: the unit that it is part of.
         values: 1-D, all parameters; without memory while a sharded unit is not in use.
-        shard: 1-D, what this rank owns.
+        share: what this rank owns.
+        owned: how many elements that are.
+        masters_left: whether a store keeps the masters of all its parameters.
+        gradient_device: where the gradients of what this rank owns are kept.
         slots: its parameters, in order.
         parts: for each rank, what it owns of the values, as views.
     """
@@ -49,6 +56,7 @@ class Flat:
         parameters: Mapping[str, nn.Parameter],
         rank: int,
         device: torch.device,
+        store: TensorStore | None = None,
     ) -> None:
         self.layout = layout
         self.unit = unit
@@ -61,19 +69,22 @@ class Flat:
             slot = Slot(place, parameter, self, rank, first)
             self.slots.append(slot)
             first += slot.owned_numel
+        self.owned = first
+        self.masters_left = False
+        self.gradient_device = device
         self.parts = self.cut(self.values)
-        own = self.parts[rank]
+        self.share = self._make_share(self.parts[rank], store)
+
+    def _make_share(self, own: Sequence[Tensor], store: TensorStore | None) -> Share:
+        numel, dtype = self.owned, self.layout.master
+        sharded = self.unit.layout.sharded
+        if sharded and store is not None:
+            key = f"parameters of {self.unit.label}, {self.slots[0].name} and on"
+            return ShareInStore(numel, dtype, own, store, key)
         # Whatever is freed, converted or scattered is kept a second time.
-        self.separate = unit.layout.sharded or self.has_master or len(own) > 1
-        self.shard = (
-            torch.empty(first, dtype=layout.master, device=device)
-            if self.separate
-            else own[0]
-            if own
-            else self.values[:0]
-        )
-        self._own = own
-        self._shard_pieces = list(torch.split(self.shard, [part.numel() for part in own]))
+        if sharded or self.has_master or len(own) > 1:
+            return ShareInMemory(numel, dtype, own, self.values.device)
+        return ShareInPlace(self.values, own)
 
     @property
     def has_master(self) -> bool:
@@ -98,31 +109,31 @@ class Flat:
             view = slot.view(self.values)
             if not slot.unit.layout.sharded:
                 view.copy_(given)
-            if self.separate and slot.owned_numel:
-                self.shard[slot.local].copy_(slot.in_memory_order(given)[slice(*slot.owned)])
+            if slot.owned_numel and self.share.separate:
+                self.share.write(slot, slot.in_memory_order(given)[slice(*slot.owned)])
             if slot.parameter.is_meta:
                 become(slot.parameter, view, slot.name)
             else:
                 slot.parameter.data = view  # the object and all that hold it stay
+        self.share.settle()
 
-    def fill_own(self) -> None:
-        """Copy the shard into its places among the values."""
-        if self.separate and self._own:
-            with torch.no_grad():
-                torch._foreach_copy_(self._own, self._shard_pieces)
-
-    def take_own(self) -> None:
-        """Copy this rank's places among the values back into the shard, where they changed.
-
-        What nobody changed keeps the digits that the dtype of forward has no room for.
-        """
-        if self.separate:
-            for own, piece in zip(self._own, self._shard_pieces, strict=True):
-                piece.copy_(torch.where(piece.to(own.dtype) == own, piece, own))
+    def leave_masters(self) -> None:
+        """Keep what forward reads only: a store keeps the masters of all its parameters."""
+        self.masters_left = True
+        if not self.unit.layout.sharded:
+            own = self.parts[self.unit.communicator.rank]
+            self.share = ShareInPlace(self.values, own)
+        else:
+            self.share.narrow(self.layout.dtype)
 
     def fragment(self, slot: Slot) -> nn.Parameter | None:
         """Return what an optimizer holds in a parameter's place; None where nothing is owned."""
         if slot.fragment is None and slot.owned_numel:
-            piece = slot.piece(self.shard)
-            slot.fragment = nn.Parameter(piece, requires_grad=slot.parameter.requires_grad)
+            memory = self.share.tensor
+            if memory is None:  # a store will keep the master
+                slot.fragment = nn.Parameter(torch.empty(0, dtype=self.layout.master))
+                stand_in(slot, self.layout.master)
+            else:
+                slot.fragment = nn.Parameter(slot.piece(memory))
+            slot.fragment.requires_grad_(slot.parameter.requires_grad)
         return slot.fragment

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.units.flat import Flat
+from drivetrain.parts.units.kept import stand_in
 from drivetrain.parts.units.slot import Slot
 
 
@@ -130,7 +131,8 @@ class FlatGradients:
         """Add the shares that were reduced to those that wait for the replicas' ones."""
         share, owned = self._reduced(), self._owned()
         if self._waiting is None:
-            self._waiting = torch.empty_like(self.flat.shard, dtype=self._total)
+            device = self.flat.values.device
+            self._waiting = torch.empty(self.flat.owned, dtype=self._total, device=device)
             _copy([self._waiting[slot.local] for slot in owned], [share(slot) for slot in owned])
         else:
             for slot in owned:
@@ -181,7 +183,10 @@ class FlatGradients:
         for slot in owned:
             if _has_gradient(slot):
                 self._follow(slot)
-                kept[slot.local].add_(share(slot))
+        kept = self._widen(kept)
+        for slot in owned:
+            if _has_gradient(slot):
+                kept[slot.local].add_(share(slot).to(kept.device))
             else:
                 kept[slot.local].copy_(share(slot))
 
@@ -190,12 +195,13 @@ class FlatGradients:
         if in_place is not None:
             return in_place
         kept = self._kept
+        dtype = self._first_dtype()
         if (
             kept is None
-            or kept.dtype is not self._total
+            or kept.dtype is not dtype
             or (self.buffer is not None and _shares(kept, self.buffer))
         ):
-            kept = torch.empty_like(self.flat.shard, dtype=self._total)
+            kept = torch.empty(self.flat.owned, dtype=dtype, device=self.flat.gradient_device)
         _copy([kept[slot.local] for slot in owned], [share(slot) for slot in owned])
         return kept
 
@@ -204,7 +210,34 @@ class FlatGradients:
         sent, pieces = self.sent, self.flat.layout.pieces(self.flat.unit.communicator.rank)
         if sent is None or sent is not self.buffer or not self._stays or len(pieces) != 1:
             return None
-        return sent[slice(*pieces[0])] if sent.dtype is self._total else None
+        if sent.device != self.flat.gradient_device:
+            return None
+        return sent[slice(*pieces[0])] if sent.dtype is self._first_dtype() else None
+
+    def _first_dtype(self) -> torch.dtype:
+        """Return the dtype in which a gradient is kept to which none was added."""
+        return self.wire if self.flat.masters_left else self._total
+
+    def _widen(self, kept: Tensor) -> Tensor:
+        """Go on in the dtype of sums."""
+        if kept.dtype is self._total:
+            return kept
+        self._kept = kept.to(self._total)
+        for slot in self.flat.slots:
+            if _has_gradient(slot):
+                self.hand_out(slot)
+        return self._kept
+
+    def widen(self) -> None:
+        """Keep gradients in the dtype of sums: they are about to be changed in place."""
+        if self._kept is not None:
+            self._widen(self._kept)
+
+    def give_away(self) -> None:
+        """Let go of the memory of gradients that were handed out: somebody else reads it."""
+        kept, self._kept = self._kept, None
+        if kept is not None and self.buffer is not None and _shares(kept, self.buffer):
+            self.use(None)
 
     # --- handing out ---
 
@@ -214,6 +247,8 @@ class FlatGradients:
         if fragment is None or self._kept is None:
             return
         piece = slot.piece(self._kept)
+        if self.flat.masters_left and fragment.dtype is not piece.dtype:
+            stand_in(slot, piece.dtype)
         fragment.grad = piece if piece.dtype is fragment.dtype else piece.to(fragment.dtype)
 
     def _follow(self, slot: Slot) -> None:

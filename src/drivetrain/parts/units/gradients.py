@@ -31,6 +31,7 @@ class UnitGradients:
         lend: lends a buffer; None keeps one for good.
         take_back: takes a lent buffer back.
         ranks: those that train the model.
+        make_way: called before the first gradient of a backward.
 
     Attributes:
         unit: the unit.
@@ -46,6 +47,7 @@ class UnitGradients:
         lend: Lend | None,
         take_back: Callable[[Tensor], None],
         ranks: Ranks,
+        make_way: Callable[[Unit], None] | None = None,
     ) -> None:
         self.unit = unit
         self.awaited: list[Slot] = []
@@ -53,6 +55,7 @@ class UnitGradients:
         self.present: set[Slot] = set()
         self._lend = lend
         self._take_back = take_back
+        self._make_way = make_way
         self._reducing = ranks.reducing
         self._replicas = ranks.replicas
         self._flats = {flat: self._make(flat, precision) for flat in unit.flats}
@@ -116,6 +119,8 @@ class UnitGradients:
 
     def _open(self) -> None:
         self._opened = True
+        if self._make_way is not None:
+            self._make_way(self.unit)
         trained = {slot.flat for slot in self.unit.slots if slot.parameter.requires_grad}
         self._active = [self._flats[flat] for flat in self.unit.flats if flat in trained]
         if self._lend is not None:
@@ -198,6 +203,16 @@ class UnitGradients:
                 gradients.use(None)
 
     # --- handing out ---
+
+    def widen(self, flats: Collection[Flat]) -> None:
+        """Keep gradients in the dtype of sums: they are about to be changed in place."""
+        for flat in flats:
+            self._flats[flat].widen()
+
+    def give_away(self, flats: Collection[Flat]) -> None:
+        """Let go of the memory of gradients that were handed out: somebody else reads it."""
+        for flat in flats:
+            self._flats[flat].give_away()
 
     def deliver(self, slots: Sequence[Slot]) -> None:
         """Give these parameters' fragments their gradients."""

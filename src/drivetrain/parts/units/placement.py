@@ -15,6 +15,7 @@ from drivetrain.parts.units.layout import UnitLayout
 from drivetrain.parts.units.ranks import Ranks
 from drivetrain.parts.units.slot import Slot
 from drivetrain.parts.units.unit import Unit
+from drivetrain.store import TensorStore
 
 Plan: TypeAlias = Callable[[Sequence[TensorSpec], Sequence[Hashable]], Sequence[UnitLayout]]
 """Cuts parameters into units, given the device of each; only equal devices share a unit."""
@@ -28,6 +29,7 @@ class Placement:
         plan: cuts parameters into units.
         belongs: whether a parameter lies in a unit; what never moves may need none.
         device: where parameters without values get theirs.
+        store: gives the store of this rank's shares of sharded units; None: memory.
 
     Attributes:
         units: in the order in which backward usually reaches them.
@@ -40,6 +42,7 @@ class Placement:
         plan: Plan,
         belongs: Callable[[TensorSpec], bool],
         device: torch.device,
+        store: Callable[[], TensorStore | None] = lambda: None,
     ) -> None:
         self.units: list[Unit] = []
         self.slots: dict[nn.Parameter, Slot] = {}
@@ -47,6 +50,7 @@ class Placement:
         self._plan = plan
         self._belongs = belongs
         self._device = device
+        self._store = store
         self._source: WeightSource | None = None
         self._outside: dict[str, nn.Parameter] = {}
 
@@ -96,12 +100,14 @@ class Placement:
         wanted = {self.slots[one].unit for one in parameters if one in self.slots}
         return [unit for unit in self.units if unit in wanted]
 
-    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+    def gradients(
+        self, only: Collection[nn.Parameter] | None = None
+    ) -> Iterator[tuple[Slot, Tensor]]:
         """Yield the gradients of this rank's fragments, of some parameters or of all."""
         chosen = self.slots.values() if only is None else [self.slots.get(p) for p in only]
         for slot in chosen:
             if slot is not None and slot.fragment is not None and slot.fragment.grad is not None:
-                yield slot.fragment.grad
+                yield slot, slot.fragment.grad
 
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Clear the fragments' gradients."""
@@ -116,7 +122,7 @@ class Placement:
     def _make(self, layout: UnitLayout) -> Unit:
         first = next(iter(layout.places))
         device = self._device_of(self._outside[first.name])
-        unit = Unit(layout, self._outside, self._values, self._ranks.sharing, device)
+        unit = Unit(layout, self._outside, self._values, self._ranks.sharing, device, self._store())
         if self._source is not None and unit.resident:
             replicate(unit.values, self._ranks.everyone, "replicate model")
         return unit

@@ -28,6 +28,7 @@ from drivetrain.errors import UsageError
 from drivetrain.parts.collectives import Handle
 from drivetrain.parts.pool import BufferPool
 from drivetrain.parts.rounds import Rounds, on_gradient
+from drivetrain.parts.units.flat import Flat
 from drivetrain.parts.units.gradients import UnitGradients
 from drivetrain.parts.units.ranks import Ranks
 from drivetrain.parts.units.slot import Slot
@@ -50,6 +51,7 @@ class Reducer:
         device: where the buffers live.
         in_flight: buffers that may be lent at once; 0 keeps a buffer for every unit.
         pool_bytes: size of the buffers that are lent; larger ones are allocated when needed.
+        make_way: called before a unit gets its first gradient of a backward.
         at_end: called at the end of every round.
 
     Attributes:
@@ -66,6 +68,7 @@ class Reducer:
         *,
         in_flight: int = 0,
         pool_bytes: int = 0,
+        make_way: Callable[[Unit], None] | None = None,
         at_end: Callable[[], None] | None = None,
     ) -> None:
         self.synchronizing = True
@@ -79,6 +82,7 @@ class Reducer:
         self._pool_bytes = pool_bytes
         self._pool = BufferPool(in_flight, pool_bytes) if in_flight and pool_bytes else None
         self._lent: dict[int, bool] = {}
+        self._make_way = make_way
         self._at_end = at_end
         self._gradients: list[UnitGradients] = []
         self._handles: dict[Slot, RemovableHandle] = {}
@@ -97,7 +101,9 @@ class Reducer:
         """Reduce the gradients of more units, after those of the others."""
         lend = self._borrow if self._in_flight else None
         for unit in units:
-            gradients = UnitGradients(unit, self._precision, lend, self._take_back, self._ranks)
+            gradients = UnitGradients(
+                unit, self._precision, lend, self._take_back, self._ranks, self._make_way
+            )
             self._gradients.append(gradients)
         self.refresh()
 
@@ -116,6 +122,23 @@ class Reducer:
         """Multiply gradients of micro-batches that were not sent."""
         for gradients in self._gradients:
             gradients.scale(factor)
+
+    def widen(self, slots: Iterable[Slot]) -> None:
+        """Keep the gradients of these parameters in the dtype of sums."""
+        self._each_flat(slots, UnitGradients.widen)
+
+    def give_away(self, slots: Iterable[Slot]) -> None:
+        """Let go of the memory of these parameters' gradients: somebody else reads it."""
+        self._each_flat(slots, UnitGradients.give_away)
+
+    def _each_flat(
+        self, slots: Iterable[Slot], action: Callable[[UnitGradients, set[Flat]], None]
+    ) -> None:
+        flats = {slot.flat for slot in slots}
+        for gradients in self._gradients:
+            mine = flats.intersection(gradients.unit.flats)
+            if mine:
+                action(gradients, mine)
 
     def forget(self, only: Iterable[Slot] | None = None) -> None:
         """Drop gradients of micro-batches that were not sent, of some parameters or of all."""

@@ -1,11 +1,11 @@
-"""What a rank owns of a flat tensor between the tensor's uses: where it lies, and how it comes back.
+"""What a rank owns of a flat tensor between its uses: where that lies, and how it comes back.
 
 In a store it is one tensor, like the one that would be in memory.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,11 @@ class Share(ABC):
     Attributes:
         dtype: their dtype.
         numel: how many elements.
-        tensor: 1-D, all of them, if they lie in memory; otherwise None.
+        tensor: 1-D, all of them, if they lie in memory as one range; otherwise None.
+        separate: whether they are kept besides the values of the flat tensor.
     """
+
+    separate: ClassVar[bool] = True
 
     def __init__(self, numel: int, dtype: torch.dtype, own: Sequence[Tensor]) -> None:
         self.numel = numel
@@ -36,6 +39,11 @@ class Share(ABC):
         self.tensor: Tensor | None = None
         self._own = list(own)
         self._lengths = [part.numel() for part in own]
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether ``fill`` need not wait for anything."""
+        return True
 
     @abstractmethod
     def fill(self) -> None:
@@ -64,6 +72,10 @@ class Share(ABC):
     def narrow(self, dtype: torch.dtype) -> None:
         """Go on in the dtype of forward: somebody else keeps the masters."""
 
+    def settle(self) -> None:
+        """Keep what was written first for good."""
+        return
+
     def ahead(self) -> None:
         """Start to bring what ``fill`` will need soon."""
         return
@@ -82,6 +94,8 @@ class Share(ABC):
 
 class ShareInPlace(Share):
     """It lies among the values, which are never freed: nothing has to move."""
+
+    separate: ClassVar[bool] = False
 
     def __init__(self, values: Tensor, own: Sequence[Tensor]) -> None:
         super().__init__(sum(part.numel() for part in own), values.dtype, own)
@@ -213,7 +227,7 @@ class ShareInStore(Share):
         self._store.put(self._key, values.to(self.dtype))
 
     def settle(self) -> None:
-        """Put what was written first: from here on nothing of it stays in memory."""
+        """Put what was written first; from here on nothing of it stays in memory."""
         if self._fresh is not None:
             self.replace(self._fresh)
 
@@ -223,6 +237,11 @@ class ShareInStore(Share):
             values = self._fetch()
             self.dtype = dtype
             self.replace(values)
+
+    @property
+    def at_hand(self) -> bool:
+        """Return False: it comes from the store."""
+        return False
 
     def ahead(self) -> None:
         """Let the store read ahead."""

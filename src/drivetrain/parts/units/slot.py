@@ -10,6 +10,7 @@ from drivetrain.parts.units.layout import Place, row_length
 
 if TYPE_CHECKING:
     from drivetrain.parts.units.flat import Flat
+    from drivetrain.parts.units.kept import Kept
 
 
 class Slot:
@@ -38,6 +39,7 @@ class Slot:
         fragment_shape: shape of what the optimizer holds: 1-D, rows, or the parameter's own.
         fragment_strides: its strides.
         fragment: what the optimizer holds in the parameter's place; None where nothing is owned.
+        kept: what a store keeps for the optimizer; None if that has it itself.
         round: the round in which its gradient last came.
         filled: whether its place in the gradient buffer holds a gradient.
     """
@@ -48,6 +50,7 @@ class Slot:
         "fragment",
         "fragment_shape",
         "fragment_strides",
+        "kept",
         "local",
         "name",
         "numel",
@@ -79,6 +82,7 @@ class Slot:
         self.local = slice(first, first + self.owned_numel)
         self.fragment_shape, self.fragment_strides = self._fragment_geometry()
         self.fragment: nn.Parameter | None = None
+        self.kept: Kept | None = None
         self.round = 0
         self.filled = False
 

@@ -16,8 +16,10 @@ from drivetrain.checkpoint.assembly import boxes
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import allocate_state, check_fits, group_of, state_keys
+from drivetrain.parts.units.kept import master_of, set_master
 from drivetrain.parts.units.ranks import Ranks
 from drivetrain.parts.units.slot import Slot
+from drivetrain.parts.units.state_hooks import flat_state
 from drivetrain.shards import Part, Reader, Shard
 
 _SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
@@ -56,9 +58,9 @@ class ShardedState:
             return
         for name, slot in self._slots.items():
             if slot.owned_numel:
-                yield from _shards(name, "", slot, slot.flat.shard[slot.local].detach())
+                yield from _shards(name, "", slot, master_of(slot))
             elif not slot.numel and self._ranks.first:
-                empty = torch.empty(slot.shape, dtype=slot.flat.shard.dtype, device="cpu")
+                empty = torch.empty(slot.shape, dtype=slot.flat.layout.master, device="cpu")
                 yield Shard(name, "", empty, slot.shape, Part.whole(slot.shape))
         for index, (optimizer, names) in enumerate(self._held):
             for name in names:
@@ -86,7 +88,7 @@ class ShardedState:
             for name, tensor in self._whole().items():
                 tensor.copy_(reader.read(name))
             for slot in self._slots.values():
-                _read(reader, "", slot, slot.flat.shard[slot.local])
+                _load_master(reader, slot)
             for index, (optimizer, names) in enumerate(self._held):
                 for name in names:
                     self._load_optimizer(
@@ -105,15 +107,26 @@ class ShardedState:
     def _optimizer_shards(self, index: int, optimizer: Optimizer, slot: Slot) -> Iterator[Shard]:
         if slot.fragment is None:
             return
-        for key, value in optimizer.state.get(slot.fragment, {}).items():
+        kept = slot.kept
+        own = optimizer.state.get(slot.fragment, {}).items() if kept is None else kept.states()
+        for key, value in own:
             if not isinstance(value, Tensor):
                 continue
             name = f"{index}.{key}"
-            if _is_divided(slot) and value.shape == slot.fragment.shape:
+            if kept is not None and value.dim() == 1:
+                yield from self._kept_shards(name, slot, value)
+            elif _is_divided(slot) and value.shape == slot.fragment.shape:
                 yield from _shards(slot.name, name, slot, slot.share_in_order(value.detach()))
             elif slot.owned[0] == 0:  # the owner of the first element speaks for all
                 shape = tuple(value.shape)
                 yield Shard(slot.name, name, value.detach(), shape, Part.whole(shape))
+
+    def _kept_shards(self, state: str, slot: Slot, owned: Tensor) -> Iterator[Shard]:
+        if _is_divided(slot):
+            yield from _shards(slot.name, state, slot, owned)
+        else:
+            whole = owned.as_strided(slot.shape, slot.strides)
+            yield Shard(slot.name, state, whole, slot.shape, Part.whole(slot.shape))
 
     def _load_optimizer(
         self, reader: Reader, keys: Sequence[str], index: int, name: str, optimizer: Optimizer
@@ -125,7 +138,9 @@ class ShardedState:
         loaded: dict[str, Any] = dict(reader.scalars(name, index))
         for key in keys:
             loaded[key] = self._load_tensor(reader, key, index, slot, optimizer, present.get(key))
-        if loaded:
+        if slot.kept is not None:
+            slot.kept.set_states(flat_state(slot, loaded))
+        elif loaded:
             optimizer.state[slot.fragment] = loaded
         else:
             optimizer.state.pop(slot.fragment, None)
@@ -145,11 +160,13 @@ class ShardedState:
         shape = reader.shape(slot.name, state)
         scalar = shape == () and key in _SCALARS
         if _is_divided(slot) and shape == slot.shape and not scalar:
-            share = torch.empty(slot.owned_numel, dtype=fragment.dtype, device="cpu")
+            share = torch.empty(slot.owned_numel, dtype=slot.flat.layout.master, device="cpu")
             _read(reader, state, slot, share)
             values = share.as_strided(slot.fragment_shape, slot.fragment_strides)
         else:
             values = reader.read(slot.name, state)
+        if slot.kept is not None:
+            return values
         if not isinstance(kept, Tensor) or kept.shape != values.shape:
             kept = allocate_state(values, key, fragment, group_of(optimizer, fragment))
         target: Tensor = kept
@@ -175,6 +192,13 @@ def _is_divided(slot: Slot) -> bool:
 def _shards(name: str, state: str, slot: Slot, owned: Tensor) -> Iterator[Shard]:
     for part, piece in _pieces(slot, owned):
         yield Shard(name, state, piece, slot.shape, part)
+
+
+def _load_master(reader: Reader, slot: Slot) -> None:
+    if slot.owned_numel:
+        values = master_of(slot).clone()
+        _read(reader, "", slot, values)
+        set_master(slot, values)
 
 
 def _read(reader: Reader, state: str, slot: Slot, owned: Tensor) -> None:

@@ -13,12 +13,13 @@ from drivetrain.errors import CollectiveError
 from drivetrain.parts.collectives import connect
 from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.naming import named_parameters
-from drivetrain.parts.norms import clip_, global_norm
+from drivetrain.parts.norms import clip_, clip_factor, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
 from drivetrain.parts.units.accounts import Accounted, ConfigT
 from drivetrain.parts.units.binding import Binding, Bound
 from drivetrain.parts.units.hooks import UnitHook, ZeroGrad, is_compiled
 from drivetrain.parts.units.layout import UnitLayout
+from drivetrain.parts.units.offload import Offload
 from drivetrain.parts.units.placement import Placement
 from drivetrain.parts.units.ranks import Ranks
 from drivetrain.parts.units.reducer import Reducer
@@ -41,16 +42,18 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         super().__init__(config, run)
         self._model = nn.Module()  # until there is one
         self._ranks = self._connect()
-        self._placement = Placement(self._ranks, self._plan_units, config.places, run.world.device)
+        self._offload = Offload(config.offload, run.world.device)
+        self._placement = Placement(
+            self._ranks,
+            self._plan_units,
+            config.places,
+            run.world.device,
+            lambda: self._offload.parameters,
+        )
         self._handles: list[RemovableHandle] = []
         self._reducer = self._make_reducer([])
         self._binding = Binding(
-            self._placement.slots,
-            cut=config.cut,
-            fused=config.fused,
-            before_step=self._before_step,
-            after_step=self._after_step,
-            clear=self._forget,
+            self._placement.slots, cut=config.cut, fused=config.fused, watch=self
         )
 
     def _plan_units(
@@ -76,7 +79,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
             self._binding.check(optimizer)
         specs = [TensorSpec.of(name, p) for name, p in named_parameters(model).items()]
         self._reducer = self._make_reducer(self._plan_units(specs))
-        self._reducer.add(self._placement.lay_out(model))
+        self._add(self._placement.lay_out(model))
         for optimizer in optimizers:
             self._binding.add(optimizer)
         self._handles.append(model.register_forward_pre_hook(ForwardHook(self._before_forward)))
@@ -99,8 +102,13 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
             self.run.world.device,
             in_flight=lent,
             pool_bytes=self.estimate(self.config, layouts, self.run).lent_bytes() if lent else 0,
+            make_way=self._make_way,
             at_end=self._after_round,
         )
+
+    def _add(self, units: Sequence[Unit]) -> None:
+        self._offload.choose(units)
+        self._reducer.add(units)
 
     # --- the step ---
 
@@ -120,12 +128,30 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments."""
+        pieces = [slot for slot, _ in self._complete(only)]
+        self._reducer.widen(slot for slot in pieces if slot.flat.masters_left)
+        yield from (gradient for _, gradient in self._placement.gradients(only))
+
+    def _complete(self, only: Collection[nn.Parameter] | None = None) -> list[tuple[Slot, Tensor]]:
+        """Return gradients that nobody changes any more, and that wait for no factor."""
         self._reducer.rounds.finish()
-        yield from self._placement.gradients(only)
+        found = list(self._placement.gradients(only))
+        for unit in {slot.unit for slot, _ in found}:
+            self._make_way(unit)
+        return list(self._placement.gradients(only))
+
+    def _make_way(self, unit: Unit) -> None:
+        """Make a unit's gradients ready for a change."""
+        unit.settle()  # a step under way reads them
+        late = dict(self._offload.factors(unit.slots))
+        self._reducer.widen(late)
+        _scale(late)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the fragments' gradients, and those that wait in the buffers."""
-        super().scale_gradients(factor)
+        pieces = self._complete()
+        now = self._offload.scale([slot for slot, _ in pieces], factor)
+        _scale(dict.fromkeys(now, factor))
         self._reducer.scale(factor)
 
     def clip_grad_norm(
@@ -136,11 +162,17 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         only: Collection[nn.Parameter] | None = None,
     ) -> Tensor:
         """Scale the gradients to a norm of at most max_norm: one number crosses the wire."""
-        gradients = list(self.gradients(only))
+        pieces = self._complete(only)
         sharing = self._ranks.sharing  # replicas own the same once more
         over = [sharing] if sharing.size > 1 else []
+        gradients = [gradient for _, gradient in pieces]
         norm = global_norm(gradients, norm_type, over=over, device=self.run.world.device)
-        clip_(gradients, norm, max_norm)
+        if not self._offload.active:
+            clip_(gradients, norm, max_norm)
+        elif pieces:
+            factor = float(clip_factor(norm, max_norm))
+            now = self._offload.scale([slot for slot, _ in pieces], factor)
+            _scale(dict.fromkeys(now, factor))
         return norm
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
@@ -161,21 +193,37 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         """Follow changes of ``requires_grad``; every rank must make the same ones."""
         thawed = self._placement.follow()
         if thawed:
-            self._reducer.add(thawed)
+            self._add(thawed)
         self._reducer.refresh()
 
-    def _before_step(self) -> None:
-        self._reducer.rounds.finish()
+    def bound(self, bound: Bound) -> None:
+        """Let a store keep what an optimizer would."""
+        self._offload.adopt(bound)
 
-    def _forget(self, slots: Iterable[Slot]) -> None:
+    def before_step(self, bound: Bound) -> None:
+        """Submit the step of what stores keep."""
+        self._reducer.rounds.finish()
+        self._offload.submit(bound)
+
+    def cleared(self, slots: Iterable[Slot], *, set_to_none: bool) -> None:
+        """Drop gradients of micro-batches that were not sent, too."""
+        slots = list(slots)
         self._reducer.rounds.finish()  # what an exception cut short must not come after this
         self._reducer.forget(slots)
+        self._before_clearing(slots, set_to_none=set_to_none)
+
+    def _before_clearing(self, slots: Iterable[Slot], *, set_to_none: bool) -> None:
+        self._offload.forget(slots)
+        if not set_to_none:  # zeros are about to be written where a step under way reads
+            for unit in self._placement.units:
+                unit.settle()
 
     def _after_round(self) -> None:
         """Do what the strategy does when a backward is over."""
 
-    def _after_step(self, bound: Bound) -> None:
+    def after_step(self, bound: Bound) -> None:
         """Send the updated ranges around, in the order in which forward will need them."""
+        self._offload.give_back(bound, self._reducer.give_away)
         touched = bound.units
         for unit in reversed(self._placement.units):
             if unit.resident and unit in touched and unit.moves:
@@ -192,22 +240,29 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
     def _clear(self, set_to_none: bool) -> None:
         self._reducer.rounds.finish()
         self._reducer.forget()
+        self._before_clearing(self._placement, set_to_none=set_to_none)
         self._placement.clear_gradients(set_to_none=set_to_none)
 
     # --- state ---
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's range of every parameter and of its optimizer state."""
+        self._settle()
         return self._state().shards()
 
     def load(self, reader: Reader) -> None:
         """Load this rank's ranges; those of the others arrive by an all-gather."""
         self._arrive()
+        self._settle()
         self._state().load(reader)
         for unit in self._placement.units:
             if unit.resident:
                 unit.start()
         self._arrive()
+
+    def _settle(self) -> None:
+        for unit in self._placement.units:
+            unit.settle()
 
     def names(self) -> Mapping[int, str]:
         """Return the parameter's name of every fragment, by identity."""
@@ -225,6 +280,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self, parameters: Iterable[nn.Parameter], *, modify: bool = True
     ) -> Iterator[None]:
         """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
+        self._settle()
         units = self._placement.units_of(parameters)
         changes = changes_accepted(units, self._ranks.everyone) if modify else nullcontext()
         with self._holding(units), changes:
@@ -246,7 +302,16 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self._reducer.close()
         try:
             self._arrive()
+            self._settle()
         except CollectiveError:
             return  # a rank failed: what did not arrive stays guarded
         finally:
             self._ranks.close()
+            self._offload.close()
+
+
+def _scale(factors: Mapping[Slot, float]) -> None:
+    """Multiply gradients of parameters in place."""
+    for slot, factor in factors.items():
+        if slot.fragment is not None and slot.fragment.grad is not None:
+            slot.fragment.grad.mul_(factor)

@@ -8,6 +8,7 @@ saved is valid again as soon as the values are.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from drivetrain.parts.guard import Guard, guard, unguard
 from drivetrain.parts.units.flat import Flat, Values
 from drivetrain.parts.units.layout import UnitLayout
 from drivetrain.parts.units.slot import Slot
+from drivetrain.store import Pending, TensorStore
 
 
 class NearPart:
@@ -54,6 +56,7 @@ class Unit:
         values: gives the whole values of a parameter.
         communicator: the ranks that share it.
         device: where it lives.
+        store: where this rank's share lies between uses, if the unit is sharded; None: in memory.
 
     Attributes:
         layout: what it holds.
@@ -64,6 +67,7 @@ class Unit:
         whole: whether the parameters' values are there.
         guard: decides what happens when a parameter is used that is not whole.
         arrival: the all-gather under way.
+        updates: steps of what this rank owns that are under way.
         holds: how many users keep the unit whole.
         near: a copy of a part of the values, from which few neighbors can restore them.
     """
@@ -75,17 +79,19 @@ class Unit:
         values: Values,
         communicator: Communicator,
         device: torch.device,
+        store: TensorStore | None = None,
     ) -> None:
         self.layout = layout
         self.communicator = communicator
         self.label = layout.key or "the rest of the model"
         self.whole = True
         self.arrival: Handle | None = None
+        self.updates: list[Pending] = []
         self.holds = 0
         self.near: NearPart | None = None
         self.guard: Guard = self
         rank = communicator.rank
-        self.flats = [Flat(flat, self, parameters, rank, device) for flat in layout.flats]
+        self.flats = [Flat(flat, self, parameters, rank, device, store) for flat in layout.flats]
         self.slots: list[Slot] = [slot for flat in self.flats for slot in flat.slots]
         self._parts = [
             [part for flat in self.flats for part in flat.parts[other]]
@@ -141,13 +147,38 @@ class Unit:
             self.near = None
             self.shut()
             return
-        for flat in self.flats:
-            flat.fill_own()
-        if self.communicator.size == 1 and self.resident:
+        first = None if self._at_hand() else partial(self._fill_own, tuple(self.updates))
+        if first is None:
+            self._fill_own()
+        if self.communicator.size == 1 and self.resident and first is None:
             self.open()
             return
-        self.arrival = self.communicator.gather_parts(self._parts, label=label)
+        self.arrival = self.communicator.gather_parts(self._parts, label=label, first=first)
         self.shut()
+
+    def _at_hand(self) -> bool:
+        """Return whether this rank's share is there; if it lies in a store, let that begin."""
+        if self.updates:
+            return False
+        for flat in self.flats:
+            flat.share.ahead()
+        return all(flat.share.at_hand for flat in self.flats)
+
+    def _fill_own(self, after: Sequence[Pending] = ()) -> None:
+        for update in after:
+            update.wait()
+        for flat in self.flats:
+            flat.share.fill()
+
+    def settle(self) -> None:
+        """Return when what this rank owns has been stepped.
+
+        Raises:
+            StorageError: the store could not.
+        """
+        for update in self.updates:
+            update.wait()
+        self.updates = []
 
     def park(self) -> None:
         """Keep the values, but let nobody use the parameters without asking the guard."""
@@ -157,6 +188,7 @@ class Unit:
     def arrive(self) -> None:
         """Wait for the values and give the parameters free."""
         if self.arrival is not None:
+            self.settle()  # its own error, not that of the operation that waits for it
             self.arrival.wait()
             self.arrival = None
             self.open()
@@ -203,7 +235,7 @@ class Unit:
         for flat in self.flats:
             label = f"changed parameters of {self.label}"
             everyone.broadcast(flat.values, source, label=label).wait()
-            flat.take_own()
+            flat.share.take()
 
 
 def storages(units: Sequence[Unit]) -> dict[int, Unit]:

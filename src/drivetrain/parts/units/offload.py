@@ -1,0 +1,291 @@
+"""Optimizer steps that stores take in the background, unit by unit.
+
+::
+
+    optimizer.step()   one update per unit is submitted, in the order in which forward needs them;
+                       the optimizer itself finds gradients of what is not offloaded only
+    next forward       each unit waits for its own update, the others go on meanwhile
+
+With ``delayed``, what an update brings is taken over at the following step instead. Clipping costs
+no pass over the gradients: its factor goes with the update.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.errors import UsageError
+from drivetrain.log import get_logger
+from drivetrain.parts.units.binding import Bound
+from drivetrain.parts.units.fresh import FreshValues
+from drivetrain.parts.units.kept import Kept, stand_in
+from drivetrain.parts.units.offload_options import OffloadOptions
+from drivetrain.parts.units.opened_stores import OpenedStores
+from drivetrain.parts.units.slot import Slot
+from drivetrain.parts.units.state_hooks import KeptState, flat_state
+from drivetrain.parts.units.unit import Unit
+from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore
+
+logger = get_logger(__name__)
+
+_EXACT = (torch.float32, torch.float64)
+"""Dtypes of masters in which a store's step is that of the optimizer."""
+
+
+class Offload:
+    """What lies in stores for one model.
+
+    Args:
+        options: what, and in which stores.
+        device: that of the model.
+    """
+
+    def __init__(self, options: OffloadOptions, device: torch.device) -> None:
+        options.check()
+        self._options = options
+        self._device = device
+        self._stores = OpenedStores(options)
+        self._steppers: list[ShardStepper] = []
+        self._units: list[Unit] = []
+        self._factors: dict[Slot, float] = {}
+        self._taken: dict[nn.Parameter, Tensor] = {}
+        self._late: list[tuple[Pending, FreshValues]] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether anything lies in a store."""
+        return bool(self._options.optimizer)
+
+    @property
+    def parameters(self) -> SteppingStore | None:
+        """The store of the parameters; None where they lie in the memory of their device."""
+        store = self._stores.get(self._options.params)
+        in_place = store is not None and store.in_memory and store.device == self._device
+        return None if in_place else store
+
+    def choose(self, units: Sequence[Unit]) -> None:
+        """Choose the units whose state is offloaded: the last ones that forward needs.
+
+        Args:
+            units: more units, in the order in which backward usually reaches them.
+        """
+        numels = [sum(slot.numel for slot in unit.slots) for unit in units]
+        left = math.ceil(self._options.ratio * sum(numels))
+        for unit, numel in zip(units, numels, strict=True):
+            if left <= 0:
+                return
+            self._units.append(unit)
+            left -= numel
+
+    # --- taking over optimizers ---
+
+    def adopt(self, bound: Bound) -> None:
+        """Let a store keep what an optimizer needs for parameters that are new to it.
+
+        Raises:
+            UsageError: only the optimizer itself can step them, and its state is not in memory.
+        """
+        optimizer = bound.optimizer
+        fresh = self._new_slots(bound)
+        if not self.active or not fresh:
+            return
+        store = self._stores.get(self._options.optimizer)
+        stepper = bound.stepper or (store.stepper(optimizer) if store is not None else None)
+        if store is None or stepper is None or not _suits(fresh):
+            self._leave(optimizer)
+            return
+        if bound.stepper is None:
+            bound.stepper = stepper
+            self._steppers.append(stepper)
+            bound.handles += KeptState(lambda: bound.fragments).connect(optimizer)
+        number = len(self._steppers)
+        for (unit, group), slots in _by_unit_and_group(fresh, optimizer).items():
+            block = f"{number}: {unit.label}, {slots[0].name} and on"
+            self._adopt_block(bound, stepper, block, slots, optimizer.param_groups[group])
+        for flat in {slot.flat for slot in fresh}:
+            mine = [slot for slot in flat.slots if slot.owned_numel]
+            if all(slot.kept is not None and slot.kept.master for slot in mine):
+                flat.leave_masters()
+                for slot in mine:
+                    stand_in(slot, slot.flat.layout.master)
+
+    def _new_slots(self, bound: Bound) -> list[Slot]:
+        return [
+            slot
+            for slot in bound.slots.values()
+            if slot.kept is None and slot.fragment is not None and slot.unit in self._units
+        ]
+
+    def _adopt_block(
+        self,
+        bound: Bound,
+        stepper: ShardStepper,
+        block: str,
+        slots: Sequence[Slot],
+        group: Mapping[str, Any],
+    ) -> None:
+        specs = [
+            ShardSpec(slot.owned_numel, slot.flat.layout.master, self._keeps_master(slot))
+            for slot in slots
+        ]
+        stepper.adopt(block, specs, group)
+        for index, (slot, spec) in enumerate(zip(slots, specs, strict=True)):
+            slot.kept = Kept(stepper, block, index, spec.kept)
+            slot.flat.gradient_device = torch.device("cpu")
+            if spec.kept:
+                stepper.set_master(block, index, slot.flat.share.read(slot).to("cpu"))
+            state = bound.optimizer.state.pop(slot.fragment, None)  # type: ignore[arg-type]
+            if state:
+                slot.kept.set_states(flat_state(slot, state))
+
+    def _keeps_master(self, slot: Slot) -> bool:
+        """Whether the store keeps the master: it cannot be stepped where it lies, or should not."""
+        store, flat = self._stores.get(self._options.optimizer), slot.flat
+        in_memory = store is not None and store.in_memory
+        return (
+            self._options.delayed
+            or flat.share.place(slot) is None
+            or flat.values.device.type != "cpu"
+            or (flat.has_master and not in_memory)
+        )
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        name, store = type(optimizer).__name__, self._options.optimizer
+        opened = self._stores.get(store)
+        usual = "AdamW, Adam, SGD or Adagrad of torch.optim, with fp32 or fp64 masters"
+        if opened is None or not opened.in_memory or opened.device != self._device:
+            raise UsageError(
+                f"expected an optimizer that the store {store!r} can step, found {name}; take "
+                f"{usual}, or offload.optimizer: cpu on a CPU"
+            )
+        logger.warning_once(
+            f"{name} steps by itself, while everything waits: the store {store!r} steps {usual}"
+        )
+
+    # --- the step ---
+
+    def submit(self, bound: Bound) -> None:
+        """Submit a step of what is offloaded, and hide its gradients from the optimizer."""
+        if bound.stepper is None:
+            return
+        self.take_over_late()
+        blocks: dict[Unit, dict[str, list[ShardStep]]] = defaultdict(lambda: defaultdict(list))
+        fresh: dict[Unit, FreshValues] = defaultdict(FreshValues)
+        for slot, fragment, group in bound.members():
+            if slot.kept is None or fragment.grad is None:
+                continue
+            step = self._step_of(slot, fragment.grad, group, fresh[slot.unit])
+            blocks[slot.unit][slot.kept.block].append(step)
+            self._taken[fragment] = fragment.grad
+            fragment.grad = None
+        for unit in reversed([unit for unit in self._units if unit in blocks]):
+            values = fresh[unit]
+            for block, steps in blocks[unit].items():
+                then = None if self._options.delayed else values.install
+                self._note(unit, values, bound.stepper.submit(block, steps, then))
+
+    def _step_of(
+        self, slot: Slot, grad: Tensor, group: Mapping[str, Any], fresh: FreshValues
+    ) -> ShardStep:
+        if slot.kept is None:
+            raise UsageError(f"{slot.name!r} is not offloaded")
+        flat, master = slot.flat, None
+        out: Tensor | Callable[[], Tensor] | None
+        if slot.kept.master:
+            out = fresh.of(slot, in_place=not self._options.delayed)
+        else:
+            master = flat.share.read(slot).detach()
+            resident = not slot.unit.layout.sharded
+            out = flat.values[slot.own] if resident and flat.share.separate else None
+        return ShardStep(
+            slot.kept.index,
+            group,
+            _one_dim(slot, grad),
+            master,
+            out,
+            self._factors.pop(slot, 1.0),
+        )
+
+    def _note(self, unit: Unit, fresh: FreshValues, update: Pending) -> None:
+        if self._options.delayed:
+            self._late.append((update, fresh))
+        else:
+            unit.updates.append(update)
+
+    def give_back(self, bound: Bound, give_away: Callable[[Iterable[Slot]], None]) -> None:
+        """Show the gradients again, as after any step; late updates keep them for themselves."""
+        if self._options.delayed:
+            give_away(slot for slot in bound.slots.values() if slot.fragment in self._taken)
+        else:
+            for fragment, grad in self._taken.items():
+                fragment.grad = grad
+        self._taken = {}
+
+    def take_over_late(self) -> None:
+        """Wait for late updates, and let forward see them."""
+        for update, _ in self._late:
+            update.wait()
+        for _, fresh in self._late:
+            fresh.install()
+        self._late = []
+
+    # --- gradients ---
+
+    def scale(self, slots: Iterable[Slot], factor: float) -> list[Slot]:
+        """Let gradients be multiplied when they are stepped with; return those to multiply now."""
+        now = []
+        for slot in slots:
+            if slot.kept is None or slot in self._factors:
+                now.append(slot)
+            elif factor != 1.0:
+                self._factors[slot] = factor
+        return now
+
+    def factors(self, only: Collection[Slot] | None = None) -> Iterator[tuple[Slot, float]]:
+        """Yield what gradients are still to be multiplied by, and forget it."""
+        for slot in list(self._factors):
+            if only is None or slot in only:
+                yield slot, self._factors.pop(slot)
+
+    def forget(self, slots: Iterable[Slot] | None = None) -> None:
+        """Drop factors: the gradients are cleared."""
+        for slot in list(self._factors) if slots is None else slots:
+            self._factors.pop(slot, None)
+
+    def close(self) -> None:
+        """End what was submitted, and release memory and files."""
+        for stepper in self._steppers:
+            stepper.close()
+        self._stores.close()
+
+
+def _suits(slots: Iterable[Slot]) -> bool:
+    return all(slot.flat.layout.master in _EXACT for slot in slots)
+
+
+def _one_dim(slot: Slot, grad: Tensor) -> Tensor:
+    """Return a fragment's gradient in the order of its memory, 1-D, on the CPU."""
+    grad = grad.detach()
+    if grad.stride() == slot.fragment_strides:
+        return grad.as_strided((slot.owned_numel,), (1,)).to("cpu")
+    return slot.share_in_order(grad).to("cpu")
+
+
+def _by_unit_and_group(
+    slots: Iterable[Slot], optimizer: Optimizer
+) -> dict[tuple[Unit, int], list[Slot]]:
+    groups = {
+        parameter: index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    found: dict[tuple[Unit, int], list[Slot]] = defaultdict(list)
+    for slot in slots:
+        if slot.fragment is not None:
+            found[slot.unit, groups[slot.fragment]].append(slot)
+    return found
