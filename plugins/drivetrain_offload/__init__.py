@@ -11,33 +11,52 @@ Papers: Ren et al., "ZeRO-Offload", USENIX ATC 2021; Rajbhandari et al., "ZeRO-I
 
 An Adam step over P parameters of a rank reads 12 P bytes (master, two moments) and writes as many.
 
-=============  ==================================================================
-buffers.py     aligned and page-locked memory
-host.py        the store ``cpu``
-directory.py   what the directory of a store must be
-files.py       one file without a name, several requests at once
-nvme.py        the store ``nvme``
-rules.py       what torch's optimizers keep for a parameter, and the kernel that updates it
-tiles.py       that, over tiles of flat shards that stay in the cache
-bench.py       what a disk can do with it; ``command.py`` shows it
-=============  ==================================================================
+===============  =====================================================================
+buffers.py       aligned and page-locked memory
+host.py          the store ``cpu``
+directory.py     what the directory of a store must be
+files.py         one file without a name, several requests at once
+nvme.py          the store ``nvme``
+rules.py         what torch's optimizers keep for a parameter, and the kernel that updates it
+tiles.py         that, over tiles of flat shards that stay in the cache
+threads.py       threads that compute alone
+stepping.py      steps of shards that a store keeps: blocks, counters, what both stores share
+host_stepper.py  where states lie in host memory
+nvme_stepper.py  where they lie on a disk
+pipeline.py      reads tile i + 1, updates tile i, writes tile i - 1
+bench.py         what a disk can do with it; ``command.py`` shows it
+strategy.py      the strategy ``offload``: another one, with stores chosen; ``config.py`` its knobs
+===============  =====================================================================
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drivetrain_offload.buffers import aligned_empty
+    from drivetrain_offload.config import OffloadConfig
     from drivetrain_offload.files import Transfer
     from drivetrain_offload.host import HostConfig, HostStore
     from drivetrain_offload.nvme import NvmeConfig, NvmeStore
+    from drivetrain_offload.strategy import Offload
 
-__all__ = ["HostConfig", "HostStore", "NvmeConfig", "NvmeStore", "Transfer", "aligned_empty"]
+__all__ = [
+    "HostConfig",
+    "HostStore",
+    "NvmeConfig",
+    "NvmeStore",
+    "Offload",
+    "OffloadConfig",
+    "Transfer",
+    "aligned_empty",
+]
 
 _HOMES = {
     "HostConfig": "host",
     "HostStore": "host",
     "NvmeConfig": "nvme",
     "NvmeStore": "nvme",
+    "Offload": "strategy",
+    "OffloadConfig": "config",
     "Transfer": "files",
     "aligned_empty": "buffers",
 }

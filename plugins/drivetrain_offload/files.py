@@ -175,7 +175,7 @@ class DiskFile:
             for transfer in self._under_way:
                 transfer.settle()
             self._under_way.clear()
-        self._check()
+        self.check()
         if not self.direct:
             # A failure of the page cache's own writes is told here alone.
             try:
@@ -183,6 +183,20 @@ class DiskFile:
             except OSError as error:
                 self._broken = self._failure("sync", self.nbytes, 0, error)
                 raise self._broken from error
+
+    def check(self) -> None:
+        """Return when the file can be used.
+
+        Raises:
+            UsageError: it was closed.
+            StorageError: a write failed before.
+        """
+        if not self._free.alive:
+            raise UsageError(f"{self._directory}: expected an open file, found a closed one")
+        if self._broken is not None:
+            raise StorageError(
+                f"{self._directory}: a write failed before: {self._broken}"
+            ) from self._broken
 
     def forget(self) -> None:
         """Drop the file from the page cache, so that the next read comes from the disk."""
@@ -195,20 +209,12 @@ class DiskFile:
             pool.shutdown()
         self._free()
 
-    def _check(self) -> None:
-        if not self._free.alive:
-            raise UsageError(f"{self._directory}: expected an open file, found a closed one")
-        if self._broken is not None:
-            raise StorageError(
-                f"{self._directory}: a write failed before: {self._broken}"
-            ) from self._broken
-
     def _submit(
         self, offset: int, buffer: Tensor, *, writes: bool, ready: Callable[[], object] | None
     ) -> Transfer:
         view = self._bytes(offset, buffer)
         with self._order:
-            self._check()
+            self.check()
             stop = offset + padded(len(view))
             requests: list[Future[None]] = []
             transfer = Transfer(requests, offset, stop, writes=writes)
@@ -216,7 +222,7 @@ class DiskFile:
                 if transfer.conflicts(other):
                     other.settle()
             self._under_way = [other for other in self._under_way if not other.done()]
-            self._check()
+            self.check()
             move = self._write if writes else self._read
             for start, end in self._cut(len(view)):
                 job = (view[start:end], offset + start, ready)
@@ -261,7 +267,7 @@ class DiskFile:
 
     def _write(self, view: memoryview, offset: int, ready: Callable[[], object] | None) -> None:
         try:
-            self._check()
+            self.check()
             if ready is not None:
                 ready()
             if len(view) % ALIGNMENT:

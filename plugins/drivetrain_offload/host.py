@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from drivetrain.config.option import option
 from drivetrain_offload.buffers import aligned_empty, can_page_lock
+from drivetrain_offload.host_stepper import HostStepper
+from drivetrain_offload.rules import update_rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,20 @@ class HostStore:
     def device(self) -> torch.device:
         """The device of the tensors that ``fetch`` returns: the processor."""
         return torch.device("cpu")
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether ``fetch`` returns the kept tensor itself: it does."""
+        return True
+
+    def stepper(self, optimizer: Optimizer) -> HostStepper | None:
+        """Return what steps an optimizer's shards in host memory; to be closed by the caller.
+
+        Returns:
+            None for optimizers that only torch can step; see ``rules.update_rule``.
+        """
+        rule = update_rule(optimizer)
+        return None if rule is None else HostStepper(rule, page_locked=self._page_locked)
 
     def put(self, key: str, tensor: Tensor) -> None:
         """Keep a copy of a tensor under a key, in the memory that the key already has.

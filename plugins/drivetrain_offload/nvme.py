@@ -1,5 +1,6 @@
 """The store ``nvme``: keeps tensors on a disk, at fixed offsets of one file per rank."""
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -7,12 +8,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_offload.buffers import ALIGNMENT, BufferPool, can_page_lock, padded
 from drivetrain_offload.directory import check_directory
 from drivetrain_offload.files import DiskFile, Transfer
+from drivetrain_offload.nvme_stepper import NvmeStepper
+from drivetrain_offload.rules import update_rule
 
 MIB = 2**20
 
@@ -111,6 +115,8 @@ class NvmeStore:
         self._pool = BufferPool(page_locked=can_page_lock())
         self._staged: deque[tuple[Transfer, int]] = deque()
         self._staging_bytes = int(config.staging_mib * MIB)
+        self._request_bytes = config.request_bytes
+        self._steppers = itertools.count()
 
     @property
     def device(self) -> torch.device:
@@ -126,6 +132,34 @@ class NvmeStore:
     def nbytes(self) -> int:
         """Bytes of disk that are taken."""
         return self._file.nbytes
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether ``fetch`` returns the kept tensor itself: it does not."""
+        return False
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes of one request to the disk."""
+        return self._request_bytes
+
+    def stepper(self, optimizer: Optimizer) -> NvmeStepper | None:
+        """Return what steps an optimizer's shards on this disk; to be closed before the store.
+
+        Returns:
+            None for optimizers that only torch can step; see ``rules.update_rule``.
+        """
+        rule = update_rule(optimizer)
+        return None if rule is None else NvmeStepper(rule, self, f"stepper{next(self._steppers)}")
+
+    def check(self) -> None:
+        """Return when the store can be used.
+
+        Raises:
+            UsageError: it was closed.
+            StorageError: a write failed before.
+        """
+        self._file.check()
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the room of tensors that will be put or written later, all at once.

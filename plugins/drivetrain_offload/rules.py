@@ -16,7 +16,7 @@ while it lies in the cache costs 0.04 (AVX-512, one thread).
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,13 @@ class Step:
 
 
 class Rule(ABC):
-    """How one class of optimizers updates a flat shard."""
+    """How one class of optimizers updates a flat shard.
+
+    Attributes:
+        counted: whether torch keeps the number of steps with a parameter, as ``step``.
+    """
+
+    counted: ClassVar[bool] = True
 
     @abstractmethod
     def states(self, group: Group) -> dict[str, float]:
@@ -124,6 +130,8 @@ class AdamRule(Rule):
 
 class SgdRule(Rule):
     """SGD, which keeps no counter of its own: only whether it has a momentum buffer."""
+
+    counted = False
 
     @override
     def states(self, group: Group) -> dict[str, float]:

@@ -8,11 +8,11 @@ are in the cache; see ``drivetrain_offload.rules`` for the order of operations.
 
 Threads. torch would cut each of the three operations on a tile over its threads, and wait for all
 of them three times per tile: whenever one is late, all are. Here each thread takes whole tiles,
-one operation on one core, and threads meet once per piece. Operations release the interpreter's
-lock, which a tile needs for a few microseconds of a few hundred. ``torch.set_num_threads`` is the
-default for the number of threads. Later it decides one thing: a caller for which it is 1 takes
-tiles itself, in the place of one thread, instead of waiting; so a thread made for calling
-``update`` is best given 1.
+one operation on one core, and threads meet once per call, however many pieces it has. Operations
+release the interpreter's lock, which a tile needs for a few microseconds of a few hundred.
+``torch.set_num_threads`` is the default for the number of threads. Later it decides one thing: a
+caller for which it is 1 takes tiles itself, in the place of one thread, instead of waiting; so a
+thread made for calling ``update`` is best given 1.
 
 Bits. The kernels treat what is left of a run after whole vectors by other instructions, with
 other rounding. So tiles begin at multiples of ``ALIGNMENT``, and the result is the same for every
@@ -21,8 +21,7 @@ tile size and number of threads: that of the kernel over the whole shard with on
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from drivetrain.errors import UsageError
 from drivetrain_offload.rules import Step
+from drivetrain_offload.threads import computing_pool
 
 TILE_BYTES = 2 << 20
 """A tile's scratch memory. With the parameter it makes 4 MiB per thread that must outlive one
@@ -87,7 +87,7 @@ def tiles(numel: int, length: int) -> Iterator[slice]:
 
 
 class Tiler:
-    """Updates pieces in tiles, on its own threads; usable from any thread, one piece at a time.
+    """Updates pieces in tiles, on its own threads; usable from any thread, one call at a time.
 
     Args:
         threads: how many; None means as many as torch uses in the calling thread. Each keeps
@@ -109,8 +109,8 @@ class Tiler:
         self.threads = threads
         self._tile_bytes = tile_bytes
         self._scratch = [torch.empty(tile_bytes, dtype=torch.uint8) for _ in range(threads)]
-        self._one_piece = threading.Lock()
-        self._pool = _single_threaded_pool(threads)
+        self._one_call = threading.Lock()
+        self._pool = computing_pool(threads, "drivetrain-tiles")
 
     def update(self, step: Step, piece: Piece) -> None:
         """Take a step for a piece; returns when it is done.
@@ -122,21 +122,33 @@ class Tiler:
         Raises:
             UsageError: tensors that do not fit together, or the tiler is closed.
         """
-        _check(piece, step.states)
-        length = self._length(piece.master.numel(), piece.master.itemsize)
+        self.update_all([(step, piece)])
+
+    def update_all(self, updates: Sequence[tuple[Step, Piece]]) -> None:
+        """Take steps for several pieces that share no memory; returns when all are done.
+
+        Args:
+            updates: a step and a piece each, as in ``update``.
+
+        Raises:
+            UsageError: as in ``update``; then no piece was changed.
+        """
+        for step, piece in updates:
+            _check(piece, step.states)
         # Threads share one iterator: who is faster takes more. A list's is safe to share.
-        ranges = iter(list(tiles(piece.master.numel(), length)))
-        with self._one_piece:
+        cut = [part for step, piece in updates for part in self._cut(step, piece)]
+        parts = iter(cut)
+        with self._one_call:
             if not self._scratch:
                 raise UsageError("expected a tiler in use, found one that was closed")
             alone = torch.get_num_threads() == 1
             running = [
-                self._pool.submit(_drain, step, piece, ranges, scratch)
-                for scratch in self._scratch[alone:]
+                self._pool.submit(_drain, parts, scratch)
+                for scratch in self._scratch[alone : len(cut)]
             ]
             try:
                 if alone:
-                    _drain(step, piece, ranges, self._scratch[0])
+                    _drain(parts, self._scratch[0])
             finally:
                 # Threads that have not even begun are not needed any more.
                 errors = [task.exception() for task in running if not (alone and task.cancel())]
@@ -146,7 +158,7 @@ class Tiler:
 
     def close(self) -> None:
         """End the threads and release the scratch memory; may be called again."""
-        with self._one_piece:
+        with self._one_call:
             self._pool.shutdown()
             self._scratch.clear()
 
@@ -161,6 +173,13 @@ class Tiler:
     ) -> None:
         self.close()
 
+    def _cut(self, step: Step, piece: Piece) -> Iterator[tuple[Step, Piece]]:
+        numel = piece.master.numel()
+        length = self._length(numel, piece.master.itemsize)
+        if numel <= length:
+            return iter([(step, piece)] if numel else [])
+        return ((step, piece.at(where)) for where in tiles(numel, length))
+
     def _length(self, numel: int, itemsize: int) -> int:
         """Return the elements of a tile: as many for each thread, none longer than the scratch."""
         longest = self._tile_bytes // itemsize // ALIGNMENT * ALIGNMENT
@@ -169,11 +188,11 @@ class Tiler:
         return min(longest, max(fair, SMALLEST_TILE))
 
 
-def _drain(step: Step, piece: Piece, ranges: Iterator[slice], scratch: Tensor) -> None:
-    scratch = scratch[: len(scratch) // 8 * 8].view(piece.master.dtype)
+def _drain(parts: Iterator[tuple[Step, Piece]], scratch: Tensor) -> None:
+    scratch = scratch[: len(scratch) // 8 * 8]
     with torch.no_grad():  # the mode of the caller's thread does not reach this one
-        for where in ranges:
-            _update_tile(step, piece.at(where), scratch)
+        for step, tile in parts:
+            _update_tile(step, tile, scratch.view(tile.master.dtype))
 
 
 def _update_tile(step: Step, tile: Piece, scratch: Tensor) -> None:
@@ -190,27 +209,6 @@ def _prepared(gradient: Tensor, factor: float, scratch: Tensor) -> Tensor:
         return gradient if factor == 1.0 else torch.mul(gradient, factor, out=scratch)
     scratch.copy_(gradient)
     return scratch if factor == 1.0 else scratch.mul_(factor)
-
-
-def _single_threaded_pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool whose threads run torch's operations alone, without helpers of their own."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="drivetrain-tiles")
-    everyone = threading.Barrier(threads)
-
-    def alone() -> None:
-        # A thread takes the number over from the process at its first question, even after a
-        # number of its own was set: so it asks first.
-        torch.get_num_threads()
-        torch.set_num_threads(1)
-        everyone.wait()  # else a quick thread would take the task of one that is not there yet
-
-    # The call holds for the thread that makes it, and for threads that start later: give those
-    # back what they would have had.
-    before = torch.get_num_threads()
-    for task in [pool.submit(alone) for _ in range(threads)]:
-        task.result()
-    torch.set_num_threads(before)
-    return pool
 
 
 def _check(piece: Piece, states: frozenset[str]) -> None:
