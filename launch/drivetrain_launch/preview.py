@@ -7,11 +7,10 @@ import torch
 from drivetrain.config.resolve import Resolved
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.parts.traffic import Traffic
-from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Run
+from drivetrain.strategy import Run, find_strategy
 from drivetrain_launch.place import accelerators, cores, local_ranks
 from drivetrain_launch.tables import mebibytes, show_table
 
@@ -32,8 +31,8 @@ def preview(resolved: Resolved) -> None:
     available = 0 if settings.device == "cpu" else accelerators()
     ranks = local_ranks(settings, accelerators=available, cores=cores())
     run = plan(resolved, ranks)
-    strategy = strategies().load(resolved.strategy)
-    cost = strategy.cost(resolved.strategy_config, example_model(), run)
+    kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+    cost = kind.cost(options, example_model(), run)
     show_configuration(resolved)
     show_table(
         f"Mesh: {run.mesh} ({settings.nnodes} x {ranks} ranks)",
@@ -59,7 +58,8 @@ def plan(resolved: Resolved, ranks: int) -> Run:
     settings = resolved.run.launch
     hosts = tuple(f"host {host}" for host in range(settings.nnodes) for _ in range(ranks))
     world = World(size=len(hosts), local_size=ranks, hosts=hosts)
-    axes = strategies().load(resolved.strategy).axes(resolved.strategy_config, world.size)
+    kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+    axes = kind.axes(options, world.size)
     return Run(
         world=world,
         mesh=Mesh.plan(axes, world),

@@ -3,9 +3,8 @@
 from typing import Any
 
 from drivetrain.errors import ConfigError
-from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
-from drivetrain.strategy import Strategy
+from drivetrain.strategy import Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
 
 
@@ -15,11 +14,8 @@ def data_parallel(config: MegatronConfig) -> tuple[type[Strategy[Any]], Any]:
     Raises:
         ConfigError: it is not installed, or is none: it lays ranks out on other axes than ``dp``.
     """
-    registry = strategies()
-    name = config.data_parallel.name or registry.default()
-    kind: type[Strategy[Any]] = registry.load(name)
-    given = config.data_parallel.options
-    options = kind.Config() if given is None else given
+    name = config.data_parallel.name
+    kind, options = find_strategy(name, config.data_parallel.options)
     axes = set(kind.axes(options, 1))
     if axes != {"dp"}:
         raise ConfigError(

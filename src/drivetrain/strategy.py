@@ -19,6 +19,7 @@ from drivetrain.errors import UsageError
 from drivetrain.parts.deferred import WeightSource, fill, meta_tensors
 from drivetrain.parts.traffic import Traffic
 from drivetrain.readable import Readable
+from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
@@ -53,6 +54,21 @@ class Prepared(NamedTuple):
     optimizers: tuple[Optimizer, ...]
 
 
+def find_strategy(name: str, options: Any = None) -> tuple[type["Strategy[Any]"], Any]:
+    """Return the class that does the work of an installed strategy, and its options.
+
+    Args:
+        name: of the strategy; "" for the default one.
+        options: its Config object; None for its defaults.
+
+    Raises:
+        ConfigError: it is not installed, or its options do not fit together.
+    """
+    registry = strategies()
+    kind: type[Strategy[Any]] = registry.load(name or registry.default())
+    return kind.stands_for(kind.Config() if options is None else options)
+
+
 class Strategy(Readable, ABC, Generic[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh.
 
@@ -69,6 +85,18 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
     def __init__(self, config: ConfigT, run: Run) -> None:
         self.config = config
         self.run = run
+
+    @classmethod
+    def stands_for(cls, config: ConfigT) -> "tuple[type[Strategy[Any]], Any]":
+        """Return the strategy that does the work, and its options: this one with its own.
+
+        A strategy that is another one with some options set returns that one. It is the only thing
+        it is ever asked; nothing of it is made.
+
+        Raises:
+            ConfigError: the options do not fit together.
+        """
+        return cls, config
 
     @property
     def forward_is_collective(self) -> bool:

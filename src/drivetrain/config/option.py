@@ -106,9 +106,14 @@ def mapping(*, help: str) -> Any:  # noqa: A002 - as in option()
     return dataclasses.field(default_factory=dict, metadata={_KEY: {"help": help}})
 
 
-def nested_strategy(*, help: str) -> Any:  # noqa: A002 - as in option()
-    """Declare a knob of type ``NestedStrategy``: a name, or a name with that strategy's options."""
-    return dataclasses.field(default=NestedStrategy(), metadata={_KEY: {"help": help}})
+def nested_strategy(name: str = "", *, help: str) -> Any:  # noqa: A002 - as in option()
+    """Declare a knob of type ``NestedStrategy``: a name, or a name with that strategy's options.
+
+    Args:
+        name: the strategy without any configuration; "" for the default one.
+        help: one sentence.
+    """
+    return dataclasses.field(default=NestedStrategy(name), metadata={_KEY: {"help": help}})
 
 
 def options_of(cls: type) -> Iterator[Option]:

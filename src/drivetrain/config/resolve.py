@@ -189,8 +189,14 @@ class _Validation:
         self._check_limits(cls, plain(result), prefix)
         return result if len(self.problems) == before else None
 
-    def strategy(self, section: Any, prefix: str) -> NestedStrategy:
-        """Return the strategy that a section names, with its options."""
+    def strategy(self, section: Any, prefix: str, usual: str = "") -> NestedStrategy:
+        """Return the strategy that a section names, with its options.
+
+        Args:
+            section: a name, or options with or without one.
+            prefix: what stands before its keys, with the dot.
+            usual: the name if the section has none; "" for the default strategy.
+        """
         section = {"name": section} if isinstance(section, str) else section
         if not isinstance(section, Mapping) or not isinstance(section.get("name", ""), str):
             self._problem(
@@ -199,7 +205,7 @@ class _Validation:
                 section,
             )
             return NestedStrategy()
-        name, config_class = self._find_config(section.get("name", ""))
+        name, config_class = self._find_config(section.get("name") or usual)
         options = {key: value for key, value in section.items() if key != "name"}
         return NestedStrategy(name, self.build(config_class, options, prefix))
 
@@ -212,7 +218,8 @@ class _Validation:
         for knob in knobs.values():
             if knob.is_strategy:
                 nested = values.get(knob.name, {})
-                known[knob.name] = self.strategy(nested, f"{prefix}{knob.name}.")
+                usual = knob.default.name
+                known[knob.name] = self.strategy(nested, f"{prefix}{knob.name}.", usual)
         for key, value in values.items():
             dotted = prefix + str(key)
             if key not in knobs:

@@ -18,14 +18,13 @@ from drivetrain.facade.scheduler import PreparedScheduler
 from drivetrain.facade.window import WindowMean
 from drivetrain.parts.traffic import Traffic
 from drivetrain.processes import Processes
-from drivetrain.registry import strategies
 from drivetrain.runtime.data import PreparedLoader
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Run, Strategy
+from drivetrain.strategy import Run, Strategy, find_strategy
 
 
 @dataclass(slots=True, eq=False)
@@ -176,8 +175,8 @@ class Core(Processes):
 
     def _make_run(self, resolved: Resolved) -> Run:
         """Lay the world out as the strategy asks; equal layouts share their process groups."""
-        strategy = strategies().load(resolved.strategy)
-        sizes = strategy.axes(resolved.strategy_config, self.world.size)
+        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+        sizes = kind.axes(options, self.world.size)
         key = tuple(sizes.items())
         if key not in self._meshes:
             self._meshes[key] = Mesh.build(sizes, self.world)

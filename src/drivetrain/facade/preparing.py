@@ -23,13 +23,12 @@ from drivetrain.facade.scheduler import PreparedScheduler
 from drivetrain.facade.settings import StrategyChoice, settle_strategy
 from drivetrain.facade.training import Training
 from drivetrain.log import get_logger
-from drivetrain.registry import strategies
 from drivetrain.runtime.data import (
     PreparedLoader,
     prepare_data_loader,
     skip_first_batches,
 )
-from drivetrain.strategy import Strategy
+from drivetrain.strategy import find_strategy
 
 logger = get_logger(__name__)
 
@@ -218,8 +217,8 @@ class Preparing(Training, Joining, Building):
         earlier = [prepared.optimizer for prepared in self._optimizers]
         mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
         given = given_parameters(model)
-        kind: type[Strategy[Any]] = strategies().load(resolved.strategy)
-        strategy = kind(resolved.strategy_config, run)
+        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+        strategy = kind(options, run)
         self._give_values(model, mine, strategy, values)
         self._place(model, device_placement)
         try:

@@ -1,0 +1,58 @@
+"""The strategy ``offload``: a data-parallel strategy by name, with what lies in stores set."""
+
+import dataclasses
+from abc import ABC
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from drivetrain.config.option import options_of
+from drivetrain.errors import ConfigError
+from drivetrain.parts.units.offload_options import OffloadOptions
+from drivetrain.registry import strategies
+from drivetrain.strategy import Strategy, find_strategy
+from drivetrain_offload.config import OffloadConfig
+
+SECTION = "offload"
+"""The section of strategies that can keep state in stores."""
+
+
+class Offload(Strategy[OffloadConfig], ABC):
+    """Stands for another strategy: one place to say that state lies in stores, on any ranks.
+
+    ``{name: offload, optimizer: cpu}`` is ``{name: zero2, offload: {optimizer: cpu}}``.
+    """
+
+    summary: ClassVar[str] = "optimizer state in host memory or on a disk, also on one device"
+    Config: ClassVar[type] = OffloadConfig
+
+    @override
+    @classmethod
+    def stands_for(cls, config: OffloadConfig) -> tuple[type[Strategy[Any]], Any]:
+        """Return the data-parallel strategy, and its options with the section ``offload`` set.
+
+        Raises:
+            ConfigError: no store is named, or the strategy has no such section, or its section says
+                something already.
+        """
+        registry, chosen = strategies(), config.data_parallel
+        name = chosen.name or registry.default()
+        own = registry.load(name).Config
+        if not config.optimizer:
+            raise ConfigError(
+                "strategy.optimizer: expected a store with the strategy offload, found none; name "
+                f"one, such as cpu, or take the strategy {name} itself"
+            )
+        if not any(knob.type is OffloadOptions for knob in options_of(own) if knob.name == SECTION):
+            raise ConfigError(
+                f"strategy.data_parallel: expected a strategy with a section {SECTION}, found "
+                f"{name!r}, which keeps nothing in stores; take for example zero2, or fsdp, which "
+                "divides parameters, too"
+            )
+        options = own() if chosen.options is None else chosen.options
+        if getattr(options, SECTION) != OffloadOptions():
+            raise ConfigError(
+                f"strategy.data_parallel.{SECTION}: expected nothing, found options; the strategy "
+                "offload sets them: write them beside data_parallel"
+            )
+        return find_strategy(name, dataclasses.replace(options, **{SECTION: config.options}))
