@@ -123,7 +123,7 @@ class Binding:
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._adopt_strays(bound)
             _check_gradients(bound)
-            if bound.stepper is not None and any((*args, *kwargs.values())):
+            if bound.stepper is not None and any((*args[1:], *kwargs.values())):
                 raise UsageError(
                     "expected step() without a closure, found one: a store takes the steps of an "
                     "offloaded optimizer; compute the loss before step()"

@@ -15,10 +15,12 @@ class FreshValues:
 
     Attributes:
         slots: the parameters whose values are new.
+        awaited: steps that are still to write some of them.
     """
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
+        self.awaited = 0
         self._buffers: dict[Flat, Tensor] = {}
 
     def of(self, slot: Slot, *, in_place: bool) -> Tensor | Callable[[], Tensor]:
@@ -33,6 +35,12 @@ class FreshValues:
             return place.detach()
         self.slots.append(slot)
         return partial(self._room, slot)
+
+    def arrive(self) -> None:
+        """Let forward see them when the last awaited step has written its part."""
+        self.awaited -= 1
+        if not self.awaited:
+            self.install()
 
     def install(self) -> None:
         """Let forward see them."""

@@ -185,8 +185,9 @@ class Offload:
             fragment.grad = None
         for unit in reversed([unit for unit in self._units if unit in blocks]):
             values = fresh[unit]
+            values.awaited = len(blocks[unit])
+            then = None if self._options.delayed else values.arrive
             for block, steps in blocks[unit].items():
-                then = None if self._options.delayed else values.install
                 self._note(unit, values, bound.stepper.submit(block, steps, then))
 
     def _step_of(
