@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from drivetrain.config.option import option
 from drivetrain_offload.buffers import aligned_empty, can_page_lock
 from drivetrain_offload.host_stepper import HostStepper
 from drivetrain_offload.rules import update_rule
+from drivetrain_offload.tiles import TILE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,8 @@ class HostStore:
     """
 
     Config = HostConfig
+    in_memory: ClassVar[bool] = True
+    working_bytes: ClassVar[int] = TILE_BYTES
 
     def __init__(self, config: HostConfig | None = None) -> None:
         config = config or HostConfig()
@@ -46,11 +50,6 @@ class HostStore:
     def device(self) -> torch.device:
         """The device of the tensors that ``fetch`` returns: the processor."""
         return torch.device("cpu")
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether ``fetch`` returns the kept tensor itself: it does."""
-        return True
 
     def stepper(self, optimizer: Optimizer) -> HostStepper | None:
         """Return what steps an optimizer's shards in host memory; to be closed by the caller.

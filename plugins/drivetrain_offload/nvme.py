@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain_offload.buffers import ALIGNMENT, BufferPool, can_page_lock, padded
 from drivetrain_offload.directory import check_directory
 from drivetrain_offload.files import DiskFile, Transfer
-from drivetrain_offload.nvme_stepper import NvmeStepper
+from drivetrain_offload.nvme_stepper import WORKING_BYTES, NvmeStepper
 from drivetrain_offload.rules import update_rule
 
 MIB = 2**20
@@ -103,6 +104,8 @@ class NvmeStore:
     """
 
     Config = NvmeConfig
+    in_memory: ClassVar[bool] = False
+    working_bytes: ClassVar[int] = WORKING_BYTES
 
     def __init__(self, config: NvmeConfig) -> None:
         self._directory = check_directory(config.path)
@@ -132,11 +135,6 @@ class NvmeStore:
     def nbytes(self) -> int:
         """Bytes of disk that are taken."""
         return self._file.nbytes
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether ``fetch`` returns the kept tensor itself: it does not."""
-        return False
 
     @property
     def request_bytes(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain_offload.buffers import ALIGNMENT, aligned_empty, padded
-from drivetrain_offload.pipeline import Job, Pipeline, cut
+from drivetrain_offload.pipeline import SETS, Job, Pipeline, cut
 from drivetrain_offload.rules import Rule
 from drivetrain_offload.stepping import MASTER, Block, Shard, Stepper, Then, Work
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from drivetrain_offload.nvme import NvmeStore
 
 TILE_BYTES = 8 << 20
-"""Of each state and of masters in a tile; three sets of buffers for three tensors make 72 MiB."""
+"""Of each state and of masters in a tile."""
+
+WORKING_BYTES = SETS * 3 * TILE_BYTES
+"""Sets of buffers for the masters and two states of Adam."""
 
 
 class NvmeStepper(Stepper):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -134,11 +134,16 @@ class ShardStepper(Protocol):
 
 @runtime_checkable
 class SteppingStore(TensorStore, Protocol):
-    """A store that can keep optimizer state and step it where it lies."""
+    """A store that can keep optimizer state and step it where it lies.
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether ``fetch`` returns the kept tensor itself, which can be changed in place."""
+    Attributes:
+        in_memory: whether ``fetch`` returns the kept tensor itself, which can be changed in place;
+            known of the class.
+        working_bytes: host memory that stepping takes beside what is kept, about.
+    """
+
+    in_memory: ClassVar[bool]
+    working_bytes: ClassVar[int]
 
     def stepper(self, optimizer: Optimizer) -> ShardStepper | None:
         """Return what steps an optimizer's shards; None when only the optimizer itself can."""

@@ -8,6 +8,8 @@ from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.parts.units.estimate import Estimate, Lines, Regather
 from drivetrain.parts.units.layout import Cut, UnitLayout
 from drivetrain.parts.units.offload_options import OffloadOptions
+from drivetrain.parts.units.tier_bytes import Plan
+from drivetrain.parts.units.tiers import held_by_kind
 from drivetrain.strategy import Run, Strategy
 
 
@@ -104,4 +106,16 @@ class Accounted(Strategy[ConfigT], Generic[ConfigT]):
             buffers=model.buffers if config.buffers == "broadcast" else (),
             regather=cls._regather(config, units, model, run),
         )
+        if config.offload.optimizer:
+            lent = config.lent_buffers * estimate.lent_bytes() if config.lent_buffers else 0
+            states = {spec.name: model.states for spec in model.parameters}
+            plan = Plan(
+                model=model,
+                units=units,
+                precision=run.precision,
+                rank=cls.lines(config, run).sharing.rank,
+                states=states,
+                lent=lent,
+            )
+            return Cost(held=held_by_kind(plan, config.offload, run.world), sent=sent)
         return Cost(held=estimate.held(model, lent_buffers=config.lent_buffers), sent=sent)

@@ -28,8 +28,11 @@ from drivetrain.parts.units.offload_options import OffloadOptions
 from drivetrain.parts.units.opened_stores import OpenedStores
 from drivetrain.parts.units.slot import Slot
 from drivetrain.parts.units.state_hooks import KeptState, flat_state
+from drivetrain.parts.units.tier_bytes import Plan
+from drivetrain.parts.units.tiers import announce_tiers
 from drivetrain.parts.units.unit import Unit
 from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore
+from drivetrain.strategy import Run
 
 logger = get_logger(__name__)
 
@@ -60,6 +63,15 @@ class Offload:
     def active(self) -> bool:
         """Whether anything lies in a store."""
         return bool(self._options.optimizer)
+
+    def announce(self, plan: Plan, run: Run) -> None:
+        """Show what will lie where, and refuse what does not fit. Collective over ``dp``.
+
+        Raises:
+            PreflightError: some rank has too little of something.
+        """
+        if self.active:
+            announce_tiers(plan, self._options, self._stores.opened, run)
 
     @property
     def parameters(self) -> SteppingStore | None:
@@ -92,12 +104,12 @@ class Offload:
         """
         optimizer = bound.optimizer
         fresh = self._new_slots(bound)
-        if not self.active or not fresh:
+        if not fresh:
             return
         store = self._stores.get(self._options.optimizer)
         stepper = bound.stepper or (store.stepper(optimizer) if store is not None else None)
-        if store is None or stepper is None or not _suits(fresh):
-            self._leave(optimizer)
+        if store is None or stepper is None:
+            self._leave(optimizer, fresh)
             return
         if bound.stepper is None:
             bound.stepper = stepper
@@ -115,11 +127,21 @@ class Offload:
                     stand_in(slot, slot.flat.layout.master)
 
     def _new_slots(self, bound: Bound) -> list[Slot]:
-        return [
+        found = [
             slot
             for slot in bound.slots.values()
             if slot.kept is None and slot.fragment is not None and slot.unit in self._units
         ]
+        return [slot for slot in found if self._better_off(slot)] if self.active else []
+
+    def _better_off(self, slot: Slot) -> bool:
+        """Whether a store is to step a parameter that its optimizer might step itself.
+
+        Masters of low precision it steps as torch's fused kernels do, with other rounding than
+        torch's loops, so they stay where these can reach them.
+        """
+        place = slot.flat.share.place(slot)
+        return slot.flat.layout.master in _EXACT or place is None
 
     def _adopt_block(
         self,
@@ -145,27 +167,30 @@ class Offload:
 
     def _keeps_master(self, slot: Slot) -> bool:
         """Whether the store keeps the master: it cannot be stepped where it lies, or should not."""
-        store, flat = self._stores.get(self._options.optimizer), slot.flat
-        in_memory = store is not None and store.in_memory
+        flat = slot.flat
         return (
             self._options.delayed
             or flat.share.place(slot) is None
             or flat.values.device.type != "cpu"
-            or (flat.has_master and not in_memory)
+            or (flat.has_master and not self._in_memory)
         )
 
-    def _leave(self, optimizer: Optimizer) -> None:
+    def _leave(self, optimizer: Optimizer, slots: Sequence[Slot]) -> None:
         name, store = type(optimizer).__name__, self._options.optimizer
-        opened = self._stores.get(store)
-        usual = "AdamW, Adam, SGD or Adagrad of torch.optim, with fp32 or fp64 masters"
-        if opened is None or not opened.in_memory or opened.device != self._device:
+        usual = "AdamW, Adam, SGD or Adagrad of torch.optim that may take its fused kernel"
+        if any(self._keeps_master(slot) for slot in slots) or not self._in_memory:
             raise UsageError(
                 f"expected an optimizer that the store {store!r} can step, found {name}; take "
-                f"{usual}, or offload.optimizer: cpu on a CPU"
+                f"{usual}, or on ranks without an accelerator offload: {{optimizer: cpu}}"
             )
         logger.warning_once(
             f"{name} steps by itself, while everything waits: the store {store!r} steps {usual}"
         )
+
+    @property
+    def _in_memory(self) -> bool:
+        store = self._stores.get(self._options.optimizer)
+        return store is not None and store.in_memory
 
     # --- the step ---
 
@@ -263,10 +288,6 @@ class Offload:
         for stepper in self._steppers:
             stepper.close()
         self._stores.close()
-
-
-def _suits(slots: Iterable[Slot]) -> bool:
-    return all(slot.flat.layout.master in _EXACT for slot in slots)
 
 
 def _one_dim(slot: Slot, grad: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Opens the stores that options name, each once."""
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -36,6 +37,11 @@ class OpenedStores:
             raise ConfigError(f"expected options of the stores, found {unknown}: {described}")
         for name, kind in kinds.items():
             self._stores[name] = _open(name, kind, settings)
+
+    @property
+    def opened(self) -> Mapping[str, SteppingStore]:
+        """All of them, by name."""
+        return self._stores
 
     def get(self, name: str) -> SteppingStore | None:
         """Return the store of a name; None for no name."""

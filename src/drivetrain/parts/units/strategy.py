@@ -26,6 +26,7 @@ from drivetrain.parts.units.reducer import Reducer
 from drivetrain.parts.units.slot import Slot
 from drivetrain.parts.units.state import ShardedState
 from drivetrain.parts.units.surgery import changes_accepted
+from drivetrain.parts.units.tiers import plan_of
 from drivetrain.parts.units.unit import Unit
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run
@@ -78,7 +79,12 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         for optimizer in optimizers:
             self._binding.check(optimizer)
         specs = [TensorSpec.of(name, p) for name, p in named_parameters(model).items()]
-        self._reducer = self._make_reducer(self._plan_units(specs))
+        units = self._plan_units(specs)
+        self._reducer = self._make_reducer(units)
+        if self._offload.active:
+            rank, lent = self._ranks.sharing.rank, self._lent_bytes(units)
+            plan = plan_of(model, optimizers, units, self.run, rank=rank, lent=lent)
+            self._offload.announce(plan, self.run)
         self._add(self._placement.lay_out(model))
         for optimizer in optimizers:
             self._binding.add(optimizer)
@@ -101,10 +107,14 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
             self.run.precision,
             self.run.world.device,
             in_flight=lent,
-            pool_bytes=self.estimate(self.config, layouts, self.run).lent_bytes() if lent else 0,
+            pool_bytes=self._lent_bytes(layouts) // lent if lent else 0,
             make_way=self._make_way,
             at_end=self._after_round,
         )
+
+    def _lent_bytes(self, layouts: Sequence[UnitLayout]) -> int:
+        lent = self.config.lent_buffers
+        return lent * self.estimate(self.config, layouts, self.run).lent_bytes() if lent else 0
 
     def _add(self, units: Sequence[Unit]) -> None:
         self._offload.choose(units)

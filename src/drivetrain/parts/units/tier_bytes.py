@@ -154,7 +154,9 @@ class _Account:
         masters = 0 if self._is_master else owned * flat.master.itemsize
         # Without an accelerator a share of a whole buffer can be read where it is.
         there = homes.device == "host" and self._in_whole_buffer
-        gradients, late = owned * self._total.itemsize, owned * flat.dtype.itemsize
+        # The first gradient of a window waits as it came when the master is not the parameter.
+        kept = self._total if self._is_master else self._wire
+        gradients, late = owned * kept.itemsize, owned * flat.dtype.itemsize
         return [
             (self._stored or homes.device, "parameters", values * dtype.itemsize),
             (homes.optimizer, "masters", masters),

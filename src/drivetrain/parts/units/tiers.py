@@ -1,7 +1,9 @@
 """Compares what a rank will keep with what the machine has, before anything is laid out."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
@@ -14,9 +16,9 @@ from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.units.layout import UnitLayout
 from drivetrain.parts.units.offload_options import OffloadOptions
 from drivetrain.parts.units.tier_bytes import TIERS, Bytes, Homes, Plan, Tier, held
+from drivetrain.registry import stores
 from drivetrain.runtime.room import device_room, disk_room, host_room
 from drivetrain.runtime.world import World
-from drivetrain.store import SteppingStore
 from drivetrain.strategy import Run
 
 _NAMES: Mapping[Tier, str] = {"device": "the device", "host": "host memory", "disk": "the disk"}
@@ -31,6 +33,18 @@ _WAYS_OUT: Mapping[Tier, str] = {
 }
 
 _logger = get_logger(__name__)
+
+
+class Residence(Protocol):
+    """A store that steps, or its class."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Host memory that stepping takes beside what is kept, about."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether what it keeps lies in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +110,7 @@ class Tiers:
 
 
 def announce_tiers(
-    plan: Plan, options: OffloadOptions, stores: Mapping[str, SteppingStore], run: Run
+    plan: Plan, options: OffloadOptions, opened: Mapping[str, Residence], run: Run
 ) -> None:
     """Show the table of what lies where, and refuse what does not fit. Collective over ``dp``.
 
@@ -105,14 +119,15 @@ def announce_tiers(
     Args:
         plan: the model as this rank will keep it.
         options: what lies in stores.
-        stores: by name.
+        opened: the stores, by name.
         run: the ranks.
 
     Raises:
         PreflightError: on every rank, where one of them has too little.
     """
-    homes = homes_of(options, stores, run.world)
+    homes = homes_of(options, opened, run.world)
     needed = held(plan, homes)
+    needed["host"]["buffers of stores"] += opened[options.optimizer].working_bytes
     room = _room(plan.model.module, homes, options.path, run.world)
     tiers = Tiers(needed=needed, room=room, sharing=run.world.local_size)
     _logger.announce(f"what lies where between steps:\n{tiers.describe()}")
@@ -161,17 +176,17 @@ def plan_of(
     )
 
 
-def homes_of(options: OffloadOptions, stores: Mapping[str, SteppingStore], world: World) -> Homes:
+def homes_of(options: OffloadOptions, opened: Mapping[str, Residence], world: World) -> Homes:
     """Return where things lie.
 
     Args:
         options: what lies in stores.
-        stores: by name.
+        opened: the stores, or their classes, by name.
         world: this rank's device.
     """
 
     def tier(name: str) -> Tier:
-        return "host" if stores[name].in_memory else "disk"
+        return "host" if opened[name].in_memory else "disk"
 
     device: Tier = "host" if world.device.type == "cpu" else "device"
     parameters = tier(options.params) if options.params else None
@@ -182,6 +197,18 @@ def homes_of(options: OffloadOptions, stores: Mapping[str, SteppingStore], world
         ratio=options.ratio,
         delayed=options.delayed,
     )
+
+
+def held_by_kind(plan: Plan, options: OffloadOptions, world: World) -> dict[str, int]:
+    """Return the bytes that one rank keeps between steps; on a disk, kinds say so."""
+    kinds = {name: stores().load(name) for name in {options.optimizer, options.params} - {""}}
+    total: Counter[str] = Counter()
+    for tier, held_there in held(plan, homes_of(options, kinds, world)).items():
+        for kind, nbytes in held_there.items():
+            total[f"{kind} on disk" if tier == "disk" else kind] += nbytes
+    del total["largest unit in use"]  # which is freed between steps
+    total["buffers of stores"] += kinds[options.optimizer].working_bytes
+    return dict(total)
 
 
 def _states(optimizer: Optimizer, group: Mapping[str, object]) -> int:
