@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from drivetrain_offload.buffers import aligned_empty
 from drivetrain_offload.rules import Rule
-from drivetrain_offload.stepping import Block, Shard, Stepper, Then, Work
+from drivetrain_offload.stepping import MASTER, Block, Shard, Stepper, Then, Work
 from drivetrain_offload.threads import computing_pool
 from drivetrain_offload.tiles import Tiler
 
@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 
 class HostStepper(Stepper):
-    """Keeps states in host memory, zeros that take none before the first step.
+    """Keeps states in host memory; the pages of states are taken by the first step.
 
     One thread takes the steps in their order and computes, together with those of the tiler. It
     ends with the stepper: ``close`` waits for steps that were submitted; at the interpreter's exit
@@ -39,7 +39,8 @@ class HostStepper(Stepper):
 
     @override
     def _take_room(self, block: Block) -> None:
-        whole = {name: self._zeros(nbytes) for name, nbytes in block.nbytes.items()}
+        whole = {name: self._memory(nbytes) for name, nbytes in block.nbytes.items()}
+        whole[MASTER].zero_()
         self._tensors[block.name] = [
             {name: shard.of(whole[name]) for name in block.names(shard)} for shard in block.shards
         ]
@@ -71,8 +72,8 @@ class HostStepper(Stepper):
         self._tiler.close()
         self._tensors.clear()
 
-    def _zeros(self, nbytes: int) -> Tensor:
+    def _memory(self, nbytes: int) -> Tensor:
         if self._page_locked:
-            return aligned_empty(nbytes, torch.uint8, page_locked=True)  # a mapping: zeros
-        with torch.inference_mode(False):  # else they could be written in inference mode alone
-            return torch.zeros(nbytes, dtype=torch.uint8)
+            return aligned_empty(nbytes, torch.uint8, page_locked=True)
+        with torch.inference_mode(False):  # else it could be written in inference mode alone
+            return torch.empty(nbytes, dtype=torch.uint8)
