@@ -11,6 +11,7 @@ arXiv:1910.02054, section 6.1).
 - ``replay``: one call of a block that is computed again in backward
 - ``selective``: which results are kept, and their return in recomputation
 - ``inputs``: where the inputs wait
+- ``host``: their ways to host memory and back, beside what the device computes
 - ``buffers``: buffers that forward changes are not changed twice
 """
 

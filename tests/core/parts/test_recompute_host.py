@@ -1,0 +1,261 @@
+"""Inputs on their way to host memory and back: how many at once, and in which order."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.recompute import Inputs, attach
+from drivetrain.parts.recompute.inputs import SMALL_NBYTES
+
+LAYERS = 6
+ROWS = SMALL_NBYTES // 8  # of 4 numbers: x is moved; a scale of 4 numbers is not
+
+
+class FakeFlight:
+    """A copy by hand: the tensors hold the values only once it has landed."""
+
+    def __init__(self, sky, kind, source, target):
+        self.sky, self.kind, self.landed = sky, kind, False
+        target.copy_(source)
+        sky.begin(self)
+
+    def land(self):
+        self.sky.land(self)
+        self.landed = True
+
+    def __del__(self):
+        if not self.landed:
+            self.sky.land(self)
+            self.sky.lost.append(self.kind)
+
+
+class Sky:
+    """The lanes of a device that does not exist; remembers what was on its way at once."""
+
+    def __init__(self):
+        self.events = []
+        self.most = {"out": 0, "back": 0}
+        self.up = {"out": 0, "back": 0}
+        self.lost = []
+
+    def begin(self, flight):
+        self.up[flight.kind] += 1
+        self.most[flight.kind] = max(self.most[flight.kind], self.up[flight.kind])
+
+    def land(self, flight):
+        self.up[flight.kind] -= 1
+
+    def leave(self, tensor):
+        host = tensor.clone()
+        self.events.append(("out", host[0, 0].item()))
+        return host, FakeFlight(self, "out", tensor, host)
+
+    def come(self, host):
+        tensor = torch.empty_like(host)
+        self.events.append(("back", host[0, 0].item()))
+        return tensor, FakeFlight(self, "back", host, tensor)
+
+
+class OffDevice(Inputs):
+    """As if the tensors were on an accelerator."""
+
+    def __init__(self, sky):
+        super().__init__("cpu")
+        self.sky = sky
+
+    def _leaves(self, tensor):
+        return True
+
+    def _lanes_of(self, device):
+        return self.sky
+
+
+class Block(nn.Module):
+    """Notes when it runs."""
+
+    def __init__(self, log, number):
+        super().__init__()
+        self.log, self.number = log, number
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, mask=None):
+        self.log.append(("run", self.number))
+        x = torch.sin(x * self.weight)
+        return x if mask is None else x * mask
+
+
+class Net(nn.Module):
+    def __init__(self, log):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(log, number) for number in range(LAYERS))
+
+    def forward(self, x, mask=None):
+        for number, block in enumerate(self.blocks):
+            numbered = torch.zeros_like(x)
+            numbered[0, 0] = number + 1
+            x = block(x * (numbered == 0) + numbered, mask)
+        return x
+
+
+def build(sky, *, kept=True):
+    torch.manual_seed(0)
+    model = Net(sky.events)
+    if kept:
+        blocks = [(str(i), block) for i, block in enumerate(model.blocks)]
+        attach(blocks, "full", OffDevice(sky))
+    return model
+
+
+def batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, 4, generator=generator)
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def test_at_most_two_leave_and_two_come_at_once():
+    sky = Sky()
+    model = build(sky)
+    model(batch()).sum().backward()
+    assert sky.most == {"out": 2, "back": 1}  # the other one that came is in use
+    gc.collect()
+    assert sky.up["back"] == 0
+    assert [n for kind, n in sky.events if kind == "out"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_block_before_comes_while_one_computes():
+    sky = Sky()
+    model = build(sky)
+    loss = model(batch()).sum()
+    sky.events.clear()
+    loss.backward()
+    # The last two never left the device; each other one comes before the block after it runs.
+    expected = [("run", 5)]
+    for number in range(LAYERS - 3, -1, -1):
+        expected += [("back", number + 1), ("run", number + 1)]
+    expected += [("run", 0)]
+    assert sky.events == expected
+
+
+def test_gradients_are_those_without_recompute():
+    mask = (torch.arange(4.0 * ROWS).view(ROWS, 4) % 3 > 0).float()
+    sky, other = Sky(), Sky()
+    kept, plain = build(sky), build(other, kept=False)
+    for seed in (1, 2):
+        kept(batch(seed), mask).sum().backward()
+        plain(batch(seed), mask).sum().backward()
+    for mine, theirs in zip(gradients(kept), gradients(plain), strict=True):
+        assert torch.equal(mine, theirs)
+    assert sky.most["out"] <= 3  # two inputs, and the mask
+    assert sum(kind == "out" for kind, _ in sky.events) == 2 * (LAYERS + 1)  # the mask once
+
+
+def test_a_graph_that_is_kept_brings_its_inputs_twice():
+    sky = Sky()
+    model = build(sky)
+    loss = model(batch()).sum()
+    loss.backward(retain_graph=True)
+    once = [g.clone() for g in gradients(model)]
+    loss.backward()
+    for mine, first in zip(gradients(model), once, strict=True):
+        assert torch.equal(mine, first * 2)
+    assert sky.most["back"] == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 2, 0)])
+def test_several_forwards_before_their_backwards(order):
+    """What is brought for nothing, as for the forward before the second, is let go."""
+    sky = Sky()
+    model, plain = build(sky), build(Sky(), kept=False)
+    for one in (model, plain):
+        losses = [one(batch(seed)).sum() for seed in (1, 2, 3)]
+        for index in order:
+            losses[index].backward()
+            losses[index] = None
+    for mine, theirs in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(mine, theirs)
+    assert sky.most["back"] <= 2
+    assert sky.most["out"] == 2
+    gc.collect()
+    assert "back" not in sky.lost
+
+
+def test_a_forward_without_backward_leaves_nothing():
+    sky = Sky()
+    model = build(sky)
+    out = model(batch())
+    assert sky.up["out"] == 2
+    del out
+    gc.collect()
+    assert sky.lost == ["out", "out"]  # which real copies tell the allocator
+    model(batch()).sum().backward()
+    assert sky.most["out"] == 2
+
+
+def test_an_input_that_is_changed_while_it_leaves_is_an_error():
+    sky = Sky()
+    model = build(sky)
+    x = batch()
+    first, second = model.blocks[0], model.blocks[1:4]
+    out = first(x)
+    x.add_(1)
+    for block in second:
+        out = block(out * 1)
+    with pytest.raises(UsageError, match=r"shape \(512, 4\).*in place"):
+        out.sum().backward()
+
+
+def test_an_input_that_is_changed_later_is_what_it_was():
+    sky = Sky()
+    model, x = build(sky), batch()
+    out = model.blocks[0](x)
+    for block in model.blocks[1:4]:
+        out = block(out * 1)
+    expected = (batch() * torch.ones(4)).cos()  # of the first sine
+    assert torch.isfinite(expected).all()
+    x.zero_()
+    out.sum().backward()
+    assert model.blocks[0].weight.grad.abs().sum() > 0  # zero inputs would have none
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_on_a_device_memory_is_bounded_and_values_are_the_same():
+    device = torch.accelerator.current_accelerator()
+    width, layers = 2048, 24
+
+    def train(keep):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)
+        ).to(device)
+        if keep is not None:
+            attach([(str(i), b) for i, b in enumerate(blocks)], "full", Inputs(keep))
+        x = torch.randn(8 * width, width, device=device)
+        for _ in range(2):
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            before = torch.accelerator.memory_allocated()
+            out = x
+            for block in blocks:
+                out = block(out * 1.0)
+            out.square().mean().backward()
+            torch.accelerator.synchronize()
+            peak = torch.accelerator.max_memory_allocated() - before
+            grads = [p.grad.clone() for p in blocks.parameters()]
+            blocks.zero_grad(set_to_none=True)
+        return grads, peak, x.nbytes
+
+    plain, _, _ = train(None)
+    here, whole, nbytes = train("device")
+    away, bounded, _ = train("cpu")
+    for mine, theirs in zip(away, plain, strict=True):
+        assert torch.equal(mine, theirs)
+    assert all(torch.equal(a, b) for a, b in zip(here, away, strict=True))
+    assert whole > layers * nbytes
+    assert bounded < 12 * nbytes  # whatever the number of layers
