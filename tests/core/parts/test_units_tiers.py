@@ -76,7 +76,7 @@ def test_on_a_cpu_parameters_of_the_masters_dtype_are_stepped_where_they_are():
 def test_masters_of_another_dtype_lie_with_the_states():
     found = held(plan(precision=LOW), Homes(device="host", optimizer="disk"))
     assert rounded(found) == {
-        "host": {"parameters": 2000, "gradients": 2000, "buffers of gradients": 80},
+        "host": {"parameters": 2000, "gradients": 1000, "buffers of gradients": 80},
         "disk": {"optimizer": 4000, "masters": 2000},
     }
 
@@ -106,7 +106,7 @@ def test_divided_parameters_in_a_store():
     homes = Homes(device="device", optimizer="disk", parameters="disk")
     assert rounded(held(plan(precision=LOW, sharded=True), homes)) == {
         "device": {"buffers of gradients": 80, "largest unit in use": 2000},
-        "host": {"gradients": 2000},
+        "host": {"gradients": 1000},
         "disk": {"parameters": 1000, "masters": 2000, "optimizer": 4000},
     }
     frozen = plan(precision=LOW, sharded=True, frozen=True)
@@ -255,6 +255,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_a_way_out():
 
 
 class Store:
+    working_bytes = 1000
+
     def __init__(self, in_memory):
         self.in_memory = in_memory
 
@@ -287,19 +289,36 @@ def announced(monkeypatch, tmp_path, *, host, disk):
 
 def test_the_table_is_announced(monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO")
-    announced(monkeypatch, tmp_path, host=8_000_000, disk=8_000_000)
+    announced(monkeypatch, tmp_path, host=8_001_000, disk=8_000_000)
     assert "what lies where" in caplog.text
     assert "optimizer" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("host", "disk", "what"),
-    [(7_999_999, 8_000_000, "host memory"), (8_000_000, 7_999_999, "the disk")],
+    [(8_000_999, 8_000_000, "host memory"), (8_001_000, 7_999_999, "the disk")],
 )
 def test_too_little_of_the_machine(monkeypatch, tmp_path, host, disk, what):
-    """The model's own 4 MB are there already; gradients and their buffer are not."""
+    """The model's own 4 MB are there already; gradients, their buffer and the store's are not."""
     with pytest.raises(PreflightError, match=f"^{what}: expected at least"):
         announced(monkeypatch, tmp_path, host=host, disk=disk)
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_refuse_what_one_of_them_has_no_room_for():
+    world = World.discover(cpu=True)
+    run = Run(
+        world=world,
+        mesh=Mesh.build({"dp": 2}, world),
+        precision=FULL,
+        accumulation=1,
+        traffic=Traffic(),
+    )
+    states = 10**9 if world.rank == 1 else 2  # 2 TB: more than there is
+    options = OffloadOptions(optimizer="memory")
+    with pytest.raises(PreflightError, match=r"host memory: expected at least .*1\.82 TiB"):
+        announce_tiers(plan(states=states), options, STORES, run)
+    announce_tiers(plan(), options, STORES, run)
 
 
 # --- the machine ---
