@@ -1,12 +1,13 @@
-"""What torch's optimizers keep for a parameter, and the fused CPU kernel that updates it.
+"""What torch's optimizers keep for a parameter, and the implementation that updates it.
 
 A rule belongs to a class of optimizers, not to an object: it holds nothing. ``step`` reads a
 param group as it is now and returns a ``Step``, which holds what one optimizer step needs. So a
 scheduler may change the group while pieces of the step are still being updated elsewhere.
 
 A step does, element by element and in this order: cast the gradient to the master's dtype;
-multiply it by the factor, in that dtype; the kernel of ``torch.optim`` with ``fused=True``; cast
-the new parameter into the output. Unscaling and clipping are both the factor: they are
+multiply it by the factor, in that dtype; what ``torch.optim`` does for that group, its fused
+kernel where the group says ``fused=True`` and its plain loop elsewhere; cast the new parameter into
+the output. Unscaling and clipping are both the factor: they are
 multiplications in the plain path, too, and one of them by a power of two, which is exact.
 The kernels' own ``grad_scale`` is not used. It divides, so that its result may differ in the last
 bit; it stores the gradient again; and it costs 0.10 ns per element where multiplying the scratch
@@ -21,12 +22,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 from typing_extensions import override
 
 Group = Mapping[str, Any]
 """A param group of a torch optimizer."""
 Kernel = Callable[[Tensor, Tensor, Mapping[str, Tensor]], None]
 """Updates (master, gradient, states) in place; all 1-D, of equal length and dtype."""
+Moments = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""First, second and largest second moments, as torch's functions take them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +115,6 @@ class AdamRule(Rule):
     @override
     def _kernel(self, group: Group, number: Tensor) -> Kernel:
         decoupled = group["decoupled_weight_decay"]
-        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         beta1, beta2 = map(float, group["betas"])
         amsgrad = bool(group["amsgrad"])
         settings: dict[str, Any] = dict(
@@ -119,13 +124,24 @@ class AdamRule(Rule):
             amsgrad=amsgrad,
             maximize=group["maximize"],
         )
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        # The loop computes with a tensor where the group has one, in its dtype.
+        given = {"lr": _as_it_is(group["lr"])}
+        given["beta1"], given["beta2"] = map(_as_it_is, group["betas"])
 
-        def update(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
+        def fused(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
+            kernel([master], [gradient], *moments(states), [number], **settings)
+
+        def loop(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
+            before = [number - 1]  # it counts by itself
+            how: dict[str, Any] = {**_LOOP, **settings, **given, "decoupled_weight_decay": decoupled}
+            adam([master], [gradient], *moments(states), before, **how)
+
+        def moments(states: Mapping[str, Tensor]) -> Moments:
             largest = [states["max_exp_avg_sq"]] if amsgrad else []
-            moments = [states["exp_avg"]], [states["exp_avg_sq"]], largest
-            fused([master], [gradient], *moments, [number], **settings)
+            return [states["exp_avg"]], [states["exp_avg_sq"]], largest
 
-        return update
+        return fused if is_fused(group) else loop
 
 
 class SgdRule(Rule):
@@ -145,19 +161,26 @@ class SgdRule(Rule):
     @override
     def _kernel(self, group: Group, number: Tensor) -> Kernel:
         momentum = float(group["momentum"])
+        first = momentum != 0 and int(number) == 1
         settings: dict[str, Any] = dict(
             **_numbers(group, "lr", "weight_decay", "dampening"),
             momentum=momentum,
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            is_first_step=momentum != 0 and int(number) == 1,
         )
 
-        def update(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
+        def fused(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
             buffers = [states["momentum_buffer"]] if momentum else []
-            torch._fused_sgd_([master], [gradient], buffers, **settings)
+            torch._fused_sgd_([master], [gradient], buffers, is_first_step=first, **settings)
 
-        return update
+        def loop(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
+            kept = states["momentum_buffer"] if momentum else None
+            buffers = [None if first else kept]  # the first step makes one
+            sgd([master], [gradient], buffers, **_LOOP, **settings)
+            if first and kept is not None and buffers[0] is not None:
+                kept.copy_(buffers[0])
+
+        return fused if is_fused(group) else loop
 
 
 class AdagradRule(Rule):
@@ -174,10 +197,14 @@ class AdagradRule(Rule):
             maximize=group["maximize"],
         )
 
-        def update(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
+        def fused(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
             torch._fused_adagrad_([master], [gradient], [states["sum"]], [number], **settings)
 
-        return update
+        def loop(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
+            before = [number - 1]  # it counts by itself
+            adagrad([master], [gradient], [states["sum"]], before, **_LOOP, **settings)
+
+        return fused if is_fused(group) else loop
 
 
 def update_rule(optimizer: Optimizer) -> Rule | None:
@@ -185,14 +212,17 @@ def update_rule(optimizer: Optimizer) -> Rule | None:
 
     Rules are for exactly ``torch.optim.AdamW``, ``Adam``, ``SGD`` and ``Adagrad``: a subclass may
     do something else. There is none for groups that are ``capturable`` or ``differentiable``, nor
-    for those whose user chose another implementation, with ``fused=False`` or ``foreach=True``:
-    its results differ from the fused kernel's in the last bits.
+    for those whose user chose another implementation with ``foreach=True``: its results differ in
+    the last bits.
     """
     rule = _RULES.get(type(optimizer))
     if rule is None or any(_wants_another(group) for group in optimizer.param_groups):
         return None
     return rule
 
+
+_LOOP: Mapping[str, Any] = {"foreach": False, "fused": False}
+"""Makes torch take its plain implementation, operation by operation: its default on the CPU."""
 
 _RULES: Mapping[type[Optimizer], Rule] = {
     AdamW: AdamRule(),
@@ -204,7 +234,16 @@ _RULES: Mapping[type[Optimizer], Rule] = {
 
 def _wants_another(group: Group) -> bool:
     special = group.get("capturable", False) or group["differentiable"]
-    return bool(special or group["foreach"] or group["fused"] is False)
+    return bool(special or group["foreach"])
+
+
+def is_fused(group: Group) -> bool:
+    """Return whether torch's optimizers would take the fused kernel for a group, on the CPU."""
+    return bool(group["fused"])
+
+
+def _as_it_is(value: float | Tensor) -> float | Tensor:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _numbers(group: Group, *names: str) -> dict[str, float]:

@@ -36,9 +36,6 @@ from drivetrain.strategy import Run
 
 logger = get_logger(__name__)
 
-_EXACT = (torch.float32, torch.float64)
-"""Dtypes of masters in which a store's step is that of the optimizer."""
-
 
 class Offload:
     """What lies in stores for one model.
@@ -104,7 +101,7 @@ class Offload:
         """
         optimizer = bound.optimizer
         fresh = self._new_slots(bound)
-        if not fresh:
+        if not self.active or not fresh:
             return
         store = self._stores.get(self._options.optimizer)
         stepper = bound.stepper or (store.stepper(optimizer) if store is not None else None)
@@ -127,21 +124,11 @@ class Offload:
                     stand_in(slot, slot.flat.layout.master)
 
     def _new_slots(self, bound: Bound) -> list[Slot]:
-        found = [
+        return [
             slot
             for slot in bound.slots.values()
             if slot.kept is None and slot.fragment is not None and slot.unit in self._units
         ]
-        return [slot for slot in found if self._better_off(slot)] if self.active else []
-
-    def _better_off(self, slot: Slot) -> bool:
-        """Whether a store is to step a parameter that its optimizer might step itself.
-
-        Masters of low precision it steps as torch's fused kernels do, with other rounding than
-        torch's loops, so they stay where these can reach them.
-        """
-        place = slot.flat.share.place(slot)
-        return slot.flat.layout.master in _EXACT or place is None
 
     def _adopt_block(
         self,
