@@ -103,6 +103,7 @@ def test_strategies_without_the_section(name):
         ),
         ({"data_parallel": {"bucket": 3}}, "did you mean 'bucket_mib'"),
         ({"ratio": 2.0}, "expected at most 1"),
+        ({"params": "cpu"}, r"divides parameters.*offload\.params: cpu, found one that keeps"),
     ],
 )
 def test_wrong_options(options, message):

@@ -29,6 +29,24 @@ class UnitsOptions:
         OffloadOptions, help="what lies in stores between its uses, in host memory or on a disk"
     )
 
+    def __post_init__(self) -> None:
+        """Refuse a store for what is never put away.
+
+        Raises:
+            ConfigError: parameters shall lie in a store, and they are not divided.
+        """
+        if self.offload.params and not self.divides_parameters:
+            raise ConfigError(
+                "expected a strategy that divides parameters, with an option "
+                f"reshard_after_forward, for offload.params: {self.offload.params}, found one that "
+                "keeps them whole on every rank; take such a strategy, or leave offload.params out"
+            )
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether a rank keeps its share of the parameters between their uses."""
+        return False
+
     @property
     def lent_buffers(self) -> int:
         """How many gradient buffers are lent; 0 keeps whole gradients."""
@@ -77,6 +95,11 @@ class ParameterOptions(GradientOptions):
         help="whether a unit is freed between its forward and its backward; a number of ranks "
         "keeps it until backward, divided over groups of that many neighbors",
     )
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether a rank keeps its share of the parameters between their uses."""
+        return True
 
     @property
     def until(self) -> Until:
