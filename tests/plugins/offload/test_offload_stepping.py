@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -119,13 +120,13 @@ class Both:
 
     def assert_same(self):
         for i, parameter in enumerate(self.plain):
+            states = dict(self.stepper.states(self.block, i))  # waits: masters are there, too
             master = self.masters[i]
             master = self.stepper.master(self.block, i) if master is None else master
             assert same_bits(master, parameter.detach()), i
             wanted = {k: v for k, v in self.optimizer.state[parameter].items() if v is not None}
             if wanted.get("step") == 0:  # Adagrad's, before its first step
                 wanted = {}
-            states = dict(self.stepper.states(self.block, i))
             assert states.keys() == wanted.keys()
             for name, state in states.items():
                 assert same_bits(state, wanted[name]), (i, name)
@@ -193,6 +194,22 @@ def test_blocks_take_their_turns(store):
         step.wait()
     both.assert_same()
     assert all(same_bits(m, copy.detach()) for m, copy in zip(other, copies, strict=True))
+    both.stepper.close()
+
+
+def test_a_block_is_read_after_its_last_step_also_when_that_is_late(store, monkeypatch):
+    both = Both(store, *ADAMW, sizes=[900, 800])  # fits into one set of buffers
+    spec = [ShardSpec(10, torch.float32, False)]
+    both.stepper.adopt("b", spec, both.optimizer.param_groups[0])
+    tiler = both.stepper._tiler if store.in_memory else both.stepper._pipeline._tiler
+    real = tiler.update_all
+    monkeypatch.setattr(tiler, "update_all", lambda updates: time.sleep(0.02) or real(updates))
+    between = [ShardStep(0, both.group(0), torch.ones(10), torch.ones(10))]
+    for _ in range(3):
+        both.step()
+        both.step()
+        both.stepper.submit("b", between)
+    both.assert_same()
     both.stepper.close()
 
 
@@ -337,6 +354,7 @@ def test_tiles_are_read_while_others_are_updated(on_disk, monkeypatch):
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_disk_that_fails_ends_steps(on_disk, monkeypatch, call):
     stepper, step = one(on_disk)
+    stepper.adopt("b", [ShardSpec(20_000, torch.float32, True)], step()[0].group)
     stepper.submit("a", step()).wait()
 
     def fail(*_):
@@ -354,7 +372,30 @@ def test_a_disk_that_fails_ends_steps(on_disk, monkeypatch, call):
     for _ in range(2):
         with pytest.raises(StorageError, match="EIO"):
             stepper.submit("a", step())
+        with pytest.raises(StorageError, match=r"failed before: .*EIO"):
+            stepper.submit("b", step())
     stepper.close()
+
+
+def test_too_little_room_is_told_when_a_block_is_adopted(on_disk):
+    stepper, step = one(on_disk)
+    group, before = step()[0].group, on_disk.nbytes
+    with pytest.raises(StorageError, match="free bytes"):
+        stepper.adopt("b", [ShardSpec(1 << 50, torch.float32, False)], group)
+    assert on_disk.nbytes == before
+    stepper.adopt("b", [ShardSpec(1, torch.float32, False)], group)
+    stepper.submit("a", step()).wait()
+    stepper.close()
+
+
+@pytest.mark.parametrize(("mib", "tile"), [(4, 8), (3, 6), (8, 8), (64, 8)])
+def test_tiles_are_whole_requests(tmp_path, monkeypatch, mib, tile):
+    monkeypatch.setattr(nvme_stepper, "TILE_BYTES", 8 * 2**20)
+    made = NvmeStore(NvmeConfig(path=str(tmp_path), request_mib=mib))
+    stepper = made.stepper(AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    assert stepper._tile_bytes == tile * 2**20
+    stepper.close()
+    made.close()
 
 
 def test_an_error_in_arithmetic_is_the_step_s(store):

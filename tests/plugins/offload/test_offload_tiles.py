@@ -193,6 +193,45 @@ def test_pieces_of_a_shard_one_by_one(tiler) -> None:
     assert_same(shard, plain)
 
 
+def test_pieces_of_several_shards_in_one_call() -> None:
+    sizes = [0, 1, 64, 5003, SMALLEST_TILE + 9]
+    values = [torch.randn(numel) for numel in sizes]
+    plains = [Plain(*RULES[i % 3], each) for i, each in enumerate(values)]
+    shards = [Shard(*RULES[i % 3], each, torch.bfloat16) for i, each in enumerate(values)]
+    with Tiler(threads=2) as two:
+        for _ in range(3):
+            wanted = [torch.randn(numel).to(torch.float16) for numel in sizes]
+            for plain, gradient in zip(plains, wanted, strict=True):
+                plain.step(gradient)
+            each = zip(shards, wanted, strict=True)
+            two.update_all([(shard.begin(), shard.piece(grad)) for shard, grad in each])
+        two.update_all([])
+    for shard, plain in zip(shards, plains, strict=True):
+        assert_same(shard, plain)
+
+
+@pytest.mark.parametrize("of_torch", [1, 2])
+def test_threads_share_the_pieces_of_a_call(of_torch) -> None:
+    meeting = threading.Barrier(2, timeout=20)
+
+    def meet(master: Tensor, gradient: Tensor, states: object) -> None:
+        meeting.wait()  # breaks unless two threads come at once
+
+    shard = Shard(*ADAMW, torch.zeros(64))
+    torch.set_num_threads(of_torch)
+    with Tiler(threads=2) as two:
+        update = Step(meet, frozenset(shard.states)), shard.piece(shard.master)
+        two.update_all([update] * 4)
+
+
+def test_a_call_with_one_piece_that_does_not_fit_changes_none(tiler) -> None:
+    shard = Shard(*ADAMW, torch.zeros(64))
+    step, good = shard.begin(), shard.piece(torch.ones(64))
+    with pytest.raises(UsageError, match="gradient"):
+        tiler.update_all([(step, good), (step, good._replace(gradient=torch.ones(3)))])
+    assert not shard.master.any()
+
+
 def test_a_schedule_reaches_the_next_step_not_the_one_under_way(tiler) -> None:
     values = torch.randn(100)
     plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values)
