@@ -14,7 +14,7 @@ that take different paths end with an error that names the units.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.errors import UsageError
+from drivetrain.errors import StorageError, UsageError
 from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.rounds import after_backward, in_backward
 from drivetrain.parts.units.absent import AbsentGuard, LeftGuard, shares_memory
@@ -149,7 +149,8 @@ class Gatherer:
         for unit in self._units:
             unit.guard = LeftGuard(unit)
             if unit.communicator.size == 1:
-                unit.start()
+                with suppress(StorageError):  # told before; what is lost stays guarded
+                    unit.start()
             elif not unit.holds:
                 unit.free()
 

@@ -247,6 +247,12 @@ class Offload:
             fresh.install()
         self._late = []
 
+    def drop_late(self) -> None:
+        """Wait for late updates, and let forward never see them: other values come."""
+        for update, _ in self._late:
+            update.wait()
+        self._late = []
+
     # --- gradients ---
 
     def scale(self, slots: Iterable[Slot], factor: float) -> list[Slot]:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.errors import CollectiveError
+from drivetrain.errors import CollectiveError, StorageError
 from drivetrain.parts.collectives import connect
 from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.naming import named_parameters
@@ -42,8 +42,8 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
     def __init__(self, config: ConfigT, run: Run) -> None:
         super().__init__(config, run)
         self._model = nn.Module()  # until there is one
+        self._offload = Offload(config.offload, run.world.device)  # may refuse its options
         self._ranks = self._connect()
-        self._offload = Offload(config.offload, run.world.device)
         self._placement = Placement(
             self._ranks,
             self._plan_units,
@@ -264,6 +264,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         """Load this rank's ranges; those of the others arrive by an all-gather."""
         self._arrive()
         self._settle()
+        self._offload.drop_late()
         self._state().load(reader)
         for unit in self._placement.units:
             if unit.resident:
@@ -303,7 +304,10 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         yield
 
     def close(self) -> None:
-        """Take everything off; parameters that are whole become ordinary ones."""
+        """Take everything off; parameters that are whole become ordinary ones.
+
+        Where a rank or a store failed, what did not arrive stays guarded.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -313,8 +317,8 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         try:
             self._arrive()
             self._settle()
-        except CollectiveError:
-            return  # a rank failed: what did not arrive stays guarded
+        except (CollectiveError, StorageError):
+            return
         finally:
             self._ranks.close()
             self._offload.close()

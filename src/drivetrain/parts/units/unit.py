@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.errors import CollectiveError
+from drivetrain.errors import CollectiveError, StorageError
 from drivetrain.parts.collectives import Communicator, Handle
 from drivetrain.parts.collectives.solo import Finished
 from drivetrain.parts.guard import Guard, guard, unguard
@@ -186,10 +186,20 @@ class Unit:
         self.shut()
 
     def arrive(self) -> None:
-        """Wait for the values and give the parameters free."""
+        """Wait for the values and give the parameters free.
+
+        Raises:
+            StorageError: this rank's store failed.
+            CollectiveError: another rank did, or the connection to it.
+        """
         if self.arrival is not None:
             self.settle()  # its own error, not that of the operation that waits for it
-            self.arrival.wait()
+            try:
+                self.arrival.wait()
+            except CollectiveError as error:
+                if isinstance(error.__cause__, StorageError):  # what this rank was to send
+                    raise error.__cause__ from None
+                raise
             self.arrival = None
             self.open()
 
@@ -218,7 +228,7 @@ class Unit:
         A gather that failed is an error for those who need the values, not here.
         """
         if self.arrival is not None:
-            with suppress(CollectiveError):
+            with suppress(CollectiveError, StorageError):
                 self.arrival.wait()
             self.arrival = None
         self.shut()
