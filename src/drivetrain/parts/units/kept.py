@@ -28,12 +28,14 @@ class Kept:
         block: the block that it is part of.
         index: its place there.
         master: whether the master is kept, too.
+        in_memory: whether it lies in memory; otherwise what is read is a copy.
     """
 
     stepper: ShardStepper
     block: str
     index: int
     master: bool
+    in_memory: bool
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the states as torch names them; nothing before the first step."""
@@ -89,6 +91,13 @@ def master_of(slot: "Slot") -> Tensor:
     if slot.kept is not None and slot.kept.master:
         return slot.kept.stepper.master(slot.kept.block, slot.kept.index)
     return slot.flat.share.read(slot).detach()
+
+
+def is_copied(slot: "Slot") -> bool:
+    """Whether ``master_of`` returns a copy that nobody else holds."""
+    if slot.kept is not None and slot.kept.master:
+        return not slot.kept.in_memory
+    return slot.flat.share.in_store
 
 
 def set_master(slot: "Slot", values: Tensor) -> None:

@@ -144,7 +144,7 @@ class Offload:
         ]
         stepper.adopt(block, specs, group)
         for index, (slot, spec) in enumerate(zip(slots, specs, strict=True)):
-            slot.kept = Kept(stepper, block, index, spec.kept)
+            slot.kept = Kept(stepper, block, index, spec.kept, self._in_memory)
             slot.flat.gradient_device = torch.device("cpu")
             if spec.kept:
                 stepper.set_master(block, index, slot.flat.share.read(slot).to("cpu"))

@@ -49,6 +49,11 @@ class OffloadOptions:
                 f"expected offload.optimizer with offload.params: {self.params}, found none: an "
                 "optimizer on the device needs the parameters there; name a store for both"
             )
+        if self.params and self.ratio < 1:
+            raise ConfigError(
+                f"expected offload.ratio: 1 with offload.params: {self.params}, found "
+                f"{self.ratio:g}: what lies in a store is stepped there; leave one of them out"
+            )
         idle = [
             f"{knob}: {getattr(self, knob)}"
             for knob in ("path", "ratio", "delayed", "store_options")

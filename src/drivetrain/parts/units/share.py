@@ -29,9 +29,11 @@ class Share(ABC):
         numel: how many elements.
         tensor: 1-D, all of them, if they lie in memory as one range; otherwise None.
         separate: whether they are kept besides the values of the flat tensor.
+        in_store: whether a store keeps them.
     """
 
     separate: ClassVar[bool] = True
+    in_store: ClassVar[bool] = False
 
     def __init__(self, numel: int, dtype: torch.dtype, own: Sequence[Tensor]) -> None:
         self.numel = numel
@@ -183,6 +185,8 @@ class ShareInStore(Share):
         key: its name there.
     """
 
+    in_store: ClassVar[bool] = True
+
     def __init__(
         self,
         numel: int,
@@ -209,8 +213,8 @@ class ShareInStore(Share):
         self.replace(values)
 
     def read(self, slot: "Slot") -> Tensor:
-        """Bring all of it, and return a part."""
-        return self._fetch()[slot.local]
+        """Bring all of it, and return a copy of a part, which does not hold the rest."""
+        return self._fetch()[slot.local].clone()
 
     def write(self, slot: "Slot", values: Tensor) -> None:
         """Bring it, change it and put it back; at first, wait until it was written for good."""

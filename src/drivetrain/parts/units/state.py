@@ -16,7 +16,7 @@ from drivetrain.checkpoint.assembly import boxes
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import allocate_state, check_fits, group_of, state_keys
-from drivetrain.parts.units.kept import master_of, set_master
+from drivetrain.parts.units.kept import is_copied, master_of, set_master
 from drivetrain.parts.units.ranks import Ranks
 from drivetrain.parts.units.slot import Slot
 from drivetrain.parts.units.state_hooks import flat_state
@@ -58,7 +58,7 @@ class ShardedState:
             return
         for name, slot in self._slots.items():
             if slot.owned_numel:
-                yield from _shards(name, "", slot, master_of(slot))
+                yield from _shards(name, "", slot, master_of(slot), fresh=is_copied(slot))
             elif not slot.numel and self._ranks.first:
                 empty = torch.empty(slot.shape, dtype=slot.flat.layout.master, device="cpu")
                 yield Shard(name, "", empty, slot.shape, Part.whole(slot.shape))
@@ -122,11 +122,12 @@ class ShardedState:
                 yield Shard(slot.name, name, value.detach(), shape, Part.whole(shape))
 
     def _kept_shards(self, state: str, slot: Slot, owned: Tensor) -> Iterator[Shard]:
+        fresh = slot.kept is not None and not slot.kept.in_memory
         if _is_divided(slot):
-            yield from _shards(slot.name, state, slot, owned)
+            yield from _shards(slot.name, state, slot, owned, fresh=fresh)
         else:
             whole = owned.as_strided(slot.shape, slot.strides)
-            yield Shard(slot.name, state, whole, slot.shape, Part.whole(slot.shape))
+            yield Shard(slot.name, state, whole, slot.shape, Part.whole(slot.shape), fresh)
 
     def _load_optimizer(
         self, reader: Reader, keys: Sequence[str], index: int, name: str, optimizer: Optimizer
@@ -189,14 +190,18 @@ def _is_divided(slot: Slot) -> bool:
     return slot.flat.layout.cut != "whole"
 
 
-def _shards(name: str, state: str, slot: Slot, owned: Tensor) -> Iterator[Shard]:
+def _shards(
+    name: str, state: str, slot: Slot, owned: Tensor, *, fresh: bool = False
+) -> Iterator[Shard]:
     for part, piece in _pieces(slot, owned):
-        yield Shard(name, state, piece, slot.shape, part)
+        yield Shard(name, state, piece, slot.shape, part, fresh)
 
 
 def _load_master(reader: Reader, slot: Slot) -> None:
     if slot.owned_numel:
-        values = master_of(slot).clone()
+        kept = slot.kept is not None and slot.kept.master
+        dtype = slot.flat.layout.master if kept else slot.flat.share.dtype
+        values = torch.empty(slot.owned_numel, dtype=dtype, device="cpu")
         _read(reader, "", slot, values)
         set_master(slot, values)
 
