@@ -13,13 +13,13 @@ from drivetrain.errors import CollectiveError, StorageError
 from drivetrain.parts.collectives import connect
 from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.naming import named_parameters
-from drivetrain.parts.norms import clip_, clip_factor, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
 from drivetrain.parts.units.accounts import Accounted, ConfigT
 from drivetrain.parts.units.binding import Binding, Bound
 from drivetrain.parts.units.hooks import UnitHook, ZeroGrad, is_compiled
 from drivetrain.parts.units.layout import UnitLayout
 from drivetrain.parts.units.offload import Offload
+from drivetrain.parts.units.owned import OwnedGradients
 from drivetrain.parts.units.placement import Placement
 from drivetrain.parts.units.ranks import Ranks
 from drivetrain.parts.units.reducer import Reducer
@@ -52,6 +52,11 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
             lambda: self._offload.parameters,
         )
         self._handles: list[RemovableHandle] = []
+        # Replicas own the same once more.
+        sharing, device = self._ranks.sharing, run.world.device
+        self._gradients = OwnedGradients(
+            self._placement, self._offload, lambda: self._reducer, sharing, device
+        )
         self._reducer = self._make_reducer([])
         self._binding = Binding(
             self._placement.slots, cut=config.cut, fused=config.fused, watch=self
@@ -108,7 +113,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
             self.run.world.device,
             in_flight=lent,
             pool_bytes=self._lent_bytes(layouts) // lent if lent else 0,
-            make_way=self._make_way,
+            make_way=self._gradients.make_way,
             at_end=self._after_round,
         )
 
@@ -138,31 +143,11 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments."""
-        pieces = [slot for slot, _ in self._complete(only)]
-        self._reducer.widen(slot for slot in pieces if slot.flat.masters_left)
-        yield from (gradient for _, gradient in self._placement.gradients(only))
-
-    def _complete(self, only: Collection[nn.Parameter] | None = None) -> list[tuple[Slot, Tensor]]:
-        """Return gradients that nobody changes any more, and that wait for no factor."""
-        self._reducer.rounds.finish()
-        found = list(self._placement.gradients(only))
-        for unit in {slot.unit for slot, _ in found}:
-            self._make_way(unit)
-        return list(self._placement.gradients(only))
-
-    def _make_way(self, unit: Unit) -> None:
-        """Make a unit's gradients ready for a change."""
-        unit.settle()  # a step under way reads them
-        late = dict(self._offload.factors(unit.slots))
-        self._reducer.widen(late)
-        _scale(late)
+        yield from self._gradients.read(only)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the fragments' gradients, and those that wait in the buffers."""
-        pieces = self._complete()
-        now = self._offload.scale([slot for slot, _ in pieces], factor)
-        _scale(dict.fromkeys(now, factor))
-        self._reducer.scale(factor)
+        self._gradients.scale(factor)
 
     def clip_grad_norm(
         self,
@@ -172,18 +157,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         only: Collection[nn.Parameter] | None = None,
     ) -> Tensor:
         """Scale the gradients to a norm of at most max_norm: one number crosses the wire."""
-        pieces = self._complete(only)
-        sharing = self._ranks.sharing  # replicas own the same once more
-        over = [sharing] if sharing.size > 1 else []
-        gradients = [gradient for _, gradient in pieces]
-        norm = global_norm(gradients, norm_type, over=over, device=self.run.world.device)
-        if not self._offload.active:
-            clip_(gradients, norm, max_norm)
-        elif pieces:
-            factor = float(clip_factor(norm, max_norm))
-            now = self._offload.scale([slot for slot, _ in pieces], factor)
-            _scale(dict.fromkeys(now, factor))
-        return norm
+        return self._gradients.clip(max_norm, norm_type, only)
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Keep gradients local inside, or where they are reduced each time, from replicas only."""
@@ -217,16 +191,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def cleared(self, slots: Iterable[Slot], *, set_to_none: bool) -> None:
         """Drop gradients of micro-batches that were not sent, too."""
-        slots = list(slots)
-        self._reducer.rounds.finish()  # what an exception cut short must not come after this
-        self._reducer.forget(slots)
-        self._before_clearing(slots, set_to_none=set_to_none)
-
-    def _before_clearing(self, slots: Iterable[Slot], *, set_to_none: bool) -> None:
-        self._offload.forget(slots)
-        if not set_to_none:  # zeros are about to be written where a step under way reads
-            for unit in self._placement.units:
-                unit.settle()
+        self._gradients.forget(list(slots), set_to_none=set_to_none)
 
     def _after_round(self) -> None:
         """Do what the strategy does when a backward is over."""
@@ -248,9 +213,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
             unit.arrive()
 
     def _clear(self, set_to_none: bool) -> None:
-        self._reducer.rounds.finish()
-        self._reducer.forget()
-        self._before_clearing(self._placement, set_to_none=set_to_none)
+        self._gradients.forget(None, set_to_none=set_to_none)
         self._placement.clear_gradients(set_to_none=set_to_none)
 
     # --- state ---
@@ -322,10 +285,3 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         finally:
             self._ranks.close()
             self._offload.close()
-
-
-def _scale(factors: Mapping[Slot, float]) -> None:
-    """Multiply gradients of parameters in place."""
-    for slot, factor in factors.items():
-        if slot.fragment is not None and slot.fragment.grad is not None:
-            slot.fragment.grad.mul_(factor)
