@@ -5,7 +5,6 @@ restarts, so restarted ranks read the addresses of dead ones. Here each attempt 
 own, and on one host nobody else can reach it.
 """
 
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -21,6 +20,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from drivetrain.config import LaunchConfig
 from drivetrain.errors import ConfigError, PreflightError
+from drivetrain.runtime.loopback import loopback_store
 from drivetrain_launch.place import LOOPBACK, Endpoint
 
 LOOPBACK_BACKEND = "drivetrain-loopback"
@@ -123,24 +123,6 @@ class HostOrderRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Leave the rendezvous."""
         return self._inner.shutdown()
-
-
-def loopback_store(timeout: timedelta) -> TCPStore:
-    """Start a store on a free port of the loopback interface.
-
-    TCPStore binds to every interface whatever host it is given; a socket that is already bound is
-    the one way to restrict it.
-    """
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        LOOPBACK,
-        port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def rendezvous(launch: LaunchConfig, local_address: str) -> RendezvousHandler:

@@ -10,17 +10,15 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from drivetrain.testing.groups import join_group, leave_groups
 from drivetrain.testing.leaks import LeakGuard
 from drivetrain.testing.messages import Job, Kind, Outcome
 
@@ -108,18 +106,10 @@ def _joined(job: Job) -> Iterator[None]:
     }
     os.environ.update(place)
     try:
-        if job.size > 1:
-            dist.init_process_group(
-                "gloo",
-                store=FileStore(job.rendezvous, job.size),
-                rank=job.rank,
-                world_size=job.size,
-                timeout=timedelta(seconds=job.timeout_s),
-            )
+        join_group(job)
         yield
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_groups()
         for name in place:
             os.environ.pop(name, None)
 

@@ -23,7 +23,8 @@ class Job:
         arguments: fixtures and parameters, each pickled by itself.
         rank: this rank.
         size: number of ranks.
-        rendezvous: path of the file through which the ranks find each other.
+        store_port: where the store listens through which the ranks find each other.
+        rendezvous: prefix of their keys in the store, which no other test has.
         timeout_s: seconds that a collective may wait.
         filters: the warning filters of the test, in the order pytest applies them.
         search_path: the import path of the pytest process.
@@ -36,6 +37,7 @@ class Job:
     arguments: Mapping[str, bytes]
     rank: int
     size: int
+    store_port: int
     rendezvous: str
     timeout_s: float
     filters: tuple[WarningFilter, ...]

@@ -55,7 +55,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     arguments = _pickled_arguments(pyfuncitem)
     pool = _pool(pyfuncitem.config)
-    outcomes = pool.run(_jobs(pyfuncitem, ranks, arguments, pool.rendezvous()), ranks.timeout)
+    outcomes = pool.run(_jobs(pyfuncitem, ranks, arguments, pool), ranks.timeout)
     for title, text in pool.output().items():
         pyfuncitem.add_report_section("call", title, text)
     _report(outcomes)
@@ -97,8 +97,9 @@ def _ranks_of(item: pytest.Item) -> _Ranks | None:
 
 
 def _jobs(
-    item: pytest.Function, ranks: _Ranks, arguments: dict[str, bytes], rendezvous: str
+    item: pytest.Function, ranks: _Ranks, arguments: dict[str, bytes], pool: Any
 ) -> list[Job]:
+    rendezvous = pool.rendezvous()
     classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
     return [
         Job(
@@ -109,6 +110,7 @@ def _jobs(
             arguments=arguments,
             rank=rank,
             size=ranks.n,
+            store_port=pool.store_port,
             rendezvous=rendezvous,
             timeout_s=ranks.timeout,
             filters=_filters(item),

@@ -6,9 +6,11 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 
+from drivetrain.runtime.loopback import loopback_store
 from drivetrain.testing.messages import Job, Outcome, Ready, Release
 from drivetrain.testing.worker import STACK_SIGNAL, Files, main
 
@@ -83,11 +85,17 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-ranks-")
         self._workers: list[Worker] = []
         self._runs = 0
+        self._store = loopback_store(timedelta(seconds=START_TIMEOUT_S))
+
+    @property
+    def store_port(self) -> int:
+        """The port of the store through which the ranks of every test find each other."""
+        return int(self._store.port)
 
     def rendezvous(self) -> str:
-        """Return the path of a file that no other test uses."""
+        """Return a prefix of keys that no other test uses."""
         self._runs += 1
-        return str(Path(self._folder.name) / f"rendezvous{self._runs}")
+        return f"test{self._runs}"
 
     def run(self, jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
         """Run one test, a job per rank in rank order.
