@@ -256,7 +256,6 @@ class Pipeline:
 
     def _update(self, job: Job, tile: Tile, buffers: Buffers, reads: Sequence[Transfer]) -> None:
         try:
-            settle(reads)
             if not job.future.done():
                 for read in reads:
                     read.wait()
@@ -267,6 +266,7 @@ class Pipeline:
         except BaseException as error:
             self._fail(job, error)
         finally:
+            settle(read for read in reads if not read.done())
             self._free.put(buffers)
 
     def _finish(self, job: Job) -> None:
