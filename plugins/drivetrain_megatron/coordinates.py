@@ -6,6 +6,7 @@ how the model was divided.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class GlobalShards:
                 )
             elif facts.saves(self._rank):
                 for part, piece in globally(shard.part, shard.tensor, facts.partition, self._rank):
-                    yield Shard(shard.name, shard.state, piece, facts.shape, part)
+                    yield replace(shard, tensor=piece, shape=facts.shape, part=part)
 
 
 class LocalReader:

@@ -46,6 +46,8 @@ class Shard:
         tensor: the data of the part; its shape is ``part.sizes``, or 1-D for a flat range.
         shape: the global shape.
         part: which part of the global tensor ``tensor`` is.
+        fresh: whether the tensor is a copy that was made for whoever walks the shards, who decides
+            how many of them are in memory at once.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Shard:
     tensor: Tensor
     shape: tuple[int, ...]
     part: Part
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)

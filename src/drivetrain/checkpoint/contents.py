@@ -1,6 +1,6 @@
 """What one rank puts into a checkpoint, as it is or as a copy that training no longer changes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -40,11 +40,15 @@ class Contents:
         """Bytes of the shards; only for contents that hold lists of them, as ``staged`` returns."""
         return sum(shard.tensor.nbytes for shards in self.models for shard in shards)
 
-    def staged(self) -> "Contents":
+    def staged(self, write: Callable[[int, Shard], None]) -> "Contents":
         """Return a copy in host memory, of this rank's shards and nothing more.
 
-        The copy holds as many bytes as this rank's files will. All shards are walked whatever
-        happens: yielding one may communicate.
+        The copy holds as many bytes as the shards do that lie in memory. All shards are walked
+        whatever happens: yielding one may communicate.
+
+        Args:
+            write: gets the index of the model and a shard that was copied already, and that there
+                may be no room for; the copy will lack it.
 
         Raises:
             CheckpointError: a state is not plain.
@@ -52,11 +56,13 @@ class Contents:
         """
         models: list[list[Shard]] = []
         failures: list[Exception] = []
-        for shards in self.models:
+        for index, shards in enumerate(self.models):
             copies: list[Shard] = []
             for shard in shards:
                 try:
-                    if not failures:
+                    if shard.fresh:
+                        write(index, shard)
+                    elif not failures:
                         copies.append(replace(shard, tensor=_copy(shard.tensor)))
                 except (RuntimeError, MemoryError) as error:
                     failures.append(error)

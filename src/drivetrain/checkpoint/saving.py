@@ -8,14 +8,15 @@
 
 What stands right of the first bar can happen in another thread, from a copy of the shards.
 
-Files of one rank and kind are cut at ``FILE_BYTES``: shards that a store reads back from disk one
-by one are never all in memory.
+Files of one rank and kind are cut at ``FILE_BYTES``, and at ``FRESH_BYTES`` of shards that were
+copied for the save: those that a store reads back from disk one by one are never all in memory.
 """
 
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +62,12 @@ from drivetrain.shards import Shard
 FILE_BYTES = 4 * 2**30
 """A rank starts another file of a kind when the current one would hold more than this."""
 
+FRESH_BYTES = 2**28
+"""As many bytes of fresh shards wait for a file of each kind."""
+
+WEIGHTS, OPTIMIZER = KINDS = "weights", "optimizer"
+"""The kinds of shards, each of which has files of its own."""
+
 STATE_FILE = "state.json"
 STATE_TENSORS = "state.safetensors"
 
@@ -70,16 +77,35 @@ class Batch:
     """The shards of one kind that wait for the next file.
 
     Attributes:
-        kind: ``weights`` or ``optimizer``.
+        kind: one of ``KINDS``.
         shards: what waits.
         bytes: of what waits.
+        fresh_bytes: of those that are fresh.
         files: how many files of this kind are written.
     """
 
     kind: str
     shards: list[Shard] = field(default_factory=list)
     bytes: int = 0
+    fresh_bytes: int = 0
     files: int = 0
+
+    def has_room(self, shard: Shard) -> bool:
+        """Whether a shard may come into the same file."""
+        more = shard.tensor.nbytes
+        fresh = not shard.fresh or self.fresh_bytes + more <= FRESH_BYTES
+        return fresh and self.bytes + more <= FILE_BYTES
+
+    def add(self, shard: Shard) -> None:
+        """Let a shard wait, too."""
+        self.shards.append(shard)
+        self.bytes += shard.tensor.nbytes
+        self.fresh_bytes += shard.tensor.nbytes if shard.fresh else 0
+
+    def written(self) -> None:
+        """Let go of the shards: their file is written."""
+        self.shards, self.bytes, self.fresh_bytes = [], 0, 0
+        self.files += 1
 
 
 @dataclass(slots=True)
@@ -132,16 +158,20 @@ class Save:
         self._token = share(world, secrets.token_hex(8))
         self._doing = f"save {self._target}"
         self._draft = together(world, self._doing, self._begin)
+        self._writer = RankWriter(self._draft, world)
 
     def stage(self, contents: Contents) -> Contents:
         """Return a copy of the contents in host memory, which training no longer changes.
 
+        Shards that a store reads back from a disk are written now: there may be no room for them.
+
         Raises:
-            CheckpointError: on every rank, when any has no memory or a state that is not plain;
-                the draft is gone.
+            CheckpointError: on every rank, when any has no memory or a state that is not plain, or
+                cannot write; the draft is gone.
         """
         with self._abandoned_on_failure():
-            return together(self._world, self._doing, contents.staged)
+            stage = partial(self._writer.stage, contents)
+            return together(self._world, self._doing, stage)
 
     def finish(self, contents: Contents, group: Group = None) -> None:
         """Write the contents, and give the draft its name. Collective over the group.
@@ -151,8 +181,7 @@ class Save:
         """
         world, doing = self._world, self._doing
         with self._abandoned_on_failure():
-            writer = RankWriter(self._draft, world)
-            report = together(world, doing, lambda: writer.write(contents), group)
+            report = together(world, doing, partial(self._writer.write, contents), group)
             reports = collect(world, report, group)
             complete = partial(self._on_main, lambda: write_common(self._draft, reports, contents))
             together(world, doing, complete, group)
@@ -193,9 +222,22 @@ class RankWriter:
         self._report = Report()
         self._failure: Exception | None = None
         self._needed = 0  # bytes
+        self._batches: dict[tuple[int, str], Batch] = {}
+        self._written: dict[int, list[SavedTensor]] = defaultdict(list)
+
+    def stage(self, contents: Contents) -> Contents:
+        """Write the shards that are copies already, and return a copy of all the rest.
+
+        Raises:
+            CheckpointError: what failed first.
+            RuntimeError: there is no memory for the copy.
+        """
+        staged = contents.staged(self._add)
+        self._check()
+        return staged
 
     def write(self, contents: Contents) -> Report:
-        """Write everything this rank holds.
+        """Write everything this rank holds, but for what ``stage`` has written.
 
         Raises:
             CheckpointError: what failed first, with the path, the bytes needed and the bytes free.
@@ -204,29 +246,30 @@ class RankWriter:
         self._attempt(lambda: check_plain(dict(contents.state), "state"))
         self._attempt(lambda: check_plain(scalars, "scalars"))
         for index, shards in enumerate(contents.models):
-            self._report.models.append([])
-            self._write_model(index, shards)
+            for shard in shards:
+                self._add(index, shard)
+            for kind in KINDS:
+                self._flush(index, self._batch(index, kind))
+            self._report.models.append(self._written[index])
         if contents.rank_state:
             self._report.rank_file = f"rank-{self._world.rank:05d}.safetensors"
             self._write_file(self._report.rank_file, contents.rank_state)
         self._attempt(lambda: sync_directory(self._draft))
-        if self._failure is not None:
-            raise CheckpointError(self._explain(self._failure)) from self._failure
+        self._check()
         self._report.scalars = scalars
         self._report.aliases = [dict(names) for names in contents.aliases]
         return self._report
 
-    def _write_model(self, index: int, shards: Iterable[Shard]) -> None:
-        batches = {"weights": Batch("weights"), "optimizer": Batch("optimizer")}
-        for shard in shards:
-            self._attempt(partial(_check_shard, shard))
-            batch = batches["optimizer" if shard.state else "weights"]
-            if batch.bytes + shard.tensor.nbytes > FILE_BYTES:
-                self._flush(index, batch)
-            batch.shards.append(shard)
-            batch.bytes += shard.tensor.nbytes
-        for batch in batches.values():
+    def _add(self, index: int, shard: Shard) -> None:
+        """Let a shard of a model wait for the next file of its kind, or begin that file."""
+        self._attempt(partial(_check_shard, shard))
+        batch = self._batch(index, OPTIMIZER if shard.state else WEIGHTS)
+        if not batch.has_room(shard):
             self._flush(index, batch)
+        batch.add(shard)
+
+    def _batch(self, index: int, kind: str) -> Batch:
+        return self._batches.setdefault((index, kind), Batch(kind))
 
     def _flush(self, index: int, batch: Batch) -> None:
         """Write the shards that a batch gathered as its next file, and forget them."""
@@ -241,11 +284,11 @@ class RankWriter:
             tensors[key] = shard.tensor
             saved = SavedPart(name, key, shard.part)
             dtype = DTYPES.get(shard.tensor.dtype, "")  # "" never gets far: writing it fails
-            self._report.models[index].append(
+            self._written[index].append(
                 SavedTensor(shard.name, shard.state, dtype, tuple(shard.shape), (saved,))
             )
         self._write_file(name, tensors)
-        batch.shards, batch.bytes, batch.files = [], 0, batch.files + 1
+        batch.written()
 
     def _write_file(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         self._needed += sum(tensor.nbytes for tensor in tensors.values())
@@ -262,6 +305,10 @@ class RankWriter:
                 work()
             except Exception as error:
                 self._failure = error
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise CheckpointError(self._explain(self._failure)) from self._failure
 
     def _explain(self, error: Exception) -> str:
         if not isinstance(error, OSError):

@@ -57,8 +57,9 @@ class Checkpointing(Registering):
                 is complete.
             wait: False returns when this rank's shards are copied to host memory, which takes as
                 many bytes as its files until they are written; a thread writes them while
-                training goes on. One save at a time: the next save or load, ``free_memory`` and
-                ``end_training`` wait for it, as ``wait_for_checkpoint`` does.
+                training goes on. What a store keeps on a disk is written before it returns. One
+                save at a time: the next save or load, ``free_memory`` and ``end_training`` wait
+                for it, as ``wait_for_checkpoint`` does.
 
         Returns:
             The directory.
