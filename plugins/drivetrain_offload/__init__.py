@@ -15,6 +15,7 @@ An Adam step over P parameters of a rank reads 12 P bytes (master, two moments) 
 buffers.py       aligned and page-locked memory
 host.py          the store ``cpu``
 directory.py     what the directory of a store must be
+heap.py          memory that is freed goes back to the system
 files.py         one file without a name, several requests at once
 nvme.py          the store ``nvme``
 rules.py         what torch's optimizers keep for a parameter, and the kernel that updates it

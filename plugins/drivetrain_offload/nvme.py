@@ -16,6 +16,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain_offload.buffers import ALIGNMENT, BufferPool, can_page_lock, padded
 from drivetrain_offload.directory import check_directory
 from drivetrain_offload.files import DiskFile, Transfer
+from drivetrain_offload.heap import give_back_memory
 from drivetrain_offload.nvme_stepper import WORKING_BYTES, NvmeStepper
 from drivetrain_offload.rules import update_rule
 
@@ -42,6 +43,11 @@ class NvmeConfig:
     )
     staging_mib: float = option(
         256.0, help="MiB of host memory for tensors that are on their way to the disk", minimum=1
+    )
+    release_memory: bool = option(
+        True,
+        help="whether the process gives freed memory back to the system at once, which takes some "
+        "time; otherwise it may keep several times what it uses",
     )
 
     def __post_init__(self) -> None:
@@ -109,6 +115,8 @@ class NvmeStore:
 
     def __init__(self, config: NvmeConfig) -> None:
         self._directory = check_directory(config.path)
+        if config.release_memory:
+            give_back_memory()
         self._file = DiskFile(
             self._directory, request_bytes=config.request_bytes, threads=config.threads
         )

@@ -60,7 +60,7 @@ def whole(shard: Shard, optimizer: Optimizer, factor: float | None = None) -> Up
 
 
 def tiled(shard: Shard, tiler: Tiler, factor: float = 1.0) -> Update:
-    optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
     group = optimizer.param_groups[0]
     rule: Rule | None = update_rule(optimizer)
     assert rule is not None

@@ -91,7 +91,7 @@ def update(tiler: Tiler, keys: dict[str, str], tiles: list[Tile], nbytes: int) -
 
 
 def ways(numel: int, shards: int, store: NvmeStore, tiler: Tiler) -> tuple[dict[str, Way], Way]:
-    optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
     stepper = store.stepper(optimizer)
     rule = update_rule(optimizer)
     assert stepper is not None
