@@ -141,6 +141,10 @@ class DividedStrategy(UnitsStrategy[ConfigT], Generic[ConfigT]):
         self._gatherer.step_taken()
         super().after_step(bound)
 
+    def _take_over_late(self) -> None:
+        self._gatherer.step_taken()
+        super()._take_over_late()
+
     @contextmanager
     def _holding(self, units: Sequence[Unit]) -> Iterator[None]:
         sharded = [unit for unit in units if not unit.resident]

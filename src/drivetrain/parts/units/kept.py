@@ -110,3 +110,17 @@ def set_master(slot: "Slot", values: Tensor) -> None:
     if slot.kept is not None and slot.kept.master:
         slot.kept.stepper.set_master(slot.kept.block, slot.kept.index, values)
     slot.flat.share.write(slot, values)
+
+
+def take_master(slot: "Slot") -> None:
+    """Let the master that a store keeps follow the parameter's values where those changed.
+
+    What nobody changed keeps the digits that the dtype of forward has no room for.
+    """
+    kept = slot.kept
+    if kept is None or not kept.master or not slot.owned_numel:
+        return
+    master = kept.stepper.master(kept.block, kept.index)
+    own = slot.flat.values[slot.own].detach().to(master.device)
+    values = torch.where(master.to(own.dtype) == own, master, own.to(master.dtype))
+    kept.stepper.set_master(kept.block, kept.index, values)

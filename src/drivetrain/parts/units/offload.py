@@ -239,6 +239,11 @@ class Offload:
                 fragment.grad = grad
         self._taken = {}
 
+    @property
+    def late(self) -> bool:
+        """Whether there are updates that forward does not see yet."""
+        return bool(self._late)
+
     def take_over_late(self) -> None:
         """Wait for late updates, and let forward see them."""
         for update, _ in self._late:

@@ -255,10 +255,19 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
     ) -> Iterator[None]:
         """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
         self._settle()
+        if modify and self._offload.late:
+            self._take_over_late()  # changes come on top of what is newest
         units = self._placement.units_of(parameters)
         changes = changes_accepted(units, self._ranks.everyone) if modify else nullcontext()
         with self._holding(units), changes:
             yield
+
+    def _take_over_late(self) -> None:
+        self._offload.take_over_late()
+        for unit in self._placement.units:
+            if unit.resident and unit.moves:
+                unit.arrive()
+                unit.start()
 
     @contextmanager
     def _holding(self, units: Sequence[Unit]) -> Iterator[None]:

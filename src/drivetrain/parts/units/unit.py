@@ -19,6 +19,7 @@ from drivetrain.parts.collectives import Communicator, Handle
 from drivetrain.parts.collectives.solo import Finished
 from drivetrain.parts.guard import Guard, guard, unguard
 from drivetrain.parts.units.flat import Flat, Values
+from drivetrain.parts.units.kept import take_master
 from drivetrain.parts.units.layout import UnitLayout
 from drivetrain.parts.units.slot import Slot
 from drivetrain.store import Pending, TensorStore
@@ -246,6 +247,8 @@ class Unit:
             label = f"changed parameters of {self.label}"
             everyone.broadcast(flat.values, source, label=label).wait()
             flat.share.take()
+            for slot in flat.slots:
+                take_master(slot)
 
 
 def storages(units: Sequence[Unit]) -> dict[int, Unit]:
