@@ -150,6 +150,7 @@ class LeftGuard:
         """
         raise UsageError(
             f"expected a parameter with values, found {_name(self._unit, (args, kwargs))}, which "
-            "was divided over the ranks when its strategy was taken off, as by free_memory(); "
+            "was divided over the ranks, or lay in a store, when its strategy was taken off, as by "
+            "free_memory(); "
             "take accelerator.get_state_dict(model) or save_model() before"
         )

@@ -142,13 +142,13 @@ class Gatherer:
         return bool(self._forwards) or in_backward()
 
     def close(self) -> None:
-        """Take the hooks off. Units stay divided; the only rank of an axis has them whole."""
+        """Take the hooks off. Units stay divided; the only rank has those in memory whole."""
         self.leave_forward()  # an interrupt may have cut one short
         for handle in self._handles:
             handle.remove()
         for unit in self._units:
             unit.guard = LeftGuard(unit)
-            if unit.communicator.size == 1:
+            if unit.communicator.size == 1 and all(flat.share.at_hand for flat in unit.flats):
                 with suppress(StorageError):  # told before; what is lost stays guarded
                     unit.start()
             elif not unit.holds:

@@ -199,11 +199,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
     def after_step(self, bound: Bound) -> None:
         """Send the updated ranges around, in the order in which forward will need them."""
         self._offload.give_back(bound, self._reducer.give_away)
-        touched = bound.units
-        for unit in reversed(self._placement.units):
-            if unit.resident and unit in touched and unit.moves:
-                unit.arrive()
-                unit.start()
+        self._placement.send_around(bound.units)
 
     def _before_compiled(self, module: nn.Module, inputs: Any) -> None:
         self._arrive()
@@ -264,10 +260,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def _take_over_late(self) -> None:
         self._offload.take_over_late()
-        for unit in self._placement.units:
-            if unit.resident and unit.moves:
-                unit.arrive()
-                unit.start()
+        self._placement.send_around(self._placement.units)
 
     @contextmanager
     def _holding(self, units: Sequence[Unit]) -> Iterator[None]:
