@@ -119,6 +119,13 @@ class Placement:
             else:
                 slot.fragment.grad.zero_()
 
+    def send_around(self, stepped: Collection[Unit]) -> None:
+        """Bring what other ranks stepped into units that stay whole, in the order of forward."""
+        for unit in reversed(self.units):
+            if unit.resident and unit in stepped and unit.moves:
+                unit.arrive()
+                unit.start()
+
     def _make(self, layout: UnitLayout) -> Unit:
         first = next(iter(layout.places))
         device = self._device_of(self._outside[first.name])

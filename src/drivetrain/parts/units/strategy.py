@@ -175,8 +175,7 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def _refresh(self) -> None:
         """Follow changes of ``requires_grad``; every rank must make the same ones."""
-        thawed = self._placement.follow()
-        if thawed:
+        if thawed := self._placement.follow():
             self._add(thawed)
         self._reducer.refresh()
 
