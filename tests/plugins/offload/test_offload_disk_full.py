@@ -1,6 +1,5 @@
 """A small ext4 file system: a full disk is known before the first step, and is left as it was."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -13,30 +12,6 @@ from drivetrain.errors import StorageError
 from drivetrain_offload import NvmeConfig, NvmeStore, directory
 
 MIB = 2**20
-
-
-def attempt(*command):
-    try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
-    except FileNotFoundError:
-        pytest.skip(f"no {command[0]} here")
-    if done.returncode:
-        pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 16 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    image, place = tmp_path / "image", tmp_path / "disk"
-    with image.open("wb") as file:
-        file.truncate(16 * MIB)
-    place.mkdir()
-    attempt("mkfs.ext4", "-q", "-m", "0", str(image))
-    attempt("mount", "-o", "loop", str(image), str(place))
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True, timeout=30)
 
 
 def free(place):

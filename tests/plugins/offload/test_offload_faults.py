@@ -1,10 +1,11 @@
-"""Disks that fail under a training: every rank ends soon with an error, and no checkpoint is hurt."""
+"""Disks that fail under a training: all ranks end soon with an error; checkpoints stay whole."""
 
 import errno
+import itertools
 import os
-import threading
+import pkgutil
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -16,30 +17,40 @@ from drivetrain import Accelerator
 from drivetrain.errors import CheckpointError, CollectiveError, StorageError
 from drivetrain.testing.conformance.tcp import cut_connections
 
-WIDTH = 64
+MIB = 2**20
+CUT = {
+    "zero2": {"bucket_mib": 0.02},
+    "zero3": {"bucket_mib": 0.02, "own_unit_from": 1000},
+    "fsdp": {"unit_from": 1000},
+}
+"""Small units, so that there are several."""
 SOON_S = 12.0  # far from the timeout of collectives, also on a busy machine
+
+
+def layers():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
 
 
 class Training:
     """A small model under one strategy; one unit for each layer where parameters are divided."""
 
-    def __init__(self, name, path, **offload):
+    def __init__(self, name, path, *, model=None, **offload):
         strategy = {"name": name, "offload": {"optimizer": "nvme", "path": str(path), **offload}}
-        if name == "fsdp":
-            strategy["unit_from"] = 1000
+        strategy |= CUT[name]
         self.accelerator = Accelerator(strategy=strategy, cpu=True)
         torch.manual_seed(3)
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
-        model = nn.Sequential(*layers)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        given = (model or layers)()
+        self.width = next(given.parameters()).shape[1]
+        optimizer = AdamW(given.parameters(), lr=1e-2)
+        self.model, self.optimizer = self.accelerator.prepare(given, optimizer)
 
     @property
     def rank(self):
         return self.accelerator.process_index
 
     def step(self, seed):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * seed + self.rank))
+        generator = torch.Generator().manual_seed(10 * seed + self.rank)
+        x = torch.randn(4, self.width, generator=generator)
         loss = self.model(x).square().mean()
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -98,23 +109,153 @@ STORES = {
 EACH = pytest.mark.parametrize("which", list(STORES))
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("answer", [io_error, nothing], ids=["EIO", "short"])
+@pytest.mark.parametrize(
+    ("call", "answer"), [("preadv", io_error), ("pwritev", io_error), ("preadv", nothing)]
+)
 @EACH
 @pytest.mark.ranks(2)
-def test_a_disk_that_fails_ends_all_ranks(which, answer, call, tmp_path):
+def test_a_disk_that_fails_ends_all_ranks(which, call, answer, tmp_path):
     name, offload = STORES[which]
     training = Training(name, tmp_path, **offload)
     training.steps(0, 1, 2)
     odd = training.rank == 1
     disk = Disk(call, answer)
     started = time.monotonic()
-    with disk.broken() if odd else mock.MagicMock():
+    with disk.broken() if odd else nullcontext():
         with pytest.raises(StorageError if odd else CollectiveError) as caught:
             training.steps(*range(3, 9))
-        print(which, call, repr(caught.value))
         if odd:
             assert str(tmp_path) in str(caught.value)
             cut_connections()  # as the end of its process does
         training.close()
     assert time.monotonic() - started < SOON_S
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.ranks(1)
+def test_a_disk_that_fails_ends_the_only_rank(call, tmp_path):
+    for name, offload in STORES.values():
+        training = Training(name, tmp_path, **offload)
+        training.steps(0, 1)
+        with Disk(call, io_error).broken(), pytest.raises(StorageError, match=str(tmp_path)):
+            training.steps(*range(2, 8))
+        training.close()
+
+
+@pytest.mark.ranks(2)
+def test_short_transfers_go_on(tmp_path):
+    expected = Training("zero2", tmp_path)
+    losses = expected.steps(*range(4))
+    expected.close()
+    training = Training("zero2", tmp_path)
+    with Disk("preadv", a_block).broken() as reads, Disk("pwritev", a_block).broken() as writes:
+        assert training.steps(*range(4)) == losses
+    assert reads.calls > 20
+    assert writes.calls > 20
+    training.close()
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_a_save_that_cannot_read_is_not_committed(which, tmp_path):
+    name, offload = STORES[which]
+    training = Training(name, tmp_path, **offload)
+    save = training.accelerator.save_state
+    training.steps(0, 1)
+    save(str(tmp_path / "earlier"))
+    training.accelerator.load_state(str(tmp_path / "earlier"))  # where updates are late: take them
+    expected = training.steps(2, 3)
+    training.optimizer.state_dict()  # lets the step end
+    for wait in (True, False):
+        broken = Disk("preadv", io_error).broken() if training.rank == 1 else nullcontext()
+        with broken, pytest.raises(CheckpointError, match=r"EIO.*look at the disk"):
+            save(str(tmp_path / "later"), wait=wait)
+        training.accelerator.wait_for_everyone()
+        assert {path.name for path in tmp_path.iterdir()} == {"earlier"}
+    training.accelerator.load_state(str(tmp_path / "earlier"))  # the disk reads again
+    assert training.steps(2, 3) == expected
+    training.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_save_after_a_step_that_failed(tmp_path):
+    """Whoever asks first hears of it: here that is the save, on all ranks."""
+    training = Training("zero2", tmp_path)
+    training.steps(0, 1)
+    training.accelerator.save_state(str(tmp_path / "earlier"))
+    with Disk("preadv", io_error).broken() if training.rank == 1 else nullcontext():
+        training.step(2)
+        with pytest.raises(CheckpointError, match="EIO"):
+            training.accelerator.save_state(str(tmp_path / "later"))
+    training.accelerator.wait_for_everyone()
+    assert {path.name for path in tmp_path.iterdir()} == {"earlier"}
+    training.close()
+
+
+@pytest.mark.ranks(1)
+def test_trainings_side_by_side_do_not_meet(tmp_path):
+    def alone(name):
+        training = Training(name, tmp_path)
+        losses = training.steps(*range(4))
+        training.close()
+        return losses
+
+    expected = [alone("zero2"), alone("fsdp")]
+    one, other = Training("zero2", tmp_path), Training("fsdp", tmp_path)
+    found = [one.steps(0, 1), other.steps(0, 1)]
+    found[0] += one.steps(2)
+    other.close()
+    found[0] += one.steps(3)
+    other = Training("fsdp", tmp_path)
+    found[1] = other.steps(*range(4))
+    assert found == expected
+    assert not list(tmp_path.iterdir())
+    one.close()
+    other.close()
+
+
+# --- Ctrl-C ---
+
+
+PLACES = (
+    "torch.nn.Linear.forward",
+    "drivetrain.parts.units.offload.Offload._step_of",
+    "drivetrain_offload.stepping.Stepper.submit",
+    "drivetrain.parts.units.offload.Offload.give_back",
+)
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_an_interrupted_step_does_not_spoil_the_next(which, tmp_path):
+    """On all ranks at the same place; then the checkpoint before gives the very same steps."""
+    name, offload = STORES[which]
+    training = Training(name, tmp_path, **offload)
+    training.steps(0, 1)
+    training.accelerator.save_state(str(tmp_path / "state"))
+    training.accelerator.load_state(str(tmp_path / "state"))  # where updates are late: take them
+    expected = training.steps(2, 3)
+    for place, late in itertools.product(PLACES, (0, 1)):
+        with interrupted(place, late), pytest.raises(KeyboardInterrupt):
+            training.steps(4, 5)
+        training.optimizer.zero_grad()
+        training.step(6)
+        training.accelerator.load_state(str(tmp_path / "state"))
+        assert training.steps(2, 3) == expected, place
+    training.close()
+
+
+@contextmanager
+def interrupted(place, late):
+    """Raise in the place of a call of a function, after so many real ones."""
+    owner, name = place.rsplit(".", 1)
+    owner = pkgutil.resolve_name(owner)
+    real, calls = getattr(owner, name), itertools.count()
+
+    def call(*args, **kwargs):
+        if next(calls) >= late:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    with mock.patch.object(owner, name, call):
+        yield
