@@ -225,6 +225,8 @@ def _chosen(
         dotted = prefix + key
         if isinstance(value, Mapping):
             inner = _chosen(value, origins, dotted + ".")
+            if dotted in origins and "name" in value:  # a strategy that was given by its name alone
+                inner = {"name": value["name"], **inner}
             if inner:
                 kept[key] = inner
         elif dotted in origins:

@@ -56,6 +56,23 @@ def test_nothing_said_takes_the_default_strategy(tmp_path):
     assert config.plan == {}
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda tmp_path: read(tmp_path, "strategy: {name: outer, inside: other}"),
+        lambda tmp_path: read(tmp_path, "strategy: {name: outer, inside: {name: other, depth: 5}}"),
+        lambda tmp_path: read_sets(["strategy.name=outer", "strategy.inside=other"]),
+        lambda tmp_path: code_layer({"strategy": {"name": "outer", "inside": "other"}}),
+    ],
+)
+def test_what_a_launch_hands_on(tmp_path, layer):
+    """The file for the ranks keeps what somebody chose, a strategy by its name alone, too."""
+    resolved = resolve(layer(tmp_path), find_config=find)
+    again = resolve(read(tmp_path, resolved.to_yaml(with_origins=True)), find_config=find)
+    assert again.strategy_config == resolved.strategy_config
+    assert again.strategy_config.inside.name == "other"
+
+
 @pytest.mark.parametrize("text", ["inside: other", "inside: {name: other}"])
 def test_a_name_or_a_mapping(tmp_path, text):
     config = outer(read(tmp_path, f"strategy: {{name: outer, {text}}}"))
