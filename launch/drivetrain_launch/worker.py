@@ -12,7 +12,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -46,13 +45,17 @@ def main() -> None:
     parent, arguments = int(sys.argv[1]), sys.argv[2:]
     die_with(parent)
     faulthandler.enable()
+    atexit.register(leave_process_group)  # now: after all that the script registers
     try:
         code = run(arguments)
     except KeyboardInterrupt:
+        atexit.unregister(leave_process_group)
         code = INTERRUPTED
     except SystemExit as error:
+        atexit.unregister(leave_process_group)
         code = code_of(error)
     except BaseException as error:
+        atexit.unregister(leave_process_group)
         leave(fail(error))
     sys.exit(code)
 
@@ -75,8 +78,6 @@ def run(arguments: list[str]) -> int:
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
-    join_threads()
-    leave_process_group()
     return 0
 
 
@@ -84,15 +85,12 @@ LAST_WORK_S = 0.05
 """How long the end of a script waits for gloo's threads, as ``World`` does for groups it joins."""
 
 
-def join_threads() -> None:
-    """Wait for the threads that python's own end would wait for: one may be saving a checkpoint."""
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
-
-
 def leave_process_group() -> None:
-    """Destroy the process group of a script that ended well without doing so itself."""
+    """Destroy the process group of a script that ended well without doing so itself.
+
+    Threads that python's end waits for are over: one may have saved a checkpoint. So is what the
+    library sends at its end.
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

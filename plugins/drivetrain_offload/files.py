@@ -12,7 +12,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from drivetrain.errors import PreflightError, StorageError, UsageError
 from drivetrain.log import get_logger
 from drivetrain_offload.buffers import ALIGNMENT, padded
 from drivetrain_offload.directory import check_room, no_room
+from drivetrain_offload.threads import Pool
 
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 """What a file system or kernel answers that cannot make a file without a name."""
@@ -103,7 +104,7 @@ class DiskFile:
             raise self._failure("write and read", ALIGNMENT, 0, error) from error
         self.nbytes = 0
         self._pools = {
-            writes: ThreadPoolExecutor(threads, f"drivetrain-{'write' if writes else 'read'}")
+            writes: Pool(threads, f"drivetrain-{'write' if writes else 'read'}")
             for writes in (False, True)
         }
         self._order = threading.Lock()

@@ -21,8 +21,7 @@ class HostStepper(Stepper):
     """Keeps states in host memory; the pages of states are taken by the first step.
 
     One thread takes the steps in their order and computes, together with those of the tiler. It
-    ends with the stepper: ``close`` waits for steps that were submitted; at the interpreter's exit
-    they end, or break off.
+    ends with the stepper: ``close`` waits for steps that were submitted.
 
     Args:
         rule: how the optimizer updates.

@@ -11,7 +11,7 @@ Sources: Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 5 (the infinity o
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,7 +24,7 @@ from drivetrain_offload.buffers import aligned_empty, padded
 from drivetrain_offload.files import Transfer
 from drivetrain_offload.rules import Step
 from drivetrain_offload.stepping import Then, Work
-from drivetrain_offload.threads import computing_pool
+from drivetrain_offload.threads import Pool, computing_pool
 from drivetrain_offload.tiles import Piece, Tiler
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Pipeline:
     def __init__(self, store: "NvmeStore", tile_bytes: int, threads: int | None = None) -> None:
         self._store = store
         self._tiler = Tiler(threads)
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="drivetrain-ahead")
+        self._reading = Pool(1, "drivetrain-ahead")
         self._updating = computing_pool(1, "drivetrain-step")
         self._sets = [Buffers(tile_bytes) for _ in range(SETS)]
         self._free: SimpleQueue[Buffers] = SimpleQueue()

@@ -10,10 +10,13 @@ state, masters in another. Shards whose master is kept come first, so that every
 offset in each of them.
 """
 
+import atexit
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,8 +152,8 @@ class Work:
 class Stepper(ABC):
     """Steps shards: a ``ShardStepper`` but for where tensors lie.
 
-    Calls come from one thread at a time. After a step that failed, steps and tensors of its block
-    are refused with its error.
+    Calls come from one thread at a time. The end of the process lets steps end first. After a step
+    that failed, steps and tensors of its block are refused with its error.
 
     Args:
         rule: how the optimizer updates.
@@ -162,6 +165,8 @@ class Stepper(ABC):
         self._alignment = alignment
         self._blocks: dict[str, Block] = {}
         self._closed = False
+        self._at_exit = partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def adopt(self, block: str, shards: Sequence[ShardSpec], group: Group) -> None:
         """Take room for the states of a block's shards, which have not taken a step.
@@ -276,6 +281,7 @@ class Stepper(ABC):
     def close(self) -> None:
         """Let what was submitted end, and release memory and threads; may be called again."""
         self._closed = True
+        atexit.unregister(self._at_exit)
         self._release()
         self._blocks.clear()
 
@@ -351,6 +357,12 @@ class Stepper(ABC):
             )
         counter = torch.tensor(taken, dtype=torch.float32)
         return self._rule.step(wanted.group, counter, factor=wanted.factor), float(counter)
+
+
+def _close(stepper: "weakref.ref[Stepper]") -> None:
+    found = stepper()
+    if found is not None:
+        found.close()
 
 
 def _place(specs: Sequence[ShardSpec], alignment: int) -> tuple[list[Shard], int, int]:

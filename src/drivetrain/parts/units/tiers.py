@@ -55,11 +55,13 @@ class Tiers:
         needed: bytes of one rank, by tier and kind.
         room: bytes that there are by tier, for all ranks that share it; absent where unknown.
         sharing: how many ranks share host memory and disk.
+        path: the directory that lies on the disk.
     """
 
     needed: Bytes
     room: Mapping[Tier, int]
     sharing: int = 1
+    path: str = ""
 
     @property
     def used(self) -> list[Tier]:
@@ -86,7 +88,7 @@ class Tiers:
     def shortages(self) -> list[str]:
         """Return a sentence for each tier that has too little: needed, found, and what to do."""
         return [
-            f"{_NAMES[tier]}: expected at least {self._needs(tier)}, found "
+            f"{self._name(tier)}: expected at least {self._needs(tier)}, found "
             f"{_size(self.room[tier])}; {_WAYS_OUT[tier]}"
             for tier in self.used
             if self.total(tier) > self.room.get(tier, self.total(tier))
@@ -101,6 +103,9 @@ class Tiers:
         shortages = self.shortages()
         if shortages:
             raise PreflightError("\n".join(shortages))
+
+    def _name(self, tier: Tier) -> str:
+        return f"{_NAMES[tier]} of {self.path}" if tier == "disk" and self.path else _NAMES[tier]
 
     def _needs(self, tier: Tier) -> str:
         kinds = ", ".join(f"{kind} {_size(n)}" for kind, n in self.needed[tier].most_common())
@@ -129,7 +134,7 @@ def announce_tiers(
     needed = held(plan, homes)
     needed["host"]["buffers of stores"] += opened[options.optimizer].working_bytes
     room = _room(plan.model.module, homes, options.path, run.world)
-    tiers = Tiers(needed=needed, room=room, sharing=run.world.local_size)
+    tiers = Tiers(needed=needed, room=room, sharing=run.world.local_size, path=options.path)
     _logger.announce(f"what lies where between steps:\n{tiers.describe()}")
     mine = "\n".join(tiers.shortages())
     # Nobody takes memory before all have looked, and nobody waits for a rank that has given up.
