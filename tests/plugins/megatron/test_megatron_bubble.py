@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
+from drivetrain.communication import gather_object
 from drivetrain_megatron.pipeline.worker import StageWorker
 from drivetrain_megatron.tensor.halves import WeightHalf
 
@@ -17,6 +18,9 @@ UNIT_S = 0.1
 """What a forward takes; a backward takes two, or one for each half."""
 
 RANKS, MICRO_BATCHES = 4, 8
+
+ATTEMPTS = 6
+"""Others on the machine make a step longer, never shorter: the shortest of so many counts."""
 
 
 class Sleep(torch.autograd.Function):
@@ -59,8 +63,8 @@ class Model(nn.Module):
         return {"loss": x.square().mean()}
 
 
-def run(monkeypatch, schedule, *, chunks=1, halves=False):
-    """Return seconds of one step, and how many micro-batches were kept at most."""
+def run(monkeypatch, schedule, promised, *, chunks=1, halves=False):
+    """Check the seconds of a step; return the most micro-batches that were kept, and the rank."""
     kept = []
     forward = StageWorker.forward
 
@@ -82,42 +86,46 @@ def run(monkeypatch, schedule, *, chunks=1, halves=False):
     options = {"pp": RANKS, "micro_batches": MICRO_BATCHES, "schedule": schedule, "chunks": chunks}
     accelerator = Accelerator(strategy={"name": "megatron", "cut": "uniform", **options}, cpu=True)
     model = accelerator.prepare(model)
-    took = 0.0
-    for _ in range(2):  # the first step learns shapes
+    step(accelerator, model)  # learns shapes
+    took = []
+    while len(took) < ATTEMPTS and not (took and min(took) <= 1.05 * promised):
         kept.clear()
-        x = torch.randn(MICRO_BATCHES, 4)
-        accelerator.wait_for_everyone()
-        started = time.perf_counter()
-        loss = model(x)["loss"]
-        accelerator.backward(loss)
-        accelerator.wait_for_everyone()
-        took = time.perf_counter() - started
+        took.append(step(accelerator, model))
+    assert min(took) == pytest.approx(promised, rel=0.05)
     rank = accelerator.mesh["pp"].rank
     pipeline = accelerator.strategy_of(model)._pipeline
     assert all(worker.waiting == 0 for worker in pipeline.stages.workers.values())
     accelerator.free_memory()
-    return took, max(kept), rank
+    return max(kept), rank
+
+
+def step(accelerator, model):
+    """Return the seconds of a step on the slowest rank."""
+    x = torch.randn(MICRO_BATCHES, 4)
+    accelerator.wait_for_everyone()
+    started = time.perf_counter()
+    loss = model(x)["loss"]
+    accelerator.backward(loss)
+    accelerator.wait_for_everyone()
+    return max(gather_object([time.perf_counter() - started]))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.ranks(RANKS)
 def test_whole_backwards(monkeypatch, schedule):
-    took, kept, rank = run(monkeypatch, schedule)
     promised = (MICRO_BATCHES + RANKS - 1) * 3 * UNIT_S
-    assert took == pytest.approx(promised, rel=0.05)
+    kept, rank = run(monkeypatch, schedule, promised)
     assert kept <= (MICRO_BATCHES if schedule == "gpipe" else min(MICRO_BATCHES, RANKS - rank))
 
 
 @pytest.mark.ranks(RANKS)
 def test_interleaved(monkeypatch):
-    took, _, _ = run(monkeypatch, "interleaved", chunks=2)
     promised = (MICRO_BATCHES * 3 + (RANKS - 1) * 3 / 2) * UNIT_S
-    assert took == pytest.approx(promised, rel=0.05)
+    run(monkeypatch, "interleaved", promised, chunks=2)
 
 
 @pytest.mark.ranks(RANKS)
 def test_zero_bubble(monkeypatch):
-    took, kept, _ = run(monkeypatch, "zb-h1", halves=True)
     promised = (3 * MICRO_BATCHES + RANKS - 1) * UNIT_S
-    assert took == pytest.approx(promised, rel=0.05)
+    kept, _ = run(monkeypatch, "zb-h1", promised, halves=True)
     assert kept <= RANKS
