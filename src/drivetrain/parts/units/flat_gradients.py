@@ -90,11 +90,15 @@ class FlatGradients:
         if kept is None or self.buffer is None or not _shares(kept, self.buffer):
             return
         if any(_has_gradient(slot) for slot in self.flat.slots):
-            self._kept = kept.clone()
-            for slot in self.flat.slots:
-                if _has_gradient(slot):
-                    self._follow(slot)
-                    self.hand_out(slot)
+            self._move(kept)
+
+    def _move(self, kept: Tensor) -> None:
+        """Keep the gradients that fragments have in other memory."""
+        self._kept = kept.clone()
+        for slot in self.flat.slots:
+            if _has_gradient(slot):
+                self._follow(slot)
+                self.hand_out(slot)
 
     def _promote(self) -> None:
         """Go on in the dtype of sums: a second gradient is about to be added."""
@@ -234,9 +238,16 @@ class FlatGradients:
             self._widen(self._kept)
 
     def give_away(self) -> None:
-        """Let go of the memory of gradients that were handed out: somebody else reads it."""
+        """Let go of the memory of gradients that were taken: somebody else reads it.
+
+        Those that fragments still have, as where another optimizer steps them, move.
+        """
         kept, self._kept = self._kept, None
-        if kept is not None and self.buffer is not None and _shares(kept, self.buffer):
+        if kept is None:
+            return
+        if any(_has_gradient(slot) for slot in self.flat.slots):
+            self._move(kept)
+        if self.buffer is not None and _shares(kept, self.buffer):
             self.use(None)
 
     # --- handing out ---
