@@ -122,6 +122,7 @@ class Fsdp(DividedStrategy[FsdpConfig]):
         In the order of the model's state dict, whose names of tied parameters share one.
         """
         self._gatherer.step_taken()  # what is written into them must not hide behind whole values
+        self._settle()  # a step may still be on its way into them
         shards = as_dtensors(self._placement, self._ranks, self.run.world.device)
         slots = self._placement.slots
         return {
