@@ -10,7 +10,6 @@ With ``delayed``, what an update brings is taken over at the following step inst
 no pass over the gradients: its factor goes with the update.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from drivetrain.parts.units.offload_options import OffloadOptions
 from drivetrain.parts.units.opened_stores import OpenedStores
 from drivetrain.parts.units.slot import Slot
 from drivetrain.parts.units.state_hooks import KeptState, flat_state
-from drivetrain.parts.units.tier_bytes import Plan
+from drivetrain.parts.units.tier_bytes import Plan, offloaded
 from drivetrain.parts.units.tiers import announce_tiers
 from drivetrain.parts.units.unit import Unit
 from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore
@@ -54,7 +53,7 @@ class Offload:
         self._units: list[Unit] = []
         self._factors: dict[Slot, float] = {}
         self._taken: dict[nn.Parameter, Tensor] = {}
-        self._late: list[tuple[Pending, FreshValues]] = []
+        self._late: list[tuple[Bound, Pending, FreshValues]] = []
 
     @property
     def active(self) -> bool:
@@ -83,13 +82,8 @@ class Offload:
         Args:
             units: more units, in the order in which backward usually reaches them.
         """
-        numels = [sum(slot.numel for slot in unit.slots) for unit in units]
-        left = math.ceil(self._options.ratio * sum(numels))
-        for unit, numel in zip(units, numels, strict=True):
-            if left <= 0:
-                return
-            self._units.append(unit)
-            left -= numel
+        chosen = offloaded([unit.layout for unit in units], self._options.ratio)
+        self._units += units[:chosen]
 
     # --- taking over optimizers ---
 
@@ -97,9 +91,11 @@ class Offload:
         """Let a store keep what an optimizer needs for parameters that are new to it.
 
         Raises:
-            UsageError: only the optimizer itself can step them, and its state is not in memory.
+            UsageError: only the optimizer itself can step them, and its state is not in memory; or
+                a store steps some of them for another optimizer.
         """
         optimizer = bound.optimizer
+        _check_stepped_once(bound)
         fresh = self._new_slots(bound)
         if not self.active or not fresh:
             return
@@ -112,6 +108,7 @@ class Offload:
             bound.stepper = stepper
             self._steppers.append(stepper)
             bound.handles += KeptState(lambda: bound.fragments).connect(optimizer)
+        _wait_for_steps({slot.unit for slot in fresh})
         number = len(self._steppers)
         for (unit, group), slots in _by_unit_and_group(fresh, optimizer).items():
             block = f"{number}: {unit.label}, {slots[0].name} and on"
@@ -185,7 +182,7 @@ class Offload:
         """Submit a step of what is offloaded, and hide its gradients from the optimizer."""
         if bound.stepper is None:
             return
-        self.take_over_late()
+        self.take_over_late(bound)
         blocks: dict[Unit, dict[str, list[ShardStep]]] = defaultdict(lambda: defaultdict(list))
         fresh: dict[Unit, FreshValues] = defaultdict(FreshValues)
         for slot, fragment, group in bound.members():
@@ -196,11 +193,17 @@ class Offload:
             self._taken[fragment] = fragment.grad
             fragment.grad = None
         for unit in reversed([unit for unit in self._units if unit in blocks]):
+            if any(flat.share.in_store for flat in unit.flats):
+                unit.settle()  # another optimizer may be writing its part of the same share
             values = fresh[unit]
             values.awaited = len(blocks[unit])
             then = None if self._options.delayed else values.arrive
             for block, steps in blocks[unit].items():
-                self._note(unit, values, bound.stepper.submit(block, steps, then))
+                update = bound.stepper.submit(block, steps, then)
+                if self._options.delayed:
+                    self._late.append((bound, update, values))
+                else:
+                    unit.updates.append(update)
 
     def _step_of(
         self, slot: Slot, grad: Tensor, group: Mapping[str, Any], fresh: FreshValues
@@ -221,19 +224,15 @@ class Offload:
             _one_dim(slot, grad),
             master,
             out,
-            self._factors.pop(slot, 1.0),
+            self._factors.get(slot, 1.0),  # a gradient that stays goes on waiting for it
         )
-
-    def _note(self, unit: Unit, fresh: FreshValues, update: Pending) -> None:
-        if self._options.delayed:
-            self._late.append((update, fresh))
-        else:
-            unit.updates.append(update)
 
     def give_back(self, bound: Bound, give_away: Callable[[Iterable[Slot]], None]) -> None:
         """Show the gradients again, as after any step; late updates keep them for themselves."""
         if self._options.delayed:
-            give_away(slot for slot in bound.slots.values() if slot.fragment in self._taken)
+            taken = [slot for slot in bound.slots.values() if slot.fragment in self._taken]
+            self.forget(taken)
+            give_away(taken)
         else:
             for fragment, grad in self._taken.items():
                 fragment.grad = grad
@@ -244,17 +243,18 @@ class Offload:
         """Whether there are updates that forward does not see yet."""
         return bool(self._late)
 
-    def take_over_late(self) -> None:
-        """Wait for late updates, and let forward see them."""
-        for update, _ in self._late:
+    def take_over_late(self, bound: Bound | None = None) -> None:
+        """Wait for late updates of one optimizer, or of all, and let forward see them."""
+        due = [late for late in self._late if bound is None or late[0] is bound]
+        for _, update, _ in due:
             update.wait()
-        for _, fresh in self._late:
-            fresh.install()
-        self._late = []
+        for late in due:
+            late[2].install()
+            self._late.remove(late)
 
     def drop_late(self) -> None:
         """Wait for late updates, and let forward never see them: other values come."""
-        for update, _ in self._late:
+        for _, update, _ in self._late:
             update.wait()
         self._late = []
 
@@ -286,6 +286,29 @@ class Offload:
         for stepper in self._steppers:
             stepper.close()
         self._stores.close()
+
+
+def _wait_for_steps(units: Iterable[Unit]) -> None:
+    """Return when no step is on its way into these units."""
+    for unit in units:
+        if unit.resident:
+            unit.arrive()
+        unit.settle()
+
+
+def _check_stepped_once(bound: Bound) -> None:
+    """Refuse a second optimizer for what a store steps: two steps at once would mix."""
+    twice = [
+        slot.name
+        for slot in bound.slots.values()
+        if slot.kept is not None and slot.kept.stepper is not bound.stepper
+    ]
+    if twice:
+        raise UsageError(
+            f"expected one optimizer for each offloaded parameter, found a second one for "
+            f"{twice[0]!r}; change the param groups of the first one, or call "
+            "accelerator.free_memory() and prepare the model anew with the second"
+        )
 
 
 def _one_dim(slot: Slot, grad: Tensor) -> Tensor:

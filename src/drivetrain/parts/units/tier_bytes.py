@@ -105,11 +105,18 @@ def held(plan: Plan, homes: Homes) -> Bytes:
 
 
 def offloaded(units: Sequence[UnitLayout], ratio: float) -> int:
-    """Return of how many units stores keep the state: the first ones, which forward needs last."""
-    numels = [sum(place.numel for place in unit.places) for unit in units]
+    """Return of how many units stores keep the state: the first ones, which forward needs last.
+
+    Args:
+        units: in the order in which backward usually reaches them.
+        ratio: of the parameters that are trained; with 1, what is frozen may train later.
+    """
+    if ratio == 1 or not units:
+        return len(units)
+    numels = [sum(flat.numel for flat in unit.trainable) for unit in units]
     before = itertools.accumulate(numels[:-1], initial=0)
     wanted = math.ceil(ratio * sum(numels))
-    return sum(sum_before < wanted for sum_before in before) if numels else 0
+    return sum(sum_before < wanted for sum_before in before)
 
 
 class _Account:
