@@ -165,8 +165,7 @@ class Stepper(ABC):
         self._alignment = alignment
         self._blocks: dict[str, Block] = {}
         self._closed = False
-        self._at_exit = partial(_close, weakref.ref(self))
-        atexit.register(self._at_exit)
+        self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
     def adopt(self, block: str, shards: Sequence[ShardSpec], group: Group) -> None:
         """Take room for the states of a block's shards, which have not taken a step.
@@ -360,8 +359,7 @@ class Stepper(ABC):
 
 
 def _close(stepper: "weakref.ref[Stepper]") -> None:
-    found = stepper()
-    if found is not None:
+    if (found := stepper()) is not None:
         found.close()
 
 

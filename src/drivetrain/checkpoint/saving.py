@@ -170,8 +170,7 @@ class Save:
                 cannot write; the draft is gone.
         """
         with self._abandoned_on_failure():
-            stage = partial(self._writer.stage, contents)
-            return together(self._world, self._doing, stage)
+            return together(self._world, self._doing, partial(self._writer.stage, contents))
 
     def finish(self, contents: Contents, group: Group = None) -> None:
         """Write the contents, and give the draft its name. Collective over the group.
