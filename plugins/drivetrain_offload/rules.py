@@ -134,7 +134,12 @@ class AdamRule(Rule):
 
         def loop(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
             before = [number - 1]  # it counts by itself
-            how: dict[str, Any] = {**_LOOP, **settings, **given, "decoupled_weight_decay": decoupled}
+            how: dict[str, Any] = {
+                **_LOOP,
+                **settings,
+                **given,
+                "decoupled_weight_decay": decoupled,
+            }
             adam([master], [gradient], *moments(states), before, **how)
 
         def moments(states: Mapping[str, Tensor]) -> Moments:

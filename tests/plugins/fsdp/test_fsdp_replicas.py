@@ -103,7 +103,9 @@ def check_gradients(twins):
 def check_replicas(twins):
     """Ranks that own the same rows own the same bits, of states too."""
     strategy = twins.accelerator.strategy_of(twins.model)
-    shards = [flat.share.tensor.clone() for unit in strategy._placement.units for flat in unit.flats]
+    shards = [
+        flat.share.tensor.clone() for unit in strategy._placement.units for flat in unit.flats
+    ]
     states = [
         value
         for state in twins.optimizer.state.values()
