@@ -27,7 +27,8 @@ def global_norm(
         norm_type: p, positive; ``inf`` for the largest absolute value.
         over: axes over which distinct pieces lie: one scalar all-reduce each. Without any, the
             pieces are all there is.
-        device: where the result lies; needed when a rank may hold no piece at all.
+        device: where the result lies; needed when a rank may hold no piece at all, or pieces lie
+            elsewhere. None: where the first piece does.
 
     Returns:
         0-d, fp32 or, with fp64 pieces on this rank or on others, fp64.
@@ -42,6 +43,8 @@ def global_norm(
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     else:
         total = torch.zeros((), device=device)
+    if device is not None:
+        total = total.to(device)  # pieces that wait in host memory do not decide where it crosses
     if not over:
         return total
     return combine_norms(total, norm_type, over)
