@@ -222,9 +222,9 @@ def count_gathers(twins):
     communicator = twins.accelerator.strategy_of(twins.model)._ranks.sharing
     given, labels = communicator.gather_parts, []
 
-    def gather(parts, *, label=""):
+    def gather(parts, *, label="", first=None):
         labels.append(label.removeprefix("parameters of "))
-        return given(parts, label=label)
+        return given(parts, label=label, first=first)
 
     communicator.gather_parts = gather
     return labels

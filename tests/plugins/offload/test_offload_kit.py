@@ -6,10 +6,30 @@ The strategy ``offload`` with its defaults is tested with those of all registere
 import tempfile
 from typing import ClassVar
 
+import pytest
+
+from drivetrain.errors import UsageError
 from drivetrain.testing.conformance import StrategyConformance
+from drivetrain.testing.conformance.twins import Twins
+from drivetrain.testing.models import CASES
 
 DISK = {"optimizer": "nvme", "path": tempfile.gettempdir()}
 """The file has no name there."""
+
+
+class ParametersOnDisk(StrategyConformance):
+    """What is different where parameters lie on a disk."""
+
+    def test_taken_off(self, world: int) -> None:
+        """After ``free_memory`` the only rank has nothing either: the store is closed."""
+        with self.accelerator() as accelerator:
+            twins = Twins(accelerator, CASES["mlp"])
+            twins.backward(0)
+            twins.step()
+            inner = accelerator.unwrap_model(twins.model)
+            accelerator.free_memory()
+            with pytest.raises(UsageError, match="lay in a store"):
+                twins.case.loss(inner, twins.case.batch(1, twins.axis.rank))
 
 
 class TestOffloadDisk(StrategyConformance):
@@ -40,7 +60,7 @@ class TestZero3Host(StrategyConformance):
     worlds = (1, 2)
 
 
-class TestZero3Disk(StrategyConformance):
+class TestZero3Disk(ParametersOnDisk):
     """Parameters and state on a disk."""
 
     strategy: ClassVar = {"name": "zero3", "keep_below": 0, "offload": {**DISK, "params": "nvme"}}
@@ -54,7 +74,7 @@ class TestFsdpHost(StrategyConformance):
     worlds = (1, 2)
 
 
-class TestFsdpDisk(StrategyConformance):
+class TestFsdpDisk(ParametersOnDisk):
     """Rows and state on a disk."""
 
     strategy: ClassVar = {"name": "fsdp", "offload": {**DISK, "params": "nvme"}}

@@ -272,6 +272,15 @@ def test_a_submission_does_not_wait_and_is_read_at_once(store, monkeypatch):
     stepper.close()
 
 
+@pytest.fixture
+def interruptible():
+    """A process that was started in the background ignores the signal, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_wait_can_be_interrupted(store, monkeypatch):
     gate = threading.Event()
     stepper, step = one(store)
