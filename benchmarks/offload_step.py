@@ -2,8 +2,8 @@
 
 ::
 
-    python tests/benchmarks/offload_step.py --path DIRECTORY
-    drivetrain launch --nproc-per-node 2 tests/benchmarks/offload_step.py --path DIRECTORY
+    python benchmarks/offload_step.py --path DIRECTORY
+    drivetrain launch --nproc-per-node 2 benchmarks/offload_step.py --path DIRECTORY
 
 Every way trains a model of its own; steps of all ways alternate, in an order that changes, so that
 each step is timed beside its neighbors. A ratio is the median over rounds of the quotient within a

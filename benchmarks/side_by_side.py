@@ -2,9 +2,9 @@
 
 ::
 
-    python tests/benchmarks/side_by_side.py                      # all of them
-    python tests/benchmarks/side_by_side.py ddp torch_ddp --rounds 5
-    python tests/benchmarks/side_by_side.py zero3 torch_fsdp2 --model large --against torch_fsdp2
+    python benchmarks/side_by_side.py                      # all of them
+    python benchmarks/side_by_side.py ddp torch_ddp --rounds 5
+    python benchmarks/side_by_side.py zero3 torch_fsdp2 --model large --against torch_fsdp2
 
 Needs an environment with drivetrain, accelerate and deepspeed. Each row is a run of its own on
 ``--ranks`` CPU processes over gloo, with one thread each, drivetrain's under ``drivetrain launch``

@@ -2,12 +2,12 @@
 
 ::
 
-    torchrun --nproc-per-node 2 tests/benchmarks/fsdp_peers.py --what step
-    torchrun --nproc-per-node 2 tests/benchmarks/fsdp_peers.py --what step --reshard false
-    torchrun --nproc-per-node 2 tests/benchmarks/fsdp_peers.py --what wire --strategy zero3
-    torchrun --nproc-per-node 2 tests/benchmarks/fsdp_peers.py --what optimizer
-    torchrun --nproc-per-node 2 tests/benchmarks/fsdp_peers.py --what memory --side torch
-    torchrun --nproc-per-node 4 tests/benchmarks/fsdp_peers.py --what hybrid --shard-size 2
+    torchrun --nproc-per-node 2 benchmarks/fsdp_peers.py --what step
+    torchrun --nproc-per-node 2 benchmarks/fsdp_peers.py --what step --reshard false
+    torchrun --nproc-per-node 2 benchmarks/fsdp_peers.py --what wire --strategy zero3
+    torchrun --nproc-per-node 2 benchmarks/fsdp_peers.py --what optimizer
+    torchrun --nproc-per-node 2 benchmarks/fsdp_peers.py --what memory --side torch
+    torchrun --nproc-per-node 4 benchmarks/fsdp_peers.py --what hybrid --shard-size 2
 
 ============= =====================================================================================
 what          printed

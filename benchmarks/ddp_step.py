@@ -2,9 +2,9 @@
 
 ::
 
-    python tests/benchmarks/ddp_step.py                   # both methods, ratios to torch
-    python tests/benchmarks/ddp_step.py --method alternate --rivals torch
-    python tests/benchmarks/ddp_step.py --method pairs --pairs 5 --rivals torch accelerate
+    python benchmarks/ddp_step.py                   # both methods, ratios to torch
+    python benchmarks/ddp_step.py --method alternate --rivals torch
+    python benchmarks/ddp_step.py --method pairs --pairs 5 --rivals torch accelerate
 
 ``alternate`` trains two implementations in the same processes, a step of each in turn, and reports
 the median of the ratios of neighbouring steps: what else the machine does hits both. ``pairs`` runs

@@ -2,7 +2,7 @@
 
 ::
 
-    python tests/benchmarks/collectives.py --ranks 2 --mib 32
+    python benchmarks/collectives.py --ranks 2 --mib 32
 
 The two take turns in the same processes. Wire is what the loopback interface sent per rank, as a
 multiple of the tensor; headers of other traffic on the machine are in it.

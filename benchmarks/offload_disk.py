@@ -2,7 +2,7 @@
 
 ::
 
-    python tests/benchmarks/offload_disk.py /mnt/nvme --mib 1024 --request-mib 4 --threads 8
+    python benchmarks/offload_disk.py /mnt/nvme --mib 1024 --request-mib 4 --threads 8
 
 Both overwrite and read one preallocated file sequentially, past the page cache, with the same
 request size and as many requests in flight; fio through libaio, three times over in every turn, so

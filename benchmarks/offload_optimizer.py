@@ -2,8 +2,8 @@
 
 ::
 
-    python tests/benchmarks/offload_optimizer.py
-    python tests/benchmarks/offload_optimizer.py --sizes 16 --threads 2 --rounds 31
+    python benchmarks/offload_optimizer.py
+    python benchmarks/offload_optimizer.py --sizes 16 --threads 2 --rounds 31
 
 fp32 masters and moments, bf16 gradients and parameters. ``whole`` casts the gradient, calls the
 fused kernel and casts the parameter, each over the whole tensor; ``foreach`` is torch's foreach

@@ -2,7 +2,7 @@
 
 ::
 
-    python tests/benchmarks/recompute.py
+    python benchmarks/recompute.py
 
 The model is the GPT of examples/train_gpt.py in one process, with its fused attention and with
 attention written out. The modes take turns, a step of each, and the median of the ratios of
@@ -29,7 +29,7 @@ MB = 1e6
 
 
 def load_example() -> ModuleType:
-    path = Path(__file__).parents[2] / "examples/train_gpt.py"
+    path = Path(__file__).parents[1] / "examples/train_gpt.py"
     spec = importlib.util.spec_from_file_location("train_gpt", path)
     assert spec is not None
     assert spec.loader is not None

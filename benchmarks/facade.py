@@ -2,7 +2,7 @@
 
 ::
 
-    python tests/benchmarks/facade.py
+    python benchmarks/facade.py
 
 The same model is trained by a bare torch loop and through the Accelerator, a step of each in turn;
 the median of the ratios of neighboring steps is the facade's price.

@@ -2,8 +2,8 @@
 
 ::
 
-    python tests/benchmarks/offload_pipeline.py --path DIRECTORY
-    python tests/benchmarks/offload_pipeline.py --path DIRECTORY --sizes 16 --shards 40 --rounds 5
+    python benchmarks/offload_pipeline.py --path DIRECTORY
+    python benchmarks/offload_pipeline.py --path DIRECTORY --sizes 16 --shards 40 --rounds 5
 
 fp32 masters and moments on the disk, bf16 gradients and parameters in memory. ``pipeline`` is a
 step of the store's stepper until everything is on the disk. ``disk`` reads and writes the same

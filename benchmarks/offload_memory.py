@@ -2,8 +2,8 @@
 
 ::
 
-    python tests/benchmarks/offload_memory.py --path DIRECTORY
-    python tests/benchmarks/offload_memory.py --path DIRECTORY --blocks 8 --without-limit
+    python benchmarks/offload_memory.py --path DIRECTORY
+    python benchmarks/offload_memory.py --path DIRECTORY --blocks 8 --without-limit
 
 Two processes train the same model from the same seed on one rank, bf16 parameters with fp32
 masters: one with everything in memory, one with parameters and optimizer state in the store

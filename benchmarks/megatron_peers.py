@@ -2,10 +2,10 @@
 
 ::
 
-    torchrun --nproc-per-node 2 tests/benchmarks/megatron_peers.py --what tp
-    torchrun --nproc-per-node 2 tests/benchmarks/megatron_peers.py --what sp
-    torchrun --nproc-per-node 2 tests/benchmarks/megatron_peers.py --what pp
-    drivetrain launch --cpu --nproc-per-node 2 tests/benchmarks/megatron_peers.py --what pp
+    torchrun --nproc-per-node 2 benchmarks/megatron_peers.py --what tp
+    torchrun --nproc-per-node 2 benchmarks/megatron_peers.py --what sp
+    torchrun --nproc-per-node 2 benchmarks/megatron_peers.py --what pp
+    drivetrain launch --cpu --nproc-per-node 2 benchmarks/megatron_peers.py --what pp
 
 ====== ================================== ====================================================
 what   drivetrain                         PyTorch
