@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from drivetrain.parts.collectives import connect
-from drivetrain.parts.traffic import Traffic
+from drivetrain.collectives import connect
 from drivetrain.runtime.mesh import Axis
+from drivetrain.traffic import Traffic
 
 
 def sent_bytes() -> int:

@@ -115,11 +115,11 @@ def with_accelerate(options: argparse.Namespace) -> Step:
 
 
 def with_drivetrain(options: argparse.Namespace) -> Step:
-    from drivetrain.parts.traffic import Traffic
     from drivetrain.runtime.mesh import Mesh
     from drivetrain.runtime.precision import Precision
     from drivetrain.runtime.world import World
     from drivetrain.strategy import Run
+    from drivetrain.traffic import Traffic
     from drivetrain_ddp import Ddp, DdpConfig
 
     world = World.discover(cpu=True)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from drivetrain.parts.recompute import Mode, attach, choose_blocks
+from drivetrain.recompute import Mode, attach, choose_blocks
 
 MODES: tuple[Mode | None, ...] = (None, "selective", "full")
 MB = 1e6

@@ -28,6 +28,9 @@ from pathlib import Path
 from typing import Any
 
 WINDOW, STEPS = 2, 3
+DISK = "DISK"
+"""Stands for a folder that is there during one run only."""
+
 MASTERS = {"mixed_precision": "bf16", "config": {"dtypes": {"param": "bf16"}}}
 
 AWKWARD = (
@@ -36,6 +39,7 @@ AWKWARD = (
 )  # fmt: skip
 FEW = ("mlp", "tied", "adapted", "odd_shapes")
 WORDS = ("gpt2", "llama-gqa", "dropout")
+LOSS_INSIDE = ("gpt2-loss", "llama-gqa-loss")
 
 ALL, PAIRS, FOUR = (1, 2, 3, 4), (1, 2), (4,)
 
@@ -44,7 +48,13 @@ def configurations() -> Iterator[tuple[str, Any, dict[str, Any], tuple[str, ...]
     """Yield (name, strategy, further arguments of Accelerator, models, numbers of ranks)."""
     for name in ("ddp", "zero1", "zero2", "zero3", "fsdp", "megatron"):
         yield name, name, {}, AWKWARD, ALL
-    yield "ddp-powersgd", {"name": "ddp", "compression": {"method": "powersgd"}}, {}, FEW, (2, 3)
+    yield (
+        "ddp-powersgd",
+        {"name": "ddp", "hook": "powersgd", "powersgd_start_step": 1},
+        {},
+        FEW,
+        (2, 3),
+    )
     for stage in ("zero1", "zero2", "zero3"):
         whole = {"name": stage, "partition": "parameter"}
         yield f"{stage}-whole", whole, {}, FEW, (1, 2, 3)
@@ -69,7 +79,7 @@ def configurations() -> Iterator[tuple[str, Any, dict[str, Any], tuple[str, ...]
     yield "fsdp-words", "fsdp", {}, ("gpt2", "llama-gqa"), (2,)
     stores: tuple[tuple[str, dict[str, Any]], ...] = (
         ("cpu", {"optimizer": "cpu"}),
-        ("nvme", {"optimizer": "nvme"}),
+        ("nvme", {"optimizer": "nvme", "path": DISK}),
         ("delayed", {"optimizer": "cpu", "delayed": True}),
         ("half", {"optimizer": "cpu", "ratio": 0.5}),
     )
@@ -79,7 +89,7 @@ def configurations() -> Iterator[tuple[str, Any, dict[str, Any], tuple[str, ...]
             yield f"{stage}-{name}", strategy, {}, FEW, PAIRS
         yield f"{stage}-cpu-masters", {"name": stage, "offload": stores[0][1]}, MASTERS, FEW, PAIRS
         yield f"{stage}-nvme-masters", {"name": stage, "offload": stores[1][1]}, MASTERS, FEW, (2,)
-    everything = {"optimizer": "nvme", "params": "nvme"}
+    everything = {"optimizer": "nvme", "params": "nvme", "path": DISK}
     yield "zero3-params", {**sharded, "offload": everything}, {}, FEW, PAIRS
     yield "fsdp-params", {"name": "fsdp", "offload": everything}, MASTERS, FEW, PAIRS
     yield "offload", {"name": "offload", "optimizer": "cpu"}, {}, FEW, PAIRS
@@ -96,7 +106,7 @@ def configurations() -> Iterator[tuple[str, Any, dict[str, Any], tuple[str, ...]
         ("tp2-zero3", {"tp": 2, "data_parallel": {"name": "zero3", "keep_below": 0}}, FOUR),
         ("pp2-zero1", {"pp": 2, "data_parallel": "zero1"}, FOUR),
     ):
-        models = WORDS if "pp" in cell else (*FEW, *WORDS)
+        models = (*WORDS, *LOSS_INSIDE) if "pp" in cell else (*FEW, *WORDS)
         yield f"megatron-{name}", {"name": "megatron", **cell}, {}, models, ranks
 
 
@@ -107,7 +117,7 @@ class Recorder:
     """Notes what communicators are asked for; ``digests`` returns it, one digest for each."""
 
     def __init__(self) -> None:
-        from drivetrain.parts.collectives import Communicator
+        from drivetrain.collectives import Communicator
 
         self._seen: dict[int, list[str]] = {}
         self._axes: dict[int, Any] = {}
@@ -141,7 +151,8 @@ def rank_main(chosen: list[str], folder: Path) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     recorder = Recorder()
     found = {}
-    for name, strategy, options, models, ranks in configurations():
+    for name, given, options, models, ranks in configurations():
+        strategy = json.loads(json.dumps(given).replace(DISK, str(folder / "disk")))
         for model in models:
             key = f"{name}/{model}/{size}"
             if size in ranks and key in chosen:
@@ -225,13 +236,15 @@ def _model(name: str) -> tuple[Any, Any]:
 
     def loss_of(model: Any, step: int, rank: int) -> Any:
         tokens = token_batch(100 * step + rank, rows=4)
+        if name in LOSS_INSIDE:
+            return model(input_ids=tokens, labels=tokens).loss
         logits = logits_of(model(input_ids=tokens))
         return F.cross_entropy(logits.view(-1, VOCABULARY), tokens.reshape(-1))
 
     torch.manual_seed(7)
     if name == "dropout":
         return ARCHITECTURES["gpt2"](4, dropout=0.1), loss_of
-    return ARCHITECTURES[name](4), loss_of
+    return ARCHITECTURES[name.removesuffix("-loss")](4), loss_of
 
 
 def _digest_of_files(folder: Path) -> str:
@@ -273,6 +286,7 @@ def take(only: list[str], sizes: list[int]) -> dict[str, Any]:
 def _on_ranks(size: int, chosen: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, socket.socket() as free:
         folder = Path(name)
+        (folder / "disk").mkdir()
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         (folder / "chosen.json").write_text(json.dumps(chosen))

@@ -6,11 +6,11 @@ import torch
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, find_strategy
+from drivetrain.traffic import Traffic
 from drivetrain_launch.place import accelerators, cores, local_ranks
 from drivetrain_launch.tables import mebibytes, show_table
 

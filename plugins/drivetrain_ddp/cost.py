@@ -1,8 +1,8 @@
 """What data parallelism costs: everything is held whole, gradients cross the wire once around."""
 
+from drivetrain.collectives import sent_elements
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.parts.buckets import MIB, BucketLayout, plan_buckets
-from drivetrain.parts.collectives import sent_elements
 from drivetrain.runtime.precision import Precision
 from drivetrain_ddp.compression import CommunicationHook, choose_hook
 from drivetrain_ddp.config import DdpConfig

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.parts.buckets import MIB, Bucket, plan_buckets
-from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.rounds import Rounds, on_gradient
 from drivetrain_ddp.compression import CommunicationHook, Exchange
 from drivetrain_ddp.config import DdpConfig

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.collectives import Communicator, connect
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import Communicator, connect
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicas import ReplicatedState

@@ -23,7 +23,7 @@ strategy.py     the contract
 dtensors.py     the shards as torch's DTensors
 ==============  ========================================================
 
-Units, their gradients, their gathering and their checkpoints are ``drivetrain.parts.units``.
+Units, their gradients, their gathering and their checkpoints are ``drivetrain.sharding``.
 """
 
 from drivetrain_fsdp.config import FsdpConfig

@@ -5,11 +5,11 @@ from typing import Literal
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
-from drivetrain.parts.units.gathering import Until
-from drivetrain.parts.units.layout import Cut
-from drivetrain.parts.units.options import ParameterOptions
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.sharding.gathering import Until
+from drivetrain.sharding.layout import Cut
+from drivetrain.sharding.options import ParameterOptions
 from drivetrain_fsdp.units import UnitChoice
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import Communicator
-from drivetrain.parts.units.ranks import Ranks
-from drivetrain.parts.units.slot import Slot
+from drivetrain.sharding.ranks import Ranks
+from drivetrain.sharding.slot import Slot
 
 
 def as_dtensors(slots: Iterable[Slot], ranks: Ranks, device: torch.device) -> dict[str, DTensor]:

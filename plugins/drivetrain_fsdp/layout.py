@@ -3,8 +3,8 @@
 from collections.abc import Hashable, Sequence
 
 from drivetrain.cost import TensorSpec
-from drivetrain.parts.units.layout import UnitLayout, arrange, kind_of
 from drivetrain.runtime.precision import Precision
+from drivetrain.sharding.layout import UnitLayout, arrange, kind_of
 
 
 def plan(

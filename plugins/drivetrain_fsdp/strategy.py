@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name, named_parameters
-from drivetrain.parts.units.divided import DividedStrategy
-from drivetrain.parts.units.estimate import Lines
-from drivetrain.parts.units.layout import UnitLayout
-from drivetrain.parts.units.ranks import Ranks
+from drivetrain.sharding.divided import DividedStrategy
+from drivetrain.sharding.estimate import Lines
+from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.ranks import Ranks
 from drivetrain.strategy import Prepared, Run
 from drivetrain_fsdp.agreement import agreed_keys
 from drivetrain_fsdp.config import FsdpConfig

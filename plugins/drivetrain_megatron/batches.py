@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import RankMismatchError
-from drivetrain.parts.collectives import Communicator
 from drivetrain.runtime.world import World
 
 FORWARDS = 2

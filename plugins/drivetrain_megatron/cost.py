@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
-from drivetrain.parts.collectives.volume import chunk_bounds
 from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.layout import Layout

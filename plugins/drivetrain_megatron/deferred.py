@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from drivetrain.parts.deferred import Ranges, WeightSource, meta_tensors
+from drivetrain.building import Ranges, WeightSource, meta_tensors
 from drivetrain_megatron.facts import ParameterFacts
 
 

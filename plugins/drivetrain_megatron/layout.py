@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from drivetrain.collectives.solo import SoloCommunicator
 from drivetrain.cost import TensorSpec
-from drivetrain.parts.collectives.solo import SoloCommunicator
 from drivetrain.parts.naming import named_parameters
 from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from drivetrain.collectives import sent_elements
 from drivetrain.cost import ModelSpec
-from drivetrain.parts.collectives import sent_elements
 from drivetrain.strategy import Run
 from drivetrain_megatron import volumes
 from drivetrain_megatron.config import MegatronConfig

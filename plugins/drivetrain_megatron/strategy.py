@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.building import WeightSource
+from drivetrain.collectives import connect
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.log import get_logger
 from drivetrain.parts.blocks import repeated_blocks
-from drivetrain.parts.collectives import connect
-from drivetrain.parts.deferred import WeightSource
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors

@@ -28,8 +28,8 @@ in backward adds its forward once more.
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from drivetrain.parts.collectives import sent_elements
-from drivetrain.parts.collectives.volume import Operation, chunk_bounds
+from drivetrain.collectives import sent_elements
+from drivetrain.collectives.volume import Operation, chunk_bounds
 
 _STATISTICS = 3
 """Of a cross entropy: maximum, sum of exponentials, and the logit of the target."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from drivetrain.parts.collectives import Communicator
+from drivetrain.collectives import Communicator
 from drivetrain.shards import TensorFacts, state_tensors
 
 _DTYPES = sorted(

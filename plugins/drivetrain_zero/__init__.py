@@ -19,7 +19,7 @@ layout.py   how a model is cut into units: arithmetic
 stages.py   the strategies: what each stage adds
 ==========  =====================================================
 
-Units, their gradients, their gathering and their checkpoints are ``drivetrain.parts.units``.
+Units, their gradients, their gathering and their checkpoints are ``drivetrain.sharding``.
 """
 
 from drivetrain_zero.config import Zero1Config, Zero2Config, Zero3Config

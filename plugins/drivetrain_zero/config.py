@@ -5,8 +5,8 @@ from typing import Literal
 
 from drivetrain.config.option import option
 from drivetrain.parts.buckets import MIB
-from drivetrain.parts.units.layout import Cut
-from drivetrain.parts.units.options import GradientOptions, ParameterOptions, UnitsOptions
+from drivetrain.sharding.layout import Cut
+from drivetrain.sharding.options import GradientOptions, ParameterOptions, UnitsOptions
 from drivetrain_zero.layout import Sizes
 
 

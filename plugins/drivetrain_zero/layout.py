@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from drivetrain.cost import TensorSpec
 from drivetrain.parts.buckets import plan_buckets
-from drivetrain.parts.units.layout import (
+from drivetrain.runtime.precision import Precision
+from drivetrain.sharding.layout import (
     ROOT,
     Cut,
     FlatLayout,
@@ -20,7 +21,6 @@ from drivetrain.parts.units.layout import (
     block_of,
     kind_of,
 )
-from drivetrain.runtime.precision import Precision
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from collections.abc import Hashable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 from drivetrain.cost import ModelSpec
-from drivetrain.parts.units.accounts import Accounted
-from drivetrain.parts.units.divided import DividedStrategy
-from drivetrain.parts.units.layout import UnitLayout
-from drivetrain.parts.units.strategy import UnitsStrategy
+from drivetrain.sharding.accounts import Accounted
+from drivetrain.sharding.divided import DividedStrategy
+from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.strategy import UnitsStrategy
 from drivetrain.strategy import Run
 from drivetrain_zero.config import Zero1Config, Zero2Config, Zero3Config
 from drivetrain_zero.layout import plan

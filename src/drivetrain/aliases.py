@@ -5,11 +5,11 @@ from datetime import timedelta
 from torch import nn
 
 from drivetrain.config import read_file
+from drivetrain.data import PreparedLoader as DataLoaderShard
 from drivetrain.errors import RankMismatchError as DistributedOperationException
 from drivetrain.facade.optimizer import PreparedOptimizer as AcceleratedOptimizer
 from drivetrain.facade.scheduler import PreparedScheduler as AcceleratedScheduler
 from drivetrain.processes import PartialState
-from drivetrain.runtime.data import PreparedLoader as DataLoaderShard
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import launched_config
 from drivetrain.tracking import Tracker as GeneralTracker

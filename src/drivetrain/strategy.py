@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.building import WeightSource, fill, meta_tensors
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
-from drivetrain.parts.deferred import WeightSource, fill, meta_tensors
-from drivetrain.parts.traffic import Traffic
 from drivetrain.readable import Readable
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
+from drivetrain.traffic import Traffic
 
 ConfigT = TypeVar("ConfigT")
 

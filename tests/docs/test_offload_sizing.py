@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.parts.traffic import Traffic
-from drivetrain.parts.units.offload_options import OffloadOptions
-from drivetrain.parts.units.tier_bytes import Plan, held
-from drivetrain.parts.units.tiers import Tiers, homes_of
 from drivetrain.registry import stores, strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+from drivetrain.sharding.offload_options import OffloadOptions
+from drivetrain.sharding.tier_bytes import Plan, held
+from drivetrain.sharding.tiers import Tiers, homes_of
 from drivetrain.strategy import Run
+from drivetrain.traffic import Traffic
 from drivetrain_offload.bench import ADAM_BYTES
 
 PAGE = Path(__file__).parents[2] / "docs/offload-sizing.md"

@@ -12,12 +12,12 @@ import yaml
 
 from drivetrain.config import options_of
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.parts.traffic import Traffic
-from drivetrain.parts.units.offload_options import OffloadOptions
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+from drivetrain.sharding.offload_options import OffloadOptions
 from drivetrain.strategy import Run
+from drivetrain.traffic import Traffic
 from drivetrain_ddp import Ddp
 from drivetrain_zero import Zero1, Zero2, Zero3
 

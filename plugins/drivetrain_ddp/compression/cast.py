@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from drivetrain.collectives import Communicator, sent_elements
 from drivetrain.parts.buckets import Bucket, BucketLayout
-from drivetrain.parts.collectives import Communicator, sent_elements
 from drivetrain_ddp.compression.hook import CommunicationHook, Exchange
 
 

@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+from drivetrain.collectives import Communicator
 from drivetrain.parts.buckets import Bucket, BucketLayout
-from drivetrain.parts.collectives import Communicator
 
 
 class Exchange(Protocol):

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from drivetrain.collectives import Communicator, sent_elements
 from drivetrain.parts.buckets import Bucket, BucketLayout
-from drivetrain.parts.collectives import Communicator, sent_elements
 from drivetrain_ddp.compression.hook import CommunicationHook, Exchange
 
 

@@ -22,8 +22,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from drivetrain.collectives import Communicator, Handle, sent_elements
 from drivetrain.parts.buckets import Bucket, BucketLayout
-from drivetrain.parts.collectives import Communicator, Handle, sent_elements
 from drivetrain_ddp.compression.hook import CommunicationHook, Exchange
 from drivetrain_ddp.compression.plain import PlainHook
 

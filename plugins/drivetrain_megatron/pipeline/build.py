@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.building import WeightSource
+from drivetrain.collectives import Communicator
 from drivetrain.communication import broadcast_object_list
 from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
-from drivetrain.parts.collectives import Communicator
-from drivetrain.parts.deferred import WeightSource
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import Cut, balanced, listed

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import Communicator
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.actions import Action, Kind
 from drivetrain_megatron.pipeline.batches import MicroBatch, join_outputs

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from drivetrain.parts.deferred import WeightSource, become
+from drivetrain.building import WeightSource, become
 from drivetrain_megatron.pipeline.foreign import Tie
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
 

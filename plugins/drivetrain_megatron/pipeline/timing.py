@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
-from drivetrain.parts.collectives import Communicator
 from drivetrain_megatron.pipeline.actions import Action, Kind
 from drivetrain_megatron.pipeline.simulate import Span, Timeline
 from drivetrain_megatron.pipeline.trace import save_trace

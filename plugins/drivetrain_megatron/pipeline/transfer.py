@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError
-from drivetrain.parts.collectives.neighbors import Tag
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
+from drivetrain.traffic import Traffic
 
 
 class Direction(IntEnum):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.parts.collectives import Communicator
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
 from drivetrain_megatron.tensor.edges import Edges
 from drivetrain_megatron.tensor.operators import gather, reduce

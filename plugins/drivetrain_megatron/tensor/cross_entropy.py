@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import Communicator
 from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.partition import Partition
 

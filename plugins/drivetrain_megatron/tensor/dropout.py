@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.parts.blocks import NamedModule
-from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.naming import clean_name
 from drivetrain.runtime import rng
 from drivetrain_megatron.pipeline.examples import Inputs, example_inputs

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import Communicator
 from drivetrain_megatron.tensor.operators import copy, gather, reduce, reduce_scatter, scatter
 from drivetrain_megatron.tensor.partition import Partition, even
 

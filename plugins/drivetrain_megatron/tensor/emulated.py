@@ -15,13 +15,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from drivetrain.collectives import Communicator, Handle, Reduction
+from drivetrain.collectives.communicator import Call, caller, flatten
+from drivetrain.collectives.solo import Finished
+from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.errors import CollectiveError
-from drivetrain.parts.collectives import Communicator, Handle, Reduction
-from drivetrain.parts.collectives.communicator import Call, caller, flatten
-from drivetrain.parts.collectives.solo import Finished
-from drivetrain.parts.collectives.volume import Chunks, checked_chunks
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
+from drivetrain.traffic import Traffic
 
 Result = TypeVar("Result")
 PATIENCE = timedelta(seconds=60)

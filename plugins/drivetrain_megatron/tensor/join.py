@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.replicate import replicate
 from drivetrain_megatron.tensor.operators import gathered
 from drivetrain_megatron.tensor.partition import Partition

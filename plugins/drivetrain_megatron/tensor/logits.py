@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import Communicator
 from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
 from drivetrain_megatron.tensor.operators import gather, gathered

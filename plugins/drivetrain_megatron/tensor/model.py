@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.parts.blocks import NamedModule
-from drivetrain.parts.collectives import Communicator
 from drivetrain.parts.naming import named_parameters
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.pipeline.examples import Inputs

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drivetrain.parts.collectives import Communicator, Handle
+from drivetrain.collectives import Communicator, Handle
 from drivetrain_megatron.tensor.outline import is_outline, outlined
 from drivetrain_megatron.tensor.partition import Partition
 

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.parts.collectives.volume import chunk_bounds
 from drivetrain.shards import Part
 
 Range: TypeAlias = tuple[int, int]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drivetrain.parts.collectives import Communicator
+from drivetrain.collectives import Communicator
 from drivetrain_megatron.tensor.halves import Deferral, WeightHalf, rows_of
 from drivetrain_megatron.tensor.operators import (
     Pending,

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from drivetrain.collectives import Communicator
+from drivetrain.collectives.solo import SoloCommunicator
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.parts.collectives import Communicator
-from drivetrain.parts.collectives.solo import SoloCommunicator
 from drivetrain_megatron.pipeline.recording import to_device
 from drivetrain_megatron.pipeline.substitution import without_values
 from drivetrain_megatron.tensor.attention import attach_heads, keep_padded

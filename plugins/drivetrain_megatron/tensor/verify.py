@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.parts.collectives import Communicator
+from drivetrain.collectives import Communicator
 from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.tensor.divide import BlockPlan, divide
 from drivetrain_megatron.tensor.edges import Edges, TokenShards

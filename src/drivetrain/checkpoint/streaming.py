@@ -8,10 +8,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from drivetrain.building import Ranges, WeightSource
 from drivetrain.checkpoint.exported import export_files
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
-from drivetrain.parts.deferred import Ranges, WeightSource
 from drivetrain.parts.naming import clean_name, persistent_buffers
 
 logger = get_logger(__name__)

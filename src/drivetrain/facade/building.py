@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint import ExportedWeights, StreamedWeights
-from drivetrain.errors import DrivetrainError, UsageError
-from drivetrain.facade.core import Core
-from drivetrain.parts.deferred import (
+from drivetrain.building import (
     RecordedWeights,
     Recording,
     WeightSource,
@@ -22,6 +19,9 @@ from drivetrain.parts.deferred import (
     stray_tensors,
     unknown_values,
 )
+from drivetrain.checkpoint import ExportedWeights, StreamedWeights
+from drivetrain.errors import DrivetrainError, UsageError
+from drivetrain.facade.core import Core
 from drivetrain.strategy import Strategy
 
 

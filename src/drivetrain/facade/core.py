@@ -10,21 +10,21 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.config import Resolved
+from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
 from drivetrain.facade.forward import restore_forward
 from drivetrain.facade.optimizer import PreparedOptimizer
 from drivetrain.facade.options import Handlers, ProjectConfiguration
 from drivetrain.facade.scheduler import PreparedScheduler
 from drivetrain.facade.window import WindowMean
-from drivetrain.parts.traffic import Traffic
 from drivetrain.processes import Processes
-from drivetrain.runtime.data import PreparedLoader
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy, find_strategy
+from drivetrain.traffic import Traffic
 
 
 @dataclass(slots=True, eq=False)

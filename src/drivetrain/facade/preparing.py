@@ -11,6 +11,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain.cost import TensorSpec
+from drivetrain.data import (
+    PreparedLoader,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from drivetrain.errors import UsageError
 from drivetrain.facade.agreement import agree, model_facts
 from drivetrain.facade.building import Building
@@ -23,11 +28,6 @@ from drivetrain.facade.scheduler import PreparedScheduler
 from drivetrain.facade.settings import StrategyChoice, settle_strategy
 from drivetrain.facade.training import Training
 from drivetrain.log import get_logger
-from drivetrain.runtime.data import (
-    PreparedLoader,
-    prepare_data_loader,
-    skip_first_batches,
-)
 from drivetrain.strategy import find_strategy
 
 logger = get_logger(__name__)

@@ -7,14 +7,14 @@ from typing import Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.collectives import Communicator, connect
 from drivetrain.config import RecomputeConfig, options_of
 from drivetrain.errors import UsageError
 from drivetrain.facade.core import ModelEntry
 from drivetrain.facade.preparing import Preparing
 from drivetrain.facade.settings import StrategyChoice, settle_strategy
 from drivetrain.log import get_logger
-from drivetrain.parts.collectives import Communicator, connect
-from drivetrain.parts.recompute import Inputs, attach, choose_blocks, is_attached, restore
+from drivetrain.recompute import Inputs, attach, choose_blocks, is_attached, restore
 from drivetrain.runtime.mesh import Axis, Mesh
 
 logger = get_logger(__name__)

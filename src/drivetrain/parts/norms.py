@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import Communicator
 
 
 def global_norm(

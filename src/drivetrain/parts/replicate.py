@@ -8,7 +8,7 @@ import torch
 import torch.autograd.grad_mode
 from torch import Tensor, nn
 
-from drivetrain.parts.collectives import Communicator
+from drivetrain.collectives import Communicator
 from drivetrain.parts.overlap import distinct
 
 _MOST_BYTES = 32 << 20

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset
 
 from drivetrain.config import DataConfig
-from drivetrain.runtime.data import prepare_data_loader
+from drivetrain.data import prepare_data_loader
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from drivetrain.config import DataConfig
+from drivetrain.data import prepare_data_loader
 from drivetrain.errors import CollectiveError, RankMismatchError
-from drivetrain.runtime.data import prepare_data_loader
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 

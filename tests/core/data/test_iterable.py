@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from drivetrain.data import skip_first_batches
 from drivetrain.errors import CheckpointError, UsageError
-from drivetrain.runtime.data import skip_first_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from drivetrain.data import PreparedLoader, SeedableRandomSampler
 from drivetrain.errors import UsageError
-from drivetrain.runtime.data import PreparedLoader, SeedableRandomSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

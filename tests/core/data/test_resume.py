@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from drivetrain.data import skip_first_batches
 from drivetrain.errors import CheckpointError, UsageError
-from drivetrain.runtime.data import skip_first_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

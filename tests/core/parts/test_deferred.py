@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.errors import UsageError
-from drivetrain.parts.deferred import (
+from drivetrain.building import (
     RecordedWeights,
     Recording,
     become,
     fill,
     stray_tensors,
 )
+from drivetrain.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -408,7 +408,7 @@ PEAK = """
 import resource
 import torch
 from torch import nn
-from drivetrain.parts.deferred import RecordedWeights, Recording
+from drivetrain.building import RecordedWeights, Recording
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain.collectives import connect
 from drivetrain.errors import CollectiveError
-from drivetrain.parts.collectives import connect
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
+from drivetrain.traffic import Traffic
 
 VICTIM = 0
 

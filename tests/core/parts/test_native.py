@@ -5,11 +5,11 @@ from datetime import timedelta
 import pytest
 import torch
 
+from drivetrain.collectives.native import NativeCommunicator
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.parts.collectives.native import NativeCommunicator
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 
 
 def connect_native():

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.collectives import connect
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import connect
 from drivetrain.parts.norms import clip_, global_norm
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 
 
 def tensors() -> list[torch.Tensor]:

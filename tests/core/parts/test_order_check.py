@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain.collectives import Communicator, Handle, connect
+from drivetrain.collectives.communicator import Call
+from drivetrain.collectives.order import Header
 from drivetrain.errors import CollectiveError
-from drivetrain.parts.collectives import Communicator, Handle, connect
-from drivetrain.parts.collectives.communicator import Call
-from drivetrain.parts.collectives.order import Header
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 
 TIMEOUT_S = 60.0
 SOON_S = 12.0  # far from the timeout, also on a busy machine

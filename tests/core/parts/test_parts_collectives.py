@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from drivetrain.collectives import Communicator, Handle, connect, ring, sent_bytes
+from drivetrain.collectives.messages import Cut
+from drivetrain.collectives.native import NativeCommunicator
+from drivetrain.collectives.neighbors import Neighbors, Tag
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.parts.collectives import Communicator, Handle, connect, ring, sent_bytes
-from drivetrain.parts.collectives.messages import Cut
-from drivetrain.parts.collectives.native import NativeCommunicator
-from drivetrain.parts.collectives.neighbors import Neighbors, Tag
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=30)
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]

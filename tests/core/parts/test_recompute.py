@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.recompute import attach, choose_blocks, is_attached, restore
+from drivetrain.recompute import attach, choose_blocks, is_attached, restore
 
 WIDTH, LENGTH, ROWS = 32, 48, 4
 
@@ -322,7 +322,7 @@ def test_fused_attention(mode, dropout):
 
 
 def test_an_operation_that_draws_is_not_kept(monkeypatch):
-    from drivetrain.parts.recompute import selective
+    from drivetrain.recompute import selective
 
     operation = torch.ops.aten.native_dropout.default
     assert not selective._draws_random_numbers(torch.ops.aten.mm.default, (), {})

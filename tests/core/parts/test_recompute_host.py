@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.recompute import Inputs, attach
-from drivetrain.parts.recompute.inputs import SMALL_NBYTES
+from drivetrain.recompute import Inputs, attach
+from drivetrain.recompute.inputs import SMALL_NBYTES
 
 LAYERS = 6
 ROWS = SMALL_NBYTES // 8  # of 4 numbers: x is moved; a scale of 4 numbers is not

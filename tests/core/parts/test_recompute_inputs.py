@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.parts.collectives import connect
-from drivetrain.parts.recompute import Inputs, attach
-from drivetrain.parts.recompute.inputs import SMALL_NBYTES
-from drivetrain.parts.traffic import Traffic
+from drivetrain.collectives import connect
+from drivetrain.recompute import Inputs, attach
+from drivetrain.recompute.inputs import SMALL_NBYTES
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 
 ROWS, WIDTH = 53, 37  # a product that divides by neither 2 nor 3
 

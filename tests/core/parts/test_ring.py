@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain.collectives import Communicator, connect, ring, sent_elements
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.parts.collectives import Communicator, connect, ring, sent_elements
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
 PIECE = 64  # bytes: small, so that small tensors have many pieces

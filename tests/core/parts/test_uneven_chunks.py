@@ -6,13 +6,13 @@ from datetime import timedelta
 import pytest
 import torch
 
+from drivetrain.collectives import Communicator, connect, ring, sent_elements
+from drivetrain.collectives.native import NativeCommunicator
+from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import Communicator, connect, ring, sent_elements
-from drivetrain.parts.collectives.native import NativeCommunicator
-from drivetrain.parts.collectives.volume import chunk_bounds
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 
 PIECE = 64  # bytes: small, so that small chunks have many pieces
 TIMEOUT = timedelta(seconds=30)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.parts.units.layout import (
+from drivetrain.runtime.precision import Precision
+from drivetrain.sharding.layout import (
     ROOT,
     UnitLayout,
     arrange,
@@ -18,8 +19,7 @@ from drivetrain.parts.units.layout import (
     is_block,
     offsets_in_bytes,
 )
-from drivetrain.parts.units.uses import gathers_again, usual_uses
-from drivetrain.runtime.precision import Precision
+from drivetrain.sharding.uses import gathers_again, usual_uses
 
 PLAIN = Precision.of("no")
 SHAPES = [(), (1,), (0,), (0, 3), (3, 0), (7,), (5, 4), (2, 3, 5), (1, 9), (64,)]

@@ -9,18 +9,18 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Rprop
 
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import PreflightError
-from drivetrain.parts.traffic import Traffic
-from drivetrain.parts.units import tiers as tiers_module
-from drivetrain.parts.units.estimate import Estimate, Lines
-from drivetrain.parts.units.layout import UnitLayout, arrange
-from drivetrain.parts.units.offload_options import OffloadOptions
-from drivetrain.parts.units.tier_bytes import Homes, Plan, held
-from drivetrain.parts.units.tiers import Tiers, announce_tiers, homes_of, plan_of
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.room import group_rooms
 from drivetrain.runtime.world import World
+from drivetrain.sharding import tiers as tiers_module
+from drivetrain.sharding.estimate import Estimate, Lines
+from drivetrain.sharding.layout import UnitLayout, arrange
+from drivetrain.sharding.offload_options import OffloadOptions
+from drivetrain.sharding.tier_bytes import Homes, Plan, held
+from drivetrain.sharding.tiers import Tiers, announce_tiers, homes_of, plan_of
 from drivetrain.strategy import Run
+from drivetrain.traffic import Traffic
 
 FULL = Precision.of("no")
 LOW = Precision.of("bf16", param=torch.bfloat16)

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
 from drivetrain.testing.models import CASES, Case
+from drivetrain.traffic import Traffic
 from drivetrain_ddp import Ddp, DdpConfig
 
 STEPS = 3

@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
+from drivetrain.traffic import Traffic
 from drivetrain_ddp import Ddp, DdpConfig
 
 SMALL = DdpConfig(bucket_mib=0.001, first_bucket_mib=0.001)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from drivetrain.errors import CheckpointError, ConfigError
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard
 from drivetrain.strategy import Run
+from drivetrain.traffic import Traffic
 from drivetrain_ddp import Ddp, DdpConfig
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 from drivetrain import Accelerator
-from drivetrain.parts.units import reducer
+from drivetrain.sharding import reducer
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import OUT, WIDTH, Case, by_rank, linear, numbers
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.parts.collectives.worker import Worker
+from drivetrain.collectives.worker import Worker
 
 BLOCKS, WIDTH = 12, 768
 BLOCK = WIDTH * WIDTH * 4

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.parts.units.gradients import UnitGradients
+from drivetrain.sharding.gradients import UnitGradients
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
-from drivetrain.parts.units import reducer
+from drivetrain.sharding import reducer
 
 WIDTH = 8
 DIVIDED = {

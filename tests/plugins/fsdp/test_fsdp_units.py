@@ -14,7 +14,7 @@ from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.naming import clean_name
-from drivetrain.parts.units.module_units import users
+from drivetrain.sharding.module_units import users
 from drivetrain.testing.huggingface import ARCHITECTURES, bert, gpt2, llama
 from drivetrain_fsdp.units import UnitChoice, describe, unit_keys
 

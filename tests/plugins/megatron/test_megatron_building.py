@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from drivetrain import Accelerator
-from drivetrain.parts.deferred import Ranges
+from drivetrain.building import Ranges
 from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

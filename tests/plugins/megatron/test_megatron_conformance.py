@@ -16,16 +16,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
+from drivetrain.collectives.solo import SoloCommunicator
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
-from drivetrain.parts.collectives.solo import SoloCommunicator
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
 from drivetrain.testing.conformance import StrategyConformance
 from drivetrain.testing.conformance.failures import SOON_S
 from drivetrain.testing.conformance.tcp import cut_connections
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, plain_sgd
 from drivetrain.testing.models import CASES
+from drivetrain.traffic import Traffic
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.examples import inputs_for
 from drivetrain_megatron.tensor.model import TensorParallel

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
@@ -17,6 +16,7 @@ from drivetrain.strategy import Run as PlannedRun
 from drivetrain.testing.conformance.tcp import is_supported, sent_bytes, sent_since
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain.testing.huggingface import ARCHITECTURES, WIDTH, logits_of, token_batch
+from drivetrain.traffic import Traffic
 from drivetrain_megatron import Megatron, volumes
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.volumes import Activation, Line

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
+from drivetrain.collectives.solo import SoloCommunicator
 from drivetrain.errors import UsageError
 from drivetrain.parts.blocks import repeated_blocks
-from drivetrain.parts.collectives.solo import SoloCommunicator
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Axis
 from drivetrain.testing.huggingface import bert, encoder, gpt2, logits_of, token_batch
+from drivetrain.traffic import Traffic
 from drivetrain_megatron.tensor.dropout import Dropout, Source
 from drivetrain_megatron.tensor.dropping import Dropping
 from drivetrain_megatron.tensor.sites import Site

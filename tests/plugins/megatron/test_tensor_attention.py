@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.collectives import connect
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.parts.collectives import connect
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions, keep_padded
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
 from drivetrain_megatron.tensor.edges import Edges, TokenShards

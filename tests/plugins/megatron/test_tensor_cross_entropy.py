@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from drivetrain.collectives import connect
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.parts.collectives import connect
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
 from drivetrain_megatron.tensor.emulated import run_emulated
 from drivetrain_megatron.tensor.partition import even, packed

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.collectives import connect
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.parts.collectives import connect
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 from drivetrain_megatron.tensor.edges import Edges, TokenShards
 from drivetrain_megatron.tensor.embedding import attach_features, attach_vocabulary
 from drivetrain_megatron.tensor.emulated import run_emulated

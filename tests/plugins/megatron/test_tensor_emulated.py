@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch
 
+from drivetrain.collectives import sent_elements
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.parts.collectives import sent_elements
 from drivetrain_megatron.tensor.emulated import run_emulated
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])

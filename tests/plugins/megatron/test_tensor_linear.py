@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from drivetrain.collectives import connect
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.parts.collectives import connect
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
 from drivetrain_megatron.tensor.edges import Edges, TokenShards
 from drivetrain_megatron.tensor.emulated import run_emulated

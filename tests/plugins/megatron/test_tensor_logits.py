@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from drivetrain import Accelerator, communication
+from drivetrain.collectives import connect
 from drivetrain.errors import UsageError
-from drivetrain.parts.collectives import connect
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.testing.huggingface import llama, token_batch
+from drivetrain.traffic import Traffic
 from drivetrain_megatron.tensor.edges import Edges
 from drivetrain_megatron.tensor.emulated import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.parts.collectives import connect, sent_elements
-from drivetrain.parts.traffic import Traffic
+from drivetrain.collectives import connect, sent_elements
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 from drivetrain_megatron.tensor.emulated import run_emulated
 from drivetrain_megatron.tensor.operators import copy, gather, reduce, reduce_scatter, scatter
 from drivetrain_megatron.tensor.partition import Partition, even, packed

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from drivetrain.collectives import connect
+from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.parts.collectives import connect
-from drivetrain.parts.collectives.volume import chunk_bounds
-from drivetrain.parts.traffic import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 from drivetrain_megatron.tensor.partition import (
     Partition,
     even,

@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.parts.units.share import ShareInStore
+from drivetrain.sharding.share import ShareInStore
 from drivetrain_offload.tiles import Tiler
 
 WIDTH = 24

@@ -219,9 +219,9 @@ def test_trainings_side_by_side_do_not_meet(tmp_path):
 
 PLACES = (
     "torch.nn.Linear.forward",
-    "drivetrain.parts.units.offload.Offload._step_of",
+    "drivetrain.sharding.offload.Offload._step_of",
     "drivetrain_offload.stepping.Stepper.submit",
-    "drivetrain.parts.units.offload.Offload.give_back",
+    "drivetrain.sharding.offload.Offload.give_back",
 )
 
 

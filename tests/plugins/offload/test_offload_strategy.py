@@ -10,13 +10,13 @@ from drivetrain import Accelerator
 from drivetrain.config import Layer, NestedStrategy, resolve
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UnknownPluginError
-from drivetrain.parts.traffic import Traffic
-from drivetrain.parts.units.offload_options import OffloadOptions
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+from drivetrain.sharding.offload_options import OffloadOptions
 from drivetrain.strategy import Run, find_strategy
+from drivetrain.traffic import Traffic
 from drivetrain_fsdp import Fsdp
 from drivetrain_launch.cli import run
 from drivetrain_offload import Offload, OffloadConfig

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy, option
-from drivetrain.parts.collectives import connect, sent_elements
+from drivetrain.collectives import connect, sent_elements
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicas import ReplicatedState
 from drivetrain.parts.replicate import replicate

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from drivetrain.collectives import connect, sent_elements
 from drivetrain.cost import Cost
-from drivetrain.parts.collectives import connect, sent_elements
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.shards import Part, Shard

@@ -1,0 +1,242 @@
+"""What a communicator and the handle of an operation under way can do, whatever the algorithm."""
+
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from drivetrain.collectives.parts import Layout, Parts, byte_lengths, checked_parts
+from drivetrain.collectives.staging import gather_staged, reduce_staged
+from drivetrain.collectives.volume import (
+    Chunks,
+    Operation,
+    chunk_bounds,
+    sent_bytes,
+    sent_elements,
+)
+from drivetrain.errors import UsageError
+from drivetrain.runtime.mesh import Axis
+from drivetrain.traffic import Traffic
+
+Reduction: TypeAlias = Literal["sum", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a caller asks for, beside the tensor.
+
+    Attributes:
+        operation: which collective.
+        label: names it in errors; empty: the line of the call does.
+        chunks: what each rank holds of the tensor; None where an operation is not about chunks.
+        source: where a broadcast starts.
+        reduction: how values are combined.
+        layout: lengths and dtypes of the parts; None where an operation is about one tensor.
+    """
+
+    operation: Operation
+    label: str = ""
+    chunks: Chunks | None = None
+    source: int = 0
+    reduction: Reduction = "sum"
+    layout: Layout | None = None
+
+    def elements(self, flat: Tensor | None) -> int:
+        """Return the elements of the tensor, or, where there is none, the bytes of the parts."""
+        return sum(byte_lengths(self.layout or ())) if flat is None else flat.numel()
+
+
+class Handle(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when the tensor holds the result; may be called more than once.
+
+        On an accelerator only the current stream waits.
+
+        Raises:
+            CollectiveError: the operation failed or timed out.
+        """
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+
+
+class Communicator(ABC):
+    """Collectives over one axis, in place, asynchronous, in the order of submission.
+
+    Every rank of the axis must submit the same operations in the same order, with tensors of equal
+    size and dtype. A tensor must not be read or written between submission and ``wait``. All ranks
+    end with bit-identical results. Sums are taken in the tensor's own dtype.
+
+    Args:
+        axis: the mesh axis.
+        traffic: the ledger; gets the payload bytes that this rank sends.
+        timeout: how long one operation may take.
+
+    Attributes:
+        disagreement: what ranks were about to do differently, once that was found.
+        companions: communicators over other axes that cannot go on when this one has failed.
+    """
+
+    def __init__(self, axis: Axis, traffic: Traffic, timeout: timedelta) -> None:
+        self.axis = axis
+        self.size = axis.size
+        self.rank = axis.rank
+        self.traffic = traffic
+        self.timeout = timeout
+        self.submitted = 0
+        self.companions: Sequence[Communicator] = ()
+        self.disagreement = ""
+
+    def chunk(self, numel: int) -> list[tuple[int, int]]:
+        """Return the even cut: the (start, stop) that each rank holds of numel elements."""
+        return chunk_bounds(numel, self.size)
+
+    @abstractmethod
+    def all_reduce(
+        self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
+    ) -> Handle:
+        """Replace a contiguous tensor of any shape by the reduction over ranks, times scale."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
+    ) -> Handle:
+        """Put the sum over ranks, times scale, into this rank's chunk of a flat tensor.
+
+        The other chunks hold partial sums afterwards.
+
+        Args:
+            flat: 1-D and contiguous, shape (numel,).
+            scale: the factor.
+            chunks: the (start, stop) that each rank keeps, some may be empty; the same on every
+                rank; None: the even cut.
+            label: names the operation in errors; the default is the line of the call.
+
+        Raises:
+            UsageError: the chunks do not cover the tensor, one per rank, in ascending order.
+        """
+
+    @abstractmethod
+    def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
+        """Fill a flat tensor from the chunks that the ranks hold of it.
+
+        Args:
+            flat: 1-D and contiguous, shape (numel,).
+            chunks: the (start, stop) that each rank holds, some may be empty; the same on every
+                rank; None: the even cut.
+            label: names the operation in errors; the default is the line of the call.
+
+        Raises:
+            UsageError: the chunks do not cover the tensor, one per rank, in ascending order.
+        """
+
+    def gather_parts(
+        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
+    ) -> Handle:
+        """Fill the tensors of the other ranks from those that the ranks hold.
+
+        Bytes move, so tensors of any dtypes go together. It is an ``all_gather`` in the ledger.
+
+        Args:
+            parts: for each rank of the axis, the 1-D contiguous tensors that it holds, perhaps
+                none; lengths and dtypes are the same on every rank. They must not overlap.
+            label: names the operation in errors; the default is the line of the call.
+            first: called once, before this rank's tensors are read; maybe in another thread, and
+                as late as in ``wait``.
+
+        Raises:
+            UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
+        """
+        if first is not None:
+            first()
+        return gather_staged(self, checked_parts(parts, self.size), label or caller(2))
+
+    def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
+        """Put the sums over ranks, times scale, into this rank's tensors.
+
+        Each tensor is summed in its own dtype. What those of the other ranks hold afterwards is
+        of no use. It is a ``reduce_scatter`` in the ledger.
+
+        Args:
+            parts: for each rank of the axis, the 1-D contiguous tensors that it keeps, perhaps
+                none; lengths and dtypes are the same on every rank. They must not overlap.
+            scale: the factor.
+            label: names the operation in errors; the default is the line of the call.
+
+        Raises:
+            UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
+        """
+        return reduce_staged(self, checked_parts(parts, self.size), scale, label or caller(2))
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
+        """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank of the axis has come here."""
+
+    def alarm(self) -> None:
+        """Let every rank of the axis fail soon, because this one cannot go on.
+
+        Backends with a watchdog of their own need nothing.
+        """
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was submitted and release threads and memory; the group stays usable."""
+
+    def _sent_bytes(self, call: Call, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return sent_bytes(call.operation, byte_lengths(call.layout or ()), self.rank)
+        elements = sent_elements(
+            call.operation,
+            tensor.numel(),
+            size=self.size,
+            rank=self.rank,
+            source=call.source,
+            chunks=call.chunks,
+        )
+        return elements * tensor.element_size()
+
+    def _number(self) -> int:
+        """Return the sequence number of the operation that is being submitted."""
+        self.submitted += 1
+        return self.submitted
+
+
+def caller(depth: int = 3) -> str:
+    """Return file:line of the code that called a communicator's method, so many frames up."""
+    frame = sys._getframe(depth)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def reason(error: BaseException) -> str:
+    """Return what a backend says went wrong, without its source lines and advice."""
+    text = str(error).partition("This is typically")[0]
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", text).strip().rstrip(".") or type(error).__name__
+
+
+def flatten(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return a 1-D view of a contiguous tensor, outside of autograd.
+
+    Raises:
+        UsageError: the tensor is not contiguous, or has the wrong shape.
+    """
+    if not tensor.is_contiguous():
+        raise UsageError(
+            f"expected a contiguous tensor for a collective, found shape {tuple(tensor.shape)} "
+            f"with strides {tensor.stride()}; pass tensor.contiguous() and copy the result back"
+        )
+    if shape is not None and tensor.shape != torch.Size(shape):
+        raise UsageError(f"expected shape {tuple(shape)}, found {tuple(tensor.shape)}")
+    return tensor.detach().view(-1)

@@ -1,0 +1,222 @@
+"""Collectives by ``torch.distributed`` itself: NCCL and every backend that is good at them."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.collectives.communicator import (
+    Call,
+    Communicator,
+    Handle,
+    Reduction,
+    caller,
+    flatten,
+    reason,
+)
+from drivetrain.collectives.solo import Finished
+from drivetrain.collectives.volume import Chunks, checked_chunks
+from drivetrain.errors import CollectiveError
+from drivetrain.runtime.mesh import Axis
+from drivetrain.traffic import Traffic
+
+# torch 2.13 renamed the two operations on one flat tensor and deprecated the old names.
+_gather_flat: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_scatter_flat: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+class AllOf:
+    """Several operations of the backend, as one.
+
+    Args:
+        works: the backend's handles.
+    """
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have finished."""
+        return all(work.is_completed() for work in self._works)
+
+
+class NativeHandle:
+    """An operation of the backend, and the scale that is applied after it.
+
+    Args:
+        work: the backend's own handle.
+        result: what the scale is applied to.
+        scale: the factor.
+        describe: turns an exception into the error to raise.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        result: Tensor,
+        scale: float,
+        describe: Callable[[BaseException], CollectiveError],
+    ) -> None:
+        self._work = work
+        self._result: Tensor | None = result
+        self._scale = scale
+        self._describe = describe
+
+    def wait(self) -> None:
+        """Let the current stream, or on the CPU this thread, wait for the result.
+
+        Raises:
+            CollectiveError: the backend reports a failure.
+        """
+        if self._result is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._describe(error) from error
+        if self._scale != 1.0:
+            self._result.mul_(self._scale)
+        self._result = None
+
+    def done(self) -> bool:
+        """Whether the backend has finished."""
+        return self._result is None or bool(self._work.is_completed())
+
+
+class NativeCommunicator(Communicator):
+    """Hands every operation to the axis' process group.
+
+    The ledger gets the bytes of the ring algorithm; how long an operation took on the device's
+    stream is not known without stopping it, so the seconds stay zero. The order of operations is
+    not checked, whatever ``connect`` is asked for: a backend has its own means to find that.
+    """
+
+    def __init__(
+        self, axis: Axis, traffic: Traffic, timeout: timedelta, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(axis, traffic, timeout)
+        self._group = group
+        # gloo refuses to gather a list of unequal chunks; NCCL runs it as grouped broadcasts.
+        self._lists_are_even = "gloo" in str(dist.get_backend(group))
+
+    def all_reduce(
+        self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
+    ) -> Handle:
+        """Replace a contiguous tensor by the reduction over ranks, times scale."""
+        flat = flatten(tensor)
+        op = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
+        return self._start(
+            Call("all_reduce", label, reduction=reduction),
+            lambda: dist.all_reduce(flat, op, self._group, async_op=True),
+            flat,
+            flat,
+            scale,
+        )
+
+    def reduce_scatter(
+        self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
+    ) -> Handle:
+        """Put the sum over ranks, times scale, into this rank's chunk of a flat tensor."""
+        flat = flatten(flat, (flat.numel(),))
+        bounds = checked_chunks(chunks, flat.numel(), self.size)
+        parts = [flat[start:stop] for start, stop in bounds]
+        mine = parts[self.rank]
+
+        def scatter() -> Any:
+            if _even(parts):
+                return _scatter_flat(
+                    mine, flat, dist.ReduceOp.SUM, group=self._group, async_op=True
+                )
+            return dist.reduce_scatter(
+                mine, parts, dist.ReduceOp.SUM, group=self._group, async_op=True
+            )
+
+        return self._start(Call("reduce_scatter", label, bounds), scatter, flat, mine, scale)
+
+    def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
+        """Fill a flat tensor from the chunks that the ranks hold of it."""
+        flat = flatten(flat, (flat.numel(),))
+        bounds = checked_chunks(chunks, flat.numel(), self.size)
+        parts = [flat[start:stop] for start, stop in bounds]
+        mine = parts[self.rank]
+
+        def gather() -> Any:
+            if _even(parts):
+                return _gather_flat(flat, mine, group=self._group, async_op=True)
+            if self._lists_are_even:
+                return self._broadcast_each(parts)
+            return dist.all_gather(parts, mine, group=self._group, async_op=True)
+
+        return self._start(Call("all_gather", label, bounds), gather, flat, flat)
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
+        """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
+        flat = flatten(tensor)
+        root = self.axis.ranks[source]
+        return self._start(
+            Call("broadcast", label, source=source),
+            lambda: dist.broadcast(flat, root, self._group, async_op=True),
+            flat,
+            flat,
+        )
+
+    def barrier(self) -> None:
+        """Return when every rank of the axis has come here."""
+        dist.barrier(self._group)
+
+    def close(self) -> None:
+        """Nothing to release: the group belongs to the mesh."""
+
+    def _broadcast_each(self, parts: list[Tensor]) -> "AllOf":
+        """Gather by one broadcast per chunk that is not empty."""
+        return AllOf(
+            [
+                dist.broadcast(part, root, self._group, async_op=True)
+                for part, root in zip(parts, self.axis.ranks, strict=True)
+                if part.numel()
+            ]
+        )
+
+    def _start(
+        self,
+        call: Call,
+        launch: Callable[[], Any],
+        flat: Tensor,
+        result: Tensor,
+        scale: float = 1.0,
+    ) -> Handle:
+        if flat.numel() == 0:
+            return Finished()
+        number, label = self._number(), call.label or caller()
+
+        def describe(error: BaseException) -> CollectiveError:
+            return CollectiveError(
+                f"{call.operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
+                f"{self.axis.ranks[self.rank]}, {self.rank} of {self.size} on the axis: "
+                f"{reason(error)}; look for the rank that failed first, or that does not answer"
+            )
+
+        self.traffic.add(self.axis.name, call.operation, self._sent_bytes(call, flat))
+        with torch.no_grad():
+            try:
+                work = launch()
+            except RuntimeError as error:
+                raise describe(error) from error
+        return NativeHandle(work, result, scale, describe)
+
+
+def _even(parts: list[Tensor]) -> bool:
+    """Whether all chunks have one length, as the operations on one flat tensor need."""
+    return len({part.numel() for part in parts}) == 1

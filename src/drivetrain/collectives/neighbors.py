@@ -1,0 +1,97 @@
+"""The two ranks beside this one on a ring, and the messages that go to and come from them."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.collectives.communicator import Call
+from drivetrain.runtime.mesh import Axis
+
+
+class Tag(IntEnum):
+    """What a message is for; messages with one tag arrive in the order in which they were sent."""
+
+    SCATTER = 0
+    """A piece of a sum that is not complete."""
+    GATHER = 1
+    """A piece that every rank shall have as it is; may be under way beside a sum's."""
+    HEADER = 2
+    """What the sender does next, see ``order``."""
+    ALARM = 3
+    """Nobody ever sends this one."""
+
+
+class Neighbors:
+    """Messages to the right neighbor and from the left one, over one gloo group.
+
+    Several users of one group, one per model, may be at work at once: each adds its own multiple
+    to the tags. gloo ends the process when a message is longer than the buffer that waits for it.
+
+    Args:
+        axis: the mesh axis.
+        group: its gloo group; only neighbors may send point-to-point messages on it.
+        timeout: how long to wait for one message.
+    """
+
+    def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self.axis = axis
+        self.right = (axis.rank + 1) % axis.size
+        self.left = (axis.rank - 1) % axis.size
+        self.timeout = timeout
+        self._group = group
+        self._first_tag = len(Tag) * next(axis.streams)
+
+    def send(self, piece: Tensor, tag: Tag) -> Any:
+        """Start to send a tensor to the right; it must live and stay as it is until waited for."""
+        return self._group.send([piece], self.right, self.number(tag))
+
+    def receive(self, piece: Tensor, tag: Tag) -> Any:
+        """Start to fill a tensor from the left."""
+        return self._group.recv([piece], self.left, self.number(tag))
+
+    def number(self, tag: Tag) -> int:
+        """Return the backend's tag, below 2**31."""
+        return self._first_tag + tag
+
+    def begin(self, call: Call, number: int, label: str, flat: Tensor | None) -> None:
+        """Get ready for the messages of an operation: nothing to do."""
+
+    def end(self) -> None:
+        """Tidy up after the messages of an operation: nothing to do."""
+
+    def wait(self, message: Any) -> None:
+        """Wait for a message.
+
+        Raises:
+            RuntimeError: it failed or timed out.
+        """
+        message.wait(self.timeout)
+
+    def finish(self, messages: Sequence[Any]) -> None:
+        """Wait for messages.
+
+        Raises:
+            RuntimeError: one failed or timed out.
+        """
+        # The last one first: when it is through, the others are, and this thread woke up once.
+        for message in reversed(messages):
+            self.wait(message)
+
+    def alarm(self) -> None:
+        """Close this rank's connections, so that the failure reaches every rank at once.
+
+        Only the neighbors of a dead rank notice; the others wait for neighbors that live. gloo
+        closes all connections of a group when one wait times out: so let one time out. On both
+        sides, because the wait for a rank known to be dead fails without a timeout.
+        """
+        for neighbor in (self.left, self.right):
+            token = torch.empty(1, dtype=torch.uint8, device="cpu")
+            with suppress(RuntimeError):
+                receive = self._group.recv([token], neighbor, self.number(Tag.ALARM))
+                receive.wait(timedelta(milliseconds=1))

@@ -1,0 +1,314 @@
+"""Collectives over gloo as pipelined rings of point-to-point messages, on a thread of their own.
+
+gloo's reduce-scatter is an all-reduce in disguise and its reduction is a scalar loop. Here every
+rank sends to its right neighbour and receives from its left one::
+
+    reduce-scatter   step s: send chunk r-s-1, receive chunk r-s-2 and add it to mine   (s < N-1)
+    all-gather       step s: send chunk r-s,   receive chunk r-s-1 in place             (s < N-1)
+
+so that rank r ends with the sum of chunk r, then with all sums. Chunks travel in pieces: while one
+piece is added, the next ones are on the wire, and a piece that is complete starts its way around
+the all-gather at once.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.collectives.communicator import (
+    Call,
+    Communicator,
+    Handle,
+    Reduction,
+    caller,
+    flatten,
+    reason,
+)
+from drivetrain.collectives.messages import Cut
+from drivetrain.collectives.neighbors import Neighbors, Tag
+from drivetrain.collectives.order import CheckedNeighbors, Disagreement
+from drivetrain.collectives.parts import Parts, as_bytes, checked_parts, layout_of
+from drivetrain.collectives.solo import Finished
+from drivetrain.collectives.volume import Chunks, checked_chunks
+from drivetrain.collectives.worker import Job, Worker
+from drivetrain.errors import CollectiveError
+from drivetrain.runtime.mesh import Axis
+from drivetrain.traffic import Traffic
+
+PIECE_BYTES = 1 << 21
+"""Largest message: big enough to amortise a message's cost, small enough to pipeline."""
+
+COMPANION_S = 0.3
+"""How long a communicator that failed waits for a companion to say why."""
+
+WINDOW = 4
+"""Pieces of a reduction that may be under way to this rank; each needs a receive buffer."""
+
+
+class RingCommunicator(Communicator):
+    """Rings over one gloo group; one thread runs the operations in the order of submission.
+
+    Args:
+        axis: the mesh axis.
+        traffic: the ledger.
+        timeout: how long a rank waits for one message.
+        group: the axis' gloo group; only communicators may send point-to-point messages on it.
+        checked: whether neighbors compare what they are about to do before each operation.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        traffic: Traffic,
+        timeout: timedelta,
+        group: dist.ProcessGroup,
+        *,
+        checked: bool = False,
+    ) -> None:
+        super().__init__(axis, traffic, timeout)
+        self._neighbors = (CheckedNeighbors if checked else Neighbors)(axis, group, timeout)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._worker = Worker(f"drivetrain-ring-{axis.name}")
+
+    def all_reduce(
+        self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
+    ) -> Handle:
+        """Replace a contiguous tensor by the reduction over ranks, times scale."""
+        flat = flatten(tensor)
+        bounds = self.chunk(flat.numel())
+        return self._submit(
+            Call("all_reduce", label, reduction=reduction),
+            lambda: self._reduce(_held(flat, bounds), scale, reduction, gather=True),
+            flat,
+        )
+
+    def reduce_scatter(
+        self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
+    ) -> Handle:
+        """Put the sum over ranks, times scale, into this rank's chunk of a flat tensor."""
+        flat = flatten(flat, (flat.numel(),))
+        bounds = checked_chunks(chunks, flat.numel(), self.size)
+        return self._submit(
+            Call("reduce_scatter", label, bounds),
+            lambda: self._reduce(_held(flat, bounds), scale),
+            flat,
+        )
+
+    def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
+        """Fill a flat tensor from the chunks that the ranks hold of it."""
+        flat = flatten(flat, (flat.numel(),))
+        bounds = checked_chunks(chunks, flat.numel(), self.size)
+        return self._submit(
+            Call("all_gather", label, bounds), lambda: self._gather(_held(flat, bounds)), flat
+        )
+
+    def gather_parts(
+        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
+    ) -> Handle:
+        """Fill the tensors of the other ranks; large ones in place, small ones packed together."""
+        held = checked_parts(parts, self.size)
+        call = Call("all_gather", label, layout=layout_of(held))
+
+        def gather() -> None:
+            if first is not None:
+                first()
+            self._gather(as_bytes(held))
+
+        return self._submit(call, gather)
+
+    def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
+        """Put the sums over ranks, times scale, into this rank's tensors; small ones packed."""
+        held = checked_parts(parts, self.size)
+        call = Call("reduce_scatter", label, layout=layout_of(held))
+        return self._submit(call, lambda: self._reduce(held, scale))
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
+        """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
+        flat = flatten(tensor)
+        return self._submit(
+            Call("broadcast", label, source=source), lambda: self._chain(flat, source), flat
+        )
+
+    def barrier(self) -> None:
+        """Return when every rank of the axis has come here."""
+        token = torch.zeros(self.size, dtype=torch.uint8, device="cpu")
+        bounds = self.chunk(self.size)
+        self._submit(
+            Call("barrier", "barrier"),
+            lambda: self._reduce(_held(token, bounds), gather=True),
+            token,
+        ).wait()
+
+    def alarm(self) -> None:
+        """Close this rank's connections, which ends every wait on the axis."""
+        self._neighbors.alarm()
+
+    def close(self) -> None:
+        """Finish what was submitted and join the thread."""
+        self._worker.close()
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    # --- submission, on the caller's thread ---
+
+    def _submit(self, call: Call, run: Callable[[], None], flat: Tensor | None = None) -> Handle:
+        if call.elements(flat) == 0:
+            return Finished()
+        number, label = self._number(), call.label or caller()
+        self.traffic.add(self.axis.name, call.operation, self._sent_bytes(call, flat))
+
+        def timed() -> None:
+            start = time.perf_counter()
+            self._neighbors.begin(call, number, label, flat)
+            run()
+            self._neighbors.end()
+            self.traffic.took(self.axis.name, call.operation, time.perf_counter() - start)
+
+        def describe(error: BaseException) -> CollectiveError:
+            self.alarm()
+            for companion in self.companions:
+                companion.alarm()
+            if isinstance(error, Disagreement):
+                self.disagreement = str(error)
+                return CollectiveError(self.disagreement)
+            if self.companions:  # the reason may be theirs, and they are about to say it
+                time.sleep(COMPANION_S)
+            for companion in self.companions:
+                if companion.disagreement:
+                    return CollectiveError(companion.disagreement)
+            ranks, near = self.axis.ranks, self._neighbors
+            return CollectiveError(
+                f"{call.operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
+                f"{ranks[self.rank]}, {self.rank} of {self.size} on the axis, between ranks "
+                f"{ranks[near.left]} and {ranks[near.right]}, with a timeout of "
+                f"{self.timeout.total_seconds():g} s: {reason(error)}; look for the rank that "
+                "failed first, or that does not answer"
+            )
+
+        job = Job(timed, describe)
+        self._worker.submit(job)
+        return job
+
+    # --- the algorithms, on the communication thread ---
+
+    def _reduce(
+        self,
+        held: Parts,
+        scale: float = 1.0,
+        reduction: Reduction = "sum",
+        *,
+        gather: bool = False,
+    ) -> None:
+        chunks = self._cut(held)
+        rank, size = self.rank, self.size
+        incoming = [chunks[(rank - step - 2) % size] for step in range(size - 1)]
+        arrivals = self._arrivals([piece for chunk in incoming for piece in chunk.messages])
+        first = chunks[(rank - 1) % size]
+        first.pack()
+        sends = [self._neighbors.send(piece, Tag.SCATTER) for piece in first.messages]
+        # Posted early, so that a neighbour's finished piece never waits for its buffer. It cannot
+        # come too early: the sum it carries needs the piece that lies in this place until then.
+        gathered = self._post_gather(chunks) if gather else []
+        combine = torch.add if reduction == "sum" else torch.maximum
+        for step, chunk in enumerate(incoming):
+            last = step == size - 2
+            chunk.pack()
+            for piece in chunk.messages:
+                combine(piece, next(arrivals), out=piece)
+                if last and scale != 1.0:
+                    piece.mul_(scale)
+                if not last:
+                    sends.append(self._neighbors.send(piece, Tag.SCATTER))
+                elif gather:
+                    sends.append(self._neighbors.send(piece, Tag.GATHER))
+        chunks[rank].unpack()
+        sends += self._forward(gathered)
+        self._neighbors.finish(sends)
+
+    def _gather(self, held: Parts) -> None:
+        chunks = self._cut(held)
+        gathered = self._post_gather(chunks)
+        mine = chunks[self.rank]
+        mine.pack()
+        sends = [self._neighbors.send(piece, Tag.GATHER) for piece in mine.messages]
+        self._neighbors.finish(sends + self._forward(gathered))
+
+    def _chain(self, flat: Tensor, source: int) -> None:
+        """Pass a tensor from the source around the ring, piece by piece."""
+        pieces = Cut([flat], PIECE_BYTES).messages
+        last = (self.rank - source) % self.size == self.size - 1
+        sends = []
+        receives: list[Any] = []
+        if self.rank != source:
+            receives = [self._neighbors.receive(piece, Tag.GATHER) for piece in pieces]
+        for index, piece in enumerate(pieces):
+            if receives:
+                self._neighbors.wait(receives[index])
+            if not last:
+                sends.append(self._neighbors.send(piece, Tag.GATHER))
+        self._neighbors.finish(sends)
+
+    def _post_gather(self, chunks: list[Cut]) -> list[tuple[Cut, list[Any]]]:
+        """Post the receives of an all-gather, in place, in the order of arrival."""
+        coming = [chunks[(self.rank - step - 1) % self.size] for step in range(self.size - 1)]
+        return [
+            (chunk, [self._neighbors.receive(piece, Tag.GATHER) for piece in chunk.messages])
+            for chunk in coming
+        ]
+
+    def _forward(self, gathered: list[tuple[Cut, list[Any]]]) -> list[Any]:
+        """Wait for the pieces of an all-gather; pass on all but those of the last step."""
+        sends = []
+        for chunk, receives in gathered[:-1]:
+            for piece, receive in zip(chunk.messages, receives, strict=True):
+                self._neighbors.wait(receive)
+                sends.append(self._neighbors.send(piece, Tag.GATHER))
+            chunk.unpack()
+        for chunk, receives in gathered[-1:]:
+            self._neighbors.finish(receives)
+            chunk.unpack()
+        return sends
+
+    def _cut(self, held: Parts) -> list[Cut]:
+        """Cut what each rank holds into messages."""
+        return [Cut(tensors, PIECE_BYTES) for tensors in held]
+
+    def _arrivals(self, pieces: list[Tensor]) -> Iterator[Tensor]:
+        """Yield what the left neighbour sends for each piece; valid until the next is asked for."""
+        slot = self._make_room(pieces)
+        posted = [self._post(index, piece, slot) for index, piece in enumerate(pieces[:WINDOW])]
+        return self._arriving(pieces, slot, posted)
+
+    def _arriving(
+        self, pieces: list[Tensor], slot: int, posted: list[tuple[Tensor, Any]]
+    ) -> Iterator[Tensor]:
+        for index in range(len(pieces)):
+            buffer, receive = posted[index]
+            self._neighbors.wait(receive)
+            yield buffer
+            following = index + WINDOW
+            if following < len(pieces):
+                posted.append(self._post(following, pieces[following], slot))
+
+    def _post(self, index: int, piece: Tensor, slot: int) -> tuple[Tensor, Any]:
+        """Post the receive for a piece, in the buffer that is free by then."""
+        start = index % WINDOW * slot
+        buffer = self._scratch[start : start + piece.nbytes].view(piece.dtype)
+        return buffer, self._neighbors.receive(buffer, Tag.SCATTER)
+
+    def _make_room(self, pieces: list[Tensor]) -> int:
+        """Return the bytes of a reused receive buffer, which the largest piece fits in."""
+        longest = max((piece.nbytes for piece in pieces), default=0)
+        slot = -(-longest // 64) * 64  # keep every buffer on its own cache line
+        if self._scratch.numel() < slot * WINDOW:
+            self._scratch = torch.empty(slot * WINDOW, dtype=torch.uint8, device="cpu")
+        return slot
+
+
+def _held(flat: Tensor, bounds: Chunks) -> Parts:
+    """Return what each rank holds of a flat tensor: its chunk."""
+    return [[flat[start:stop]] for start, stop in bounds]

@@ -1,0 +1,190 @@
+"""Rank 0 reads for everybody: each global step travels as one header and one block of bytes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.data.division import Division
+from drivetrain.data.steps import Share, Source, Start, Step
+from drivetrain.errors import CollectiveError
+from drivetrain.nested import recursively_apply
+from drivetrain.runtime.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands in a batch for a tensor: where its bytes are in the block."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+class _Block:
+    """The bytes of many tensors, one after the other."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._size = 0
+
+    def put(self, tensor: Tensor) -> _Slot:
+        """Append a tensor; returns what stands for it."""
+        slot = _Slot(self._size, tuple(tensor.shape), tensor.dtype)
+        self._parts.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+        self._size += slot.nbytes
+        return slot
+
+    def payload(self) -> Tensor:
+        """Return all bytes, (size,) uint8."""
+        return (
+            torch.cat(self._parts)
+            if self._parts
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What precedes the block: a step without its tensors, or the end, or a failure."""
+
+    step: Step | None
+    nbytes: int = 0
+    failure: str = ""
+
+
+class DispatchSource:
+    """Gives every rank its share of what rank 0 reads; the others touch no data.
+
+    Args:
+        source: reads the shares of all ranks; iterated on rank 0 only.
+        world: the ranks, all of which must iterate together.
+        share: index of this rank's share; ranks of one model-parallel cell have the same.
+        on_device: leave received batches on the device they arrive on, instead of the CPU.
+    """
+
+    def __init__(self, source: Source, world: World, share: int, *, on_device: bool) -> None:
+        self._source = source
+        self._world = world
+        self._share = share
+        self._on_device = on_device
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @property
+    def division(self) -> Division:
+        """How the order is divided."""
+        return self._source.division
+
+    @division.setter
+    def division(self, division: Division) -> None:
+        self._source.division = division
+
+    def draw_seed(self, seed: int, epoch: int) -> int:
+        """Return the seed of an epoch's order; only rank 0's counts."""
+        return self._source.draw_seed(seed, epoch) if self._world.is_main else seed + epoch
+
+    def steps(self, start: Start) -> Iterator[Step]:
+        """Read and send on rank 0, receive elsewhere; one rank's share per step.
+
+        Raises:
+            CollectiveError: on the other ranks, when reading failed on rank 0.
+        """
+        steps = self._send(start) if self._world.is_main else self._receive()
+        for step in steps:
+            yield replace(step, shares=(step.shares[self._share],))
+
+    def _send(self, start: Start) -> Iterator[Step]:
+        steps = self._source.steps(start)
+        final = False
+        while not final:
+            try:
+                step = next(steps, None)
+                header, payload = _packed(step)
+                self._broadcast_header(header)
+            except Exception as error:
+                # Reading, collating or pickling failed: the others wait for a header.
+                self._broadcast_header(_Header(None, failure=f"{type(error).__name__}: {error}"))
+                raise
+            if len(payload):
+                dist.broadcast(payload.to(self._device), src=0)
+            final = step is None or step.final
+            if step is not None:
+                yield step
+        next(steps, None)  # lets the source see its end
+
+    def _receive(self) -> Iterator[Step]:
+        final = False
+        while not final:
+            header = self._broadcast_header(None)
+            if header.failure:
+                raise CollectiveError(
+                    f"expected a batch from rank 0, found that reading failed there: "
+                    f"{header.failure}; see the traceback of rank 0"
+                )
+            if header.step is None:
+                return
+            payload = torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
+            if header.nbytes:
+                dist.broadcast(payload, src=0)
+            final = header.step.final
+            yield self._unpacked(header.step, payload if self._on_device else payload.cpu())
+
+    def _unpacked(self, step: Step, payload: Tensor) -> Step:
+        shares = list(step.shares)
+        mine = shares[self._share]
+        if mine is not None:
+            shares[self._share] = Share(_unpack(mine.batch, payload), mine.last)
+        return replace(step, shares=tuple(shares))
+
+    def _broadcast_header(self, header: _Header | None) -> _Header:
+        held: list[Any] = [header]
+        dist.broadcast_object_list(held, src=0)
+        received: _Header = held[0]
+        return received
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if "gloo" in self._world.backend else self._world.device
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor whose bytes can travel; others travel in the header."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+
+
+def _packed(step: Step | None) -> tuple[_Header, Tensor]:
+    """Return the header and the block of bytes of a step."""
+    block = _Block()
+    if step is None:
+        return _Header(None), block.payload()
+    shares = tuple(
+        share and Share(recursively_apply(block.put, share.batch, test_type=_is_plain), share.last)
+        for share in step.shares
+    )
+    start = replace(step.start, dataset_state=None)  # rank 0 keeps it
+    payload = block.payload()
+    return _Header(replace(step, shares=shares, start=start), nbytes=len(payload)), payload
+
+
+def _unpack(batch: Any, payload: Tensor) -> Any:
+    """Return the batch with tensors for slots."""
+
+    def take(slot: _Slot) -> Tensor:
+        # Cloned: a view would keep everybody's bytes alive and may start at an odd address.
+        part = payload[slot.offset : slot.offset + slot.nbytes].clone()
+        return part.view(slot.dtype).reshape(slot.shape)
+
+    return recursively_apply(take, batch, test_type=_is_slot)
+
+
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, _Slot)

@@ -1,0 +1,328 @@
+"""The loader that the training loop iterates: epochs, positions, and who is told about them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from drivetrain.data.steps import OrderIdentity, Source, Start, Step
+from drivetrain.errors import CheckpointError, UsageError
+from drivetrain.nested import send_to_device
+from drivetrain.runtime.rng import synchronize_rng_states
+
+STATE_VERSION = 1
+
+
+class LoaderObserver(Protocol):
+    """Is told when a loader starts and ends an epoch; loaders may be nested."""
+
+    def begin(self, loader: "PreparedLoader") -> None:
+        """Note that a loader starts an epoch."""
+
+    def end(self, loader: "PreparedLoader") -> None:
+        """Note that a loader's epoch ended or was left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """What happens around each epoch and batch.
+
+    Attributes:
+        rank: index of this rank along the data-parallel axis.
+        device: where batches go; None leaves them where they are.
+        non_blocking: copy asynchronously.
+        observer: is told about epochs.
+        rng_types: generators that rank 0 gives to all ranks when an epoch starts.
+    """
+
+    rank: int = 0
+    device: torch.device | None = None
+    non_blocking: bool = False
+    observer: LoaderObserver | None = None
+    rng_types: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a loader is; shared by a loader and the ones that skip for it.
+
+    Attributes:
+        seed: the run's seed.
+        epoch: the epoch that is being read, or that is read next.
+        start: where in that epoch to start or go on; None for its beginning.
+        ends: whether the batch at hand is this rank's last.
+        remainder: see PreparedLoader.
+        running: the iteration that is under way; None between epochs.
+    """
+
+    seed: int
+    epoch: int = 0
+    start: Start | None = None
+    ends: bool = False
+    remainder: int = -1
+    running: "Iteration | None" = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Iteration:
+    """One pass over a loader, from the first batch that is asked for to its end or ``break``."""
+
+    loader: "PreparedLoader"
+    epoch: int
+
+
+class PreparedLoader(DataLoader[Any]):
+    """A rank's part of a loader, which remembers epoch, order and position.
+
+    It has the attributes of the user's loader (dataset, batch_size, collate_fn, ...), which cannot
+    be changed through it. Each iteration reads one epoch; the next one reads the next, also after a
+    ``break``. Starting an iteration while another is under way ends that one.
+
+    Args:
+        loader: the user's loader.
+        source: reads the batches.
+        progress: how far the loader is.
+        delivery: what happens around each epoch and batch.
+        skip_batches: batches to leave out of the first epoch, counted from its beginning.
+    """
+
+    def __init__(  # DataLoader's own is not called: there is no second set of its attributes
+        self,
+        loader: DataLoader[Any],
+        source: Source,
+        progress: Progress,
+        delivery: Delivery,
+        skip_batches: int | None = None,
+    ) -> None:
+        self._user = loader
+        self._source = source
+        self._progress = progress
+        self._delivery = delivery
+        self._skip_batches = skip_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_user":  # not set yet: unpickling or copying
+            raise AttributeError(name)
+        return getattr(self._user, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_user" in self.__dict__ and name in self._user.__dict__:
+            raise UsageError(
+                f"expected to find {name!r} of the loader unchanged, found an assignment to it "
+                "after prepare(), which would have no effect; set it before"
+            )
+        object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        """Return the batches of this rank in a full epoch.
+
+        Raises:
+            TypeError: the dataset has no length.
+        """
+        return self._source.division.steps(len(self._source), self._delivery.rank)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
+        return self._run()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being read, or that is read next."""
+        return self._progress.epoch
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch at hand is this rank's last of the epoch."""
+        return self._progress.ends
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of the last global batch when it holds repetitions, else -1.
+
+        Known from the first batch of an epoch on; with an iterable dataset, at its last batch.
+        """
+        return self._progress.remainder
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one step over all ranks.
+
+        Raises:
+            UsageError: the batch sampler makes batches of varying size.
+        """
+        size = self._source.division.total_batch_size
+        if size is None:
+            raise UsageError(
+                "expected batches of one size, found a batch sampler without batch_size; give it "
+                "that attribute"
+            )
+        return size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the whole dataset; TypeError when it has no length."""
+        return len(self._user.dataset)  # type: ignore[arg-type]
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last step is filled up so that every rank has a full batch."""
+        return self._source.division.even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        division = self._source.division
+        self._source.division = division.with_even(even and division.size > 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; a restored position in it is kept."""
+        if epoch != self._progress.epoch:
+            self._progress.start = None
+        self._progress.epoch = epoch
+
+    def skipping(self, num_batches: int) -> "PreparedLoader":
+        """Return this loader with its next epoch starting some batches from the beginning.
+
+        Both share epoch and position: after the shortened epoch, either goes on with the next.
+        """
+        return PreparedLoader(
+            self._user, self._source, self._progress, self._delivery, skip_batches=num_batches
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch, order and position as JSON-able values.
+
+        The batch at hand counts as consumed; after the last one, the state points to the next
+        epoch. It is the same on every rank, except that a rank may end before rank 0 without
+        ``even_batches``, and that with ``dispatch_batches`` the own state of an iterable dataset is
+        in rank 0's only. So keep rank 0's.
+        """
+        progress = self._progress
+        start = progress.start
+        epoch = progress.epoch
+        if progress.running is not None and progress.ends:
+            start = None
+            epoch += epoch == progress.running.epoch
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "unit": self._source.division.unit,
+            "seed": progress.seed,
+            "epoch": epoch,
+            "position": 0,
+        }
+        if start is None:
+            return state
+        return state | {
+            "epoch": start.epoch,
+            "position": start.position,
+            "order_seed": start.seed,
+            "order": (start.identity or OrderIdentity())._asdict(),
+            "dataset": start.dataset_state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken, with any number of ranks.
+
+        An iteration that is under way ends without a trace.
+
+        Raises:
+            CheckpointError: the state is of another version, or counts in other units.
+        """
+        _check(state, self._source.division.unit)
+        progress = self._progress
+        self._finish(progress.running, advance=False)
+        progress.seed = state["seed"]
+        progress.epoch = state["epoch"]
+        progress.start = None
+        if state["position"]:
+            progress.start = Start(
+                epoch=state["epoch"],
+                seed=state["order_seed"],
+                position=state["position"],
+                identity=OrderIdentity(**state["order"]),
+                dataset_state=state["dataset"],
+            )
+
+    def _run(self) -> Iterator[Any]:
+        """Read one epoch, or the rest of one."""
+        self._finish(self._progress.running)
+        iteration = Iteration(self, self._progress.epoch)
+        self._begin(iteration)
+        try:
+            for step in self._source.steps(self._start()):
+                self._note(step)
+                share = step.shares[0]
+                if share is not None:
+                    yield self._deliver(share.batch)
+                    self._check_running(iteration)
+        finally:
+            self._finish(iteration)
+
+    def _begin(self, iteration: Iteration) -> None:
+        progress = self._progress
+        progress.running = iteration
+        progress.ends, progress.remainder = False, -1
+        synchronize_rng_states(self._delivery.rng_types, self._user.generator)
+        if self._delivery.observer is not None:
+            self._delivery.observer.begin(self)
+
+    def _start(self) -> Start:
+        """Return where this iteration starts, and use up what was skipped."""
+        progress = self._progress
+        start = progress.start
+        if start is None:
+            seed = self._source.draw_seed(progress.seed, progress.epoch)
+            start = Start(epoch=progress.epoch, seed=seed)
+        if self._skip_batches is not None:
+            position = self._skip_batches * self._source.division.stride
+            start = replace(start, position=position, dataset_state=None)
+            self._skip_batches = None
+        progress.start = start
+        return start
+
+    def _note(self, step: Step) -> None:
+        progress = self._progress
+        share = step.shares[0]
+        progress.start = step.start
+        progress.remainder = step.remainder
+        progress.ends = progress.ends or (share is not None and share.last)
+
+    def _deliver(self, batch: Any) -> Any:
+        delivery = self._delivery
+        if delivery.device is None:
+            return batch
+        return send_to_device(batch, delivery.device, non_blocking=delivery.non_blocking)
+
+    def _check_running(self, iteration: Iteration) -> None:
+        if self._progress.running is not iteration:
+            raise UsageError(
+                "expected one iteration of a loader at a time, found that this one was ended by a "
+                "later iter() or load_state_dict() of the same loader; iterate over two loaders"
+            )
+
+    def _finish(self, iteration: Iteration | None, *, advance: bool = True) -> None:
+        """End an iteration, unless that happened already, and move to the next epoch."""
+        progress = self._progress
+        if iteration is None or progress.running is not iteration:
+            return
+        progress.running = None
+        if advance:
+            progress.start = None
+            # set_epoch() inside the loop has the last word.
+            progress.epoch += progress.epoch == iteration.epoch
+        if self._delivery.observer is not None:
+            self._delivery.observer.end(iteration.loader)
+
+
+def _check(state: Mapping[str, Any], unit: str) -> None:
+    """Refuse a state that another version wrote, or that counts in other units."""
+    if state.get("version") != STATE_VERSION:
+        raise CheckpointError(
+            f"expected a loader state of version {STATE_VERSION}, found "
+            f"{state.get('version')!r}; load it with the version of drivetrain that wrote it"
+        )
+    if state["unit"] != unit:
+        raise CheckpointError(
+            f"expected a position in {unit}, found one in {state['unit']}; resume with the same "
+            "kind of sampler or batch sampler"
+        )

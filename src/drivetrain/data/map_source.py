@@ -1,0 +1,148 @@
+"""Reads a map-style dataset: the indices of every batch are known before a sample is touched."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from drivetrain.data.agreement import check_same_order, seed_of_main
+from drivetrain.data.division import Division
+from drivetrain.data.order import EpochOrder, fingerprint, forward_epoch
+from drivetrain.data.reader import reader_of
+from drivetrain.data.steps import OrderIdentity, Share, Start, Step
+from drivetrain.errors import CheckpointError
+from drivetrain.runtime.world import World
+
+
+class _Plan:
+    """The batches of indices that the loader underneath reads next; replaced every epoch."""
+
+    def __init__(self) -> None:
+        self.batches: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches
+
+
+class MapSource:
+    """Reads the batches of some ranks by index.
+
+    Args:
+        loader: the user's loader, whose workers, collation and pinning are kept.
+        order: the epoch's order over all ranks.
+        division: how the order is divided.
+        ranks: which ranks to read for.
+        seedable: take an epoch's seed from the run's seed; False: from the user's generators.
+        world: whom to agree with.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        order: EpochOrder,
+        division: Division,
+        *,
+        ranks: Sequence[int],
+        seedable: bool,
+        world: World,
+    ) -> None:
+        self.division = division
+        self._order = order
+        self._ranks = ranks
+        self._seedable = seedable
+        self._world = world
+        self._user = loader
+        self._plan = _Plan()
+        self._generator = torch.Generator()
+        batched = loader.batch_sampler is not None
+        self._takes_lists = batched or isinstance(loader.sampler, BatchSampler)
+        self._reader = reader_of(
+            loader,
+            loader.dataset,
+            self._generator,
+            **({"batch_sampler": self._plan} if batched else _unbatched(self._plan)),
+        )
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def draw_seed(self, seed: int, epoch: int) -> int:
+        """Return the seed of an epoch's order; collective when the user's generators decide."""
+        if self._seedable or self._order.is_fixed:
+            return seed + epoch
+        return seed_of_main(self._order.draw_seed(self._user.generator), self._world)
+
+    def steps(self, start: Start) -> Iterator[Step]:
+        """Read the rest of an epoch, touching no sample before the position.
+
+        Raises:
+            CheckpointError: the position was saved in another order.
+            RankMismatchError: ranks disagree on the order.
+        """
+        division = self.division
+        forward_epoch(self._user.dataset, start.epoch)
+        order = self._order.draw(start.seed, start.epoch)
+        identity = self._identify(order, start)
+        stride, position = division.stride, start.position
+        last = position + max(0, len(order) - position - 1) // stride * stride
+        remainder = division.remainder(order, last) if position < len(order) else -1
+        batches = self._read(order, division, start)
+        while self._readers(order, division, position):
+            following = min(position + stride, len(order))
+            shares = tuple(
+                Share(next(batches), last=not division.has(order, following, rank))
+                if division.has(order, position, rank)
+                else None
+                for rank in self._ranks
+            )
+            position = following
+            yield Step(
+                shares=shares,
+                start=Start(
+                    epoch=start.epoch, seed=start.seed, position=position, identity=identity
+                ),
+                remainder=remainder,
+                final=not self._readers(order, division, position),
+            )
+        next(batches, None)  # lets the workers see the end of the epoch
+
+    def _readers(self, order: Sequence[Any], division: Division, position: int) -> list[int]:
+        """Return the ranks that get a batch of the step at a position."""
+        return [rank for rank in self._ranks if division.has(order, position, rank)]
+
+    def _identify(self, order: Sequence[Any], start: Start) -> OrderIdentity:
+        mark = None
+        if not self._order.is_known:
+            mark = fingerprint(order)
+            check_same_order(mark, self._world)
+        identity = OrderIdentity(len(order), mark)
+        if start.identity is not None and start.identity != identity:
+            raise CheckpointError(
+                f"expected the order of {self.division.unit} that the position "
+                f"{start.position} was saved in, {start.identity}, found {identity}; resume with "
+                "the same dataset and sampler, or start the epoch again with set_epoch("
+                f"{start.epoch + 1})"
+            )
+        return identity
+
+    def _read(self, order: Sequence[Any], division: Division, start: Start) -> Iterator[Any]:
+        """Start the loader underneath; each batch it gives belongs to the next (step, rank)."""
+        self._plan.batches = self._indices(order, division, start.position)
+        # Seeds the workers; the position keeps a resumed epoch from repeating their numbers.
+        self._generator.manual_seed(
+            hash((start.seed, start.position, self._ranks[0])) & ((1 << 63) - 1)
+        )
+        return iter(self._reader)
+
+    def _indices(self, order: Sequence[Any], division: Division, position: int) -> Iterator[Any]:
+        while readers := self._readers(order, division, position):
+            for rank in readers:
+                share = division.share(order, position, rank)
+                yield share if self._takes_lists else share[0]
+            position += division.stride
+
+
+def _unbatched(plan: _Plan) -> dict[str, Any]:
+    """Return the arguments of a loader that hands each item of the plan to the dataset whole."""
+    return {"sampler": plan, "batch_size": None}

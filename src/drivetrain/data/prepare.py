@@ -1,0 +1,187 @@
+"""Turns the user's loader into this rank's part of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from drivetrain.config import DataConfig
+from drivetrain.data.dispatch import DispatchSource
+from drivetrain.data.division import BatchDivision, Division, SampleDivision
+from drivetrain.data.iterable_source import IterableSource
+from drivetrain.data.loader import Delivery, LoaderObserver, PreparedLoader, Progress
+from drivetrain.data.map_source import MapSource
+from drivetrain.data.order import EpochOrder
+from drivetrain.data.reader import check_readable
+from drivetrain.data.steps import Source
+from drivetrain.errors import UsageError
+from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.world import World
+
+
+def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
+    loader: DataLoader[Any],
+    *,
+    axis: Axis,
+    world: World,
+    config: DataConfig,
+    seed: int,
+    device: torch.device | None,
+    observer: LoaderObserver | None = None,
+    rng_types: Sequence[str] = (),
+) -> PreparedLoader:
+    """Divide a loader over the data-parallel axis.
+
+    Args:
+        loader: the user's loader; one that is prepared already is returned as it is.
+        axis: the data-parallel axis; ranks with the same index on it get the same batches.
+        world: all ranks; they must iterate together.
+        config: how to divide.
+        seed: the run's seed, unless the configuration has a data_seed.
+        device: where batches go; None leaves them where they are.
+        observer: is told when epochs start and end.
+        rng_types: generators that rank 0 gives to all ranks when an epoch starts.
+
+    Raises:
+        UsageError: the loader cannot be divided in this way; the message says what to change.
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    check_readable(loader, axis.size)
+    delivery = Delivery(
+        rank=axis.rank,
+        device=device,
+        non_blocking=config.non_blocking,
+        observer=observer,
+        rng_types=tuple(rng_types),
+    )
+    progress = Progress(seed=seed if config.data_seed is None else config.data_seed)
+    return PreparedLoader(loader, _source(loader, axis, world, config, device), progress, delivery)
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
+    """Return a loader whose next epoch starts some batches from its beginning.
+
+    The count is absolute: it does not add to a position that was restored. Later epochs are whole.
+    With a prepared loader, both share epoch and position. No sample before the position is read,
+    except from an iterable dataset, which is read past it.
+
+    Args:
+        dataloader: any loader; one that is not prepared is read by this process alone.
+        num_batches: this rank's batches to leave out.
+
+    Raises:
+        UsageError: the number is negative, or the loader cannot be taken apart.
+    """
+    if num_batches < 0:
+        raise UsageError(f"expected num_batches >= 0, found {num_batches}")
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    alone = Axis(name="dp", size=1, rank=0, ranks=(0,), hosts=("localhost",))
+    config = DataConfig(use_seedable_sampler=False)
+    prepared = prepare_data_loader(
+        dataloader, axis=alone, world=World(), config=config, seed=0, device=None
+    )
+    return prepared.skipping(num_batches)
+
+
+def _source(
+    loader: DataLoader[Any],
+    axis: Axis,
+    world: World,
+    config: DataConfig,
+    device: torch.device | None,
+) -> Source:
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
+    dispatched = dispatched and world.size > 1
+    ranks = tuple(range(axis.size)) if dispatched else (axis.rank,)
+    source: Source
+    if is_stream:
+        sharded = not dispatched and not config.even_batches and _can_shard(loader, axis.size)
+        source = IterableSource(
+            loader, _sample_division(loader, axis, config), ranks=ranks, sharded=sharded
+        )
+    else:
+        order, division = _order(loader, axis, config)
+        source = MapSource(
+            loader,
+            order,
+            division,
+            ranks=ranks,
+            seedable=config.use_seedable_sampler,
+            world=World() if dispatched else world,  # rank 0 reads alone, with nobody to agree with
+        )
+    if dispatched:
+        return DispatchSource(source, world, axis.rank, on_device=device is not None)
+    return source
+
+
+def _order(loader: DataLoader[Any], axis: Axis, config: DataConfig) -> tuple[EpochOrder, Division]:
+    """Return what is divided: the samples under torch's batch sampler, or the user's batches."""
+    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    if type(sampler) is BatchSampler:
+        division = _samples(sampler.batch_size, sampler.drop_last, axis, config)
+        return EpochOrder(sampler.sampler), division
+    if loader.batch_sampler is not None or isinstance(sampler, BatchSampler):
+        return EpochOrder(sampler), _batches(sampler, axis, config)
+    return EpochOrder(sampler), _sample_division(loader, axis, config)
+
+
+def _sample_division(loader: DataLoader[Any], axis: Axis, config: DataConfig) -> SampleDivision:
+    """Divide by the loader's own batch size; without one, each item is a batch."""
+    if loader.batch_size is None and config.split_batches and axis.size > 1:
+        raise UsageError(
+            "expected a loader with a batch_size to divide its batches with split_batches, found "
+            "batch_size=None; set split_batches=False"
+        )
+    return _samples(loader.batch_size or 1, loader.drop_last, axis, config)
+
+
+def _samples(batch_size: int, drop_last: bool, axis: Axis, config: DataConfig) -> SampleDivision:
+    if config.split_batches:
+        _check_divides(batch_size, axis.size)
+        batch_size //= axis.size
+    return SampleDivision(
+        size=axis.size,
+        batch_size=batch_size,
+        even=config.even_batches and axis.size > 1,
+        drop_last=drop_last,
+    )
+
+
+def _batches(sampler: Any, axis: Axis, config: DataConfig) -> BatchDivision:
+    batch_size: Any = getattr(sampler, "batch_size", None)
+    split = config.split_batches and axis.size > 1
+    even = config.even_batches and axis.size > 1
+    if batch_size is None and (split or even):
+        raise UsageError(
+            f"expected the batch sampler {type(sampler).__name__} to have a batch_size, found "
+            "none; give it that attribute, or set even_batches=False and split_batches=False for "
+            "batches of varying size"
+        )
+    if split:
+        _check_divides(batch_size, axis.size)
+    return BatchDivision(
+        size=axis.size,
+        batch_size=batch_size,
+        split=split,
+        even=even,
+        drop_last=bool(getattr(sampler, "drop_last", False)),
+    )
+
+
+def _check_divides(batch_size: int, size: int) -> None:
+    if batch_size % size:
+        raise UsageError(
+            f"expected a batch size that divides over {size} ranks with split_batches, found "
+            f"{batch_size}; use a multiple of {size} or set split_batches=False"
+        )
+
+
+def _can_shard(loader: DataLoader[Any], size: int) -> bool:
+    """Whether the dataset can give each rank a shard of its own."""
+    dataset: Any = loader.dataset
+    count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
+    return size > 1 and callable(getattr(dataset, "shard", None)) and count >= size

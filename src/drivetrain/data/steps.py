@@ -1,0 +1,79 @@
+"""What flows from a source to the loader: where an epoch starts, and its global steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from drivetrain.data.division import Division
+
+
+class OrderIdentity(NamedTuple):
+    """What a saved position belongs to: it means nothing in another order.
+
+    Attributes:
+        total: positions in the order; None for a stream.
+        fingerprint: hash of an order that the user's own sampler made, else None.
+        shards: number of shards of a stream that each rank reads by itself.
+    """
+
+    total: int | None = None
+    fingerprint: int | None = None
+    shards: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where an epoch starts.
+
+    Attributes:
+        epoch: index of the epoch.
+        seed: what the order depends on.
+        position: samples or batches of the order that are consumed already.
+        identity: the order that the position was counted in; None for the start of an epoch.
+        dataset_state: what the dataset itself said at this position; None when it says nothing.
+    """
+
+    epoch: int
+    seed: int
+    position: int = 0
+    identity: OrderIdentity | None = None
+    dataset_state: Any = None
+
+
+class Share(NamedTuple):
+    """A rank's batch of a global step, and whether it is that rank's last of the epoch."""
+
+    batch: Any
+    last: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One global step.
+
+    Attributes:
+        shares: one per rank that the source reads for; None for a rank that gets nothing.
+        start: where the next step starts.
+        remainder: real samples of the epoch's last step when it holds repetitions, else -1.
+        final: no rank gets anything after this step.
+    """
+
+    shares: tuple[Share | None, ...]
+    start: Start
+    remainder: int
+    final: bool
+
+
+class Source(Protocol):
+    """Reads the batches of some ranks, step by step."""
+
+    division: Division
+
+    def draw_seed(self, seed: int, epoch: int) -> int:
+        """Return what the order of an epoch depends on, the same on every rank."""
+
+    def steps(self, start: Start) -> Iterator[Step]:
+        """Read the rest of an epoch."""
+
+    def __len__(self) -> int:
+        """Return the positions of a full epoch."""

@@ -1,0 +1,22 @@
+"""Activation recompute: blocks forget what they computed and compute it again in backward.
+
+``full`` keeps a block's inputs (Chen et al. 2016, arXiv:1604.06174). ``selective`` also keeps the
+results of the block's projections, and recomputes what is large and cheap, above all attention's
+core (Korthikanti et al. 2022, arXiv:2205.05198). The kept inputs may be moved to host memory, or
+split over an axis whose ranks hold replicas of them, which is ZeRO-R's Pa (Rajbhandari et al. 2020,
+arXiv:1910.02054, section 6.1).
+
+- ``choice``: which modules of a model are recomputed
+- ``attach``: puts a recomputing forward into a module, and takes it out again
+- ``replay``: one call of a block that is computed again in backward
+- ``selective``: which results are kept, and their return in recomputation
+- ``inputs``: where the inputs wait
+- ``host``: their ways to host memory and back, beside what the device computes
+- ``buffers``: buffers that forward changes are not changed twice
+"""
+
+from drivetrain.recompute.attach import Mode, attach, is_attached, restore
+from drivetrain.recompute.choice import choose_blocks
+from drivetrain.recompute.inputs import Inputs
+
+__all__ = ["Inputs", "Mode", "attach", "choose_blocks", "is_attached", "restore"]

@@ -1,0 +1,225 @@
+"""What sharing a model in units costs, from the same plan of units that training uses.
+
+With P parameter elements, N ranks, f = (N-1)/N and A micro-batches per step, in elements:
+
+========================= ==================  ==========================================
+divided                   sent per step       held
+========================= ==================  ==========================================
+optimizer states          f P + f P           P + P gradients + states P/N
+and gradients             A f P + f P         P + P/N gradients + states P/N
+and parameters            A (f P + 2 f P)     P/N + P/N gradients + states P/N
+========================= ==================  ==========================================
+
+With R replicas of N ranks, a rank also sends 2 (R-1)/R P/N to them, once per step.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from drivetrain.collectives import sent_bytes, sent_elements
+from drivetrain.collectives.volume import Operation, chunk_bounds
+from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.precision import Precision
+from drivetrain.sharding.layout import FlatLayout, UnitLayout, is_block, offsets_in_bytes
+
+_ADAM_STATES = 2
+"""An optimizer with this many states is Adam, which also counts steps per fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The ranks that a cost is about: see ``drivetrain.sharding.ranks.Ranks``."""
+
+    everyone: Axis
+    sharing: Axis
+    replicas: Axis | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Regather:
+    """How units that are freed after forward come back for backward.
+
+    Attributes:
+        over: the ranks that they are gathered over.
+        times: how often each unit is gathered after the first time, by its key.
+    """
+
+    over: Axis
+    times: Mapping[str, int]
+
+
+class Estimate:
+    """Adds up the units of one rank.
+
+    Args:
+        units: the plan.
+        precision: dtypes of gradients.
+        lines: the ranks.
+    """
+
+    def __init__(self, units: Sequence[UnitLayout], precision: Precision, lines: Lines) -> None:
+        self._units = units
+        self._trainable = [unit for unit in units if unit.trainable]
+        self._precision = precision
+        self._lines = lines
+        self._rank = lines.sharing.rank
+
+    def sent(
+        self,
+        *,
+        reductions: int,
+        gathers: int,
+        buffers: Iterable[TensorSpec],
+        regather: Regather | None = None,
+    ) -> dict[tuple[str, str], int]:
+        """Return the bytes of one optimizer step by (axis, operation).
+
+        Args:
+            reductions: backwards per step that reduce gradients.
+            gathers: how often sharded units are gathered for a forward.
+            buffers: those that are sent around before each forward.
+            regather: how they come back for backward; None: they were not freed.
+        """
+        lines, sent = self._lines, Counter[tuple[str, str]]()
+        sharded = [unit for unit in self._units if unit.sharded]
+        resident = [unit for unit in self._trainable if not unit.sharded]
+        gathered = sum(map(self._gather, resident)) + gathers * sum(map(self._gather, sharded))
+        sent[lines.sharing.name, "all_gather"] += gathered
+        reduced = sum(map(self._reduce, self._trainable))
+        sent[lines.sharing.name, "reduce_scatter"] += reductions * reduced
+        everyone, agreements = lines.everyone, reductions
+        if lines.replicas is not None:
+            agreements = 1
+            crossing = sum(self._cross(unit, lines.replicas) for unit in self._trainable)
+            sent[lines.replicas.name, "all_reduce"] += crossing
+        flags = sum(len(flat.places) for unit in self._trainable for flat in unit.trainable)
+        sent[everyone.name, "all_reduce"] += agreements * _of(everyone, "all_reduce", flags)
+        nbytes = sum(spec.nbytes for spec in buffers)
+        sent[everyone.name, "broadcast"] += reductions * _of(everyone, "broadcast", nbytes)
+        if regather is not None:
+            again = sum(
+                regather.times.get(unit.key, 0) * self._regather(unit, regather.over)
+                for unit in sharded
+            )
+            sent[regather.over.name, "all_gather"] += gathers * again
+        return {key: nbytes for key, nbytes in sent.items() if nbytes}
+
+    def held(self, model: ModelSpec, *, lent_buffers: int) -> dict[str, int]:
+        """Return the bytes between steps by kind.
+
+        Args:
+            model: parameters, buffers and states.
+            lent_buffers: how many buffers gradients pass through; 0 keeps whole gradients.
+
+        Returns:
+            ``lent`` are buffers that gradients pass through, besides those that fragments have.
+        """
+        placed = {place.name for unit in self._units for place in unit.places}
+        rest = sum(spec.nbytes for spec in model.parameters if spec.name not in placed)
+        sharded = [flat for unit in self._units if unit.sharded for flat in unit.flats]
+        whole = [flat for unit in self._units if not unit.sharded for flat in unit.flats]
+        trained = [flat for unit in self._units for flat in unit.trainable]
+        steps = 4 * sum(map(self._fragments, trained))
+        states = model.states * sum(map(self._shard, trained))
+        return {
+            "parameters": sum(flat.nbytes for flat in whole)
+            + sum(map(self._shard, sharded))
+            + rest,
+            "masters": sum(self._shard(flat) for flat in whole if flat.master is not flat.dtype),
+            "gradients": sum(self._gradients(flat, kept=not lent_buffers) for flat in trained),
+            "lent": lent_buffers * self.lent_bytes()
+            + sum(self._buffer(flat) for flat in trained if not lent_buffers),
+            "optimizer": states + (steps if model.states >= _ADAM_STATES else 0),
+            "buffers": sum(spec.nbytes for spec in model.buffers),
+        }
+
+    def lent_bytes(self) -> int:
+        """Return the bytes of one lent buffer: those of the largest unit but large single layers.
+
+        A buffer for the gradients of an embedding would be too large for all others; it is
+        allocated when it is needed.
+        """
+        sizes = [
+            offsets_in_bytes(flat.numel * self._wire(flat) for flat in unit.trainable)[-1]
+            for unit in self._trainable
+        ]
+        usual = [
+            size
+            for size, unit in zip(sizes, self._trainable, strict=True)
+            if not unit.sharded or is_block(unit.key)
+        ]
+        return max(usual or sizes, default=0)
+
+    # --- one unit ---
+
+    def _gather(self, unit: UnitLayout) -> int:
+        ranks = range(self._lines.sharing.size)
+        return sent_bytes("all_gather", [unit.owned_bytes(rank) for rank in ranks], self._rank)
+
+    def _reduce(self, unit: UnitLayout) -> int:
+        lengths = [
+            sum(flat.owned(rank) * self._wire(flat) for flat in unit.trainable)
+            for rank in range(self._lines.sharing.size)
+        ]
+        return sent_bytes("reduce_scatter", lengths, self._rank)
+
+    def _cross(self, unit: UnitLayout, replicas: Axis) -> int:
+        return sum(
+            self._wire(flat) * _of(replicas, "all_reduce", flat.owned(self._rank))
+            for flat in unit.trainable
+        )
+
+    def _regather(self, unit: UnitLayout, over: Axis) -> int:
+        """Return the bytes that this rank sends when a unit's values come back for backward."""
+        if over == self._lines.sharing:
+            return self._gather(unit)
+        bounds = [
+            [
+                (stop - start) * flat.dtype.itemsize
+                for start, stop in chunk_bounds(flat.numel, over.size)
+            ]
+            for flat in unit.flats
+        ]
+        return sent_bytes(
+            "all_gather", [sum(each) for each in zip(*bounds, strict=True)], over.rank
+        )
+
+    # --- one flat tensor ---
+
+    def _wire(self, flat: FlatLayout) -> int:
+        return self._precision.reduce_dtype(flat.dtype).itemsize
+
+    def _shard(self, flat: FlatLayout) -> int:
+        return flat.owned(self._rank) * flat.master.itemsize
+
+    def _fragments(self, flat: FlatLayout) -> int:
+        """Return how many parameters this rank owns a piece of."""
+        shares = [place.shares[self._rank] for place in flat.places]
+        return sum(stop > start for start, stop in shares)
+
+    def _gradients(self, flat: FlatLayout, *, kept: bool) -> int:
+        """Return the bytes of what fragments have as gradients between steps."""
+        if kept and self._in_place(flat):
+            return flat.numel * self._wire(flat)  # views of a buffer
+        total = self._precision.accumulate_dtype(flat.dtype)
+        # Fragments of another dtype have gradients of their own.
+        converted = 0 if total is flat.master else self._shard(flat)
+        return flat.owned(self._rank) * total.itemsize + converted
+
+    def _buffer(self, flat: FlatLayout) -> int:
+        """Return the bytes of a whole buffer that is kept beside the fragments' gradients."""
+        return 0 if self._in_place(flat) else flat.numel * self._wire(flat)
+
+    def _in_place(self, flat: FlatLayout) -> bool:
+        """Whether fragments' gradients are views of the buffer, if that is kept."""
+        wire = self._precision.reduce_dtype(flat.dtype)
+        total = self._precision.accumulate_dtype(flat.dtype)
+        # Nothing owned is nothing to be anywhere.
+        in_order = wire is total and len(flat.pieces(self._rank)) <= 1
+        return in_order and total is flat.master
+
+
+def _of(axis: Axis, operation: Operation, elements: int) -> int:
+    return sent_elements(operation, elements, size=axis.size, rank=axis.rank)
