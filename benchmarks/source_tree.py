@@ -1,0 +1,154 @@
+"""Reads a checkout by its syntax: modules, imports, circles among them, names defined twice."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+
+ROOTS = ("src", "plugins", "launch")
+"""Folders whose packages make up the distribution."""
+
+Graph = Mapping[str, set[str]]
+
+
+class SourceTree:
+    """The modules of the distribution in one checkout.
+
+    Args:
+        root: of the checkout.
+
+    Attributes:
+        modules: the path of each module, by its dotted name.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.modules = {
+            module_name(path.relative_to(root / part)): path
+            for part in ROOTS
+            for path in sorted((root / part).rglob("*.py"))
+        }
+
+    @cached_property
+    def syntax(self) -> dict[str, ast.Module]:
+        """The syntax tree of each module."""
+        return {
+            name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.modules.items()
+        }
+
+    @property
+    def lines(self) -> int:
+        """Lines of all modules."""
+        return sum(
+            len(path.read_text(encoding="utf-8").splitlines()) for path in self.modules.values()
+        )
+
+    @cached_property
+    def imports(self) -> Graph:
+        """The modules that each module imports, wherever the import stands in the file.
+
+        An import under ``TYPE_CHECKING`` or inside of a function counts as well: who reads the
+        file has to follow it all the same.
+        """
+        return {
+            name: {found for node in ast.walk(tree) for found in self._imported(node)} - {name}
+            for name, tree in self.syntax.items()
+        }
+
+    def _imported(self, node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in self.modules)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"  # a module of the package, or a name in it
+                found = inner if inner in self.modules else str(node.module)
+                if found in self.modules:
+                    yield found
+
+    def file_circles(self) -> list[list[str]]:
+        """Return the groups of modules that reach each other by imports."""
+        return circles(self.imports)
+
+    def folder_circles(self) -> list[list[str]]:
+        """Return the groups of neighbors that reach each other, at least one of them a folder.
+
+        Neighbors are the modules and folders directly inside of one package; a folder imports
+        whatever any file below it imports.
+        """
+        packages = {name for name, path in self.modules.items() if path.stem == "__init__"}
+        found = []
+        for package in sorted(packages):
+            graph = self._between_children(package)
+            found += [group for group in circles(graph) if packages & set(group)]
+        return found
+
+    def _between_children(self, package: str) -> Graph:
+        graph: dict[str, set[str]] = defaultdict(set)
+        for name, imported in self.imports.items():
+            child = child_of(package, name)
+            if child is not None:
+                others = (child_of(package, other) for other in imported)
+                graph[child] |= {other for other in others if other is not None} - {child}
+        return graph
+
+    def homonyms(self, kind: str) -> dict[str, list[str]]:
+        """Return the modules of each name that several modules define at their top level.
+
+        Args:
+            kind: ``class`` or ``function``.
+        """
+        homes: dict[str, list[str]] = defaultdict(list)
+        for module, tree in self.syntax.items():
+            for name in sorted({name for node in tree.body for name in defined(node, kind)}):
+                homes[name].append(module)
+        return {name: found for name, found in sorted(homes.items()) if len(found) > 1}
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a module at a path below one of the roots."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def child_of(package: str, module: str) -> str | None:
+    """Return the module or folder directly inside of a package that holds a module, if any."""
+    if not module.startswith(package + "."):
+        return None
+    return f"{package}.{module[len(package) + 1 :].partition('.')[0]}"
+
+
+def defined(node: ast.stmt, kind: str) -> Iterator[str]:
+    """Yield the names of one kind that a statement of a module defines."""
+    if isinstance(node, ast.ClassDef) and kind == "class":
+        yield node.name
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and kind == "function":
+        yield node.name
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Return the strongly connected components of more than one node (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        path.append(node)
+        for other in sorted(graph.get(node, ())):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in path:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            group = path[path.index(node) :]
+            del path[path.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return sorted(found)
