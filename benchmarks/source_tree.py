@@ -119,10 +119,9 @@ def child_of(package: str, module: str) -> str | None:
 
 
 def defined(node: ast.stmt, kind: str) -> Iterator[str]:
-    """Yield the names of one kind that a statement of a module defines."""
-    if isinstance(node, ast.ClassDef) and kind == "class":
-        yield node.name
-    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and kind == "function":
+    """Yield the name of one kind that a statement of a module defines, if any."""
+    kinds = {"class": (ast.ClassDef,), "function": (ast.FunctionDef, ast.AsyncFunctionDef)}
+    if isinstance(node, kinds[kind]):
         yield node.name
 
 
