@@ -1,5 +1,6 @@
 """Averages gradients over ranks while backward runs: hooks, readiness, launching, settling.
 
+Source: Li et al. 2020, "PyTorch Distributed", section 3.2 (buckets, and overlap with backward).
 One synchronised backward is a round::
 
     first hook          begin: count down from all parameters of every bucket

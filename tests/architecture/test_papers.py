@@ -1,0 +1,132 @@
+"""Every paper that drivetrain implements is found in a file of the plugin that bears its name."""
+
+import ast
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Paper(NamedTuple):
+    """Where a paper is implemented: the strategy's entry point, the file, and how it is cited."""
+
+    strategy: str
+    path: str
+    citation: tuple[str, ...]
+    torch: bool = True  # False where the file is about the order of events, as data
+
+
+PAPERS = {
+    "Li et al. 2020, PyTorch Distributed": Paper(
+        "ddp", "drivetrain_ddp/reducer.py", ("Li et al.", "2020")
+    ),
+    "Vogels et al. 2019, PowerSGD": Paper(
+        "ddp", "drivetrain_ddp/compression/powersgd.py", ("Vogels", "2019")
+    ),
+    "Rajbhandari et al. 2020, ZeRO": Paper(
+        "zero3", "drivetrain_zero/zero.py", ("Rajbhandari et al.", "2020")
+    ),
+    "Zhao et al. 2023, PyTorch FSDP": Paper(
+        "fsdp", "drivetrain_fsdp/fsdp.py", ("Zhao et al.", "2023")
+    ),
+    "Ren et al. 2021, ZeRO-Offload": Paper(
+        "offload", "drivetrain_offload/engine.py", ("Ren et al.", "2021")
+    ),
+    "Rajbhandari et al. 2021, ZeRO-Infinity": Paper(
+        "offload", "drivetrain_offload/engine.py", ("Rajbhandari et al.", "ZeRO-Infinity", "2021")
+    ),
+    "Shoeybi et al. 2019, tensor parallelism": Paper(
+        "megatron", "drivetrain_megatron/tensor/operators.py", ("Shoeybi et al.", "2019")
+    ),
+    "Shoeybi et al. 2019, cross entropy": Paper(
+        "megatron", "drivetrain_megatron/tensor/cross_entropy.py", ("Shoeybi et al.", "2019")
+    ),
+    "Korthikanti et al. 2022, sequence parallelism": Paper(
+        "megatron", "drivetrain_megatron/tensor/operators.py", ("Korthikanti et al.", "2022")
+    ),
+    "Huang et al. 2019, GPipe": Paper(
+        "megatron",
+        "drivetrain_megatron/pipeline/schedules.py",
+        ("Huang et al.", "2019"),
+        torch=False,
+    ),
+    "Narayanan et al. 2021, 1F1B": Paper(
+        "megatron",
+        "drivetrain_megatron/pipeline/schedules.py",
+        ("Narayanan et al.", "2006.09503"),
+        torch=False,
+    ),
+    "Narayanan et al. 2021, interleaved": Paper(
+        "megatron",
+        "drivetrain_megatron/pipeline/schedules.py",
+        ("Narayanan et al.", "2104.04473"),
+        torch=False,
+    ),
+    "Qi et al. 2023, ZB-H1": Paper(
+        "megatron", "drivetrain_megatron/pipeline/schedules.py", ("Qi et al.", "2023"), torch=False
+    ),
+    "Qi et al. 2023, backward in two halves": Paper(
+        "megatron", "drivetrain_megatron/tensor/weight_grad.py", ("Qi et al.", "2023")
+    ),
+}
+
+# Papers whose file is not there yet. The list only shrinks: one that is found fails the test.
+NOT_FOUND_YET = {
+    "Rajbhandari et al. 2020, ZeRO",
+    "Zhao et al. 2023, PyTorch FSDP",
+    "Ren et al. 2021, ZeRO-Offload",
+    "Rajbhandari et al. 2021, ZeRO-Infinity",
+    "Qi et al. 2023, backward in two halves",
+}
+
+
+def plugin_of(strategy: str) -> str:
+    """Return the package of a strategy's entry point."""
+    (entry,) = entry_points(group="drivetrain.strategies", name=strategy)
+    return entry.module.partition(".")[0]
+
+
+def fault_of(paper: Paper) -> str:
+    """Return what is wrong with the place of a paper, or nothing."""
+    path = ROOT / "plugins" / paper.path
+    if not path.exists():
+        return f"{paper.path} does not exist"
+    if paper.path.partition("/")[0] != plugin_of(paper.strategy):
+        return f"{paper.path} is not in the plugin of {paper.strategy}"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = " ".join(docstrings_of(tree).split())
+    missing = [words for words in paper.citation if words not in docstrings]
+    if missing:
+        return f"{paper.path} does not cite {missing}"
+    if paper.torch and "torch" not in imported(tree):
+        return f"{paper.path} computes nothing: it does not import torch"
+    return ""
+
+
+def docstrings_of(tree: ast.Module) -> str:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
+    return "\n".join(ast.get_docstring(node) or "" for node in nodes)
+
+
+def imported(tree: ast.Module) -> set[str]:
+    names = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
+    names += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_paper_is_in_its_plugin(name):
+    fault = fault_of(PAPERS[name])
+    if name in NOT_FOUND_YET:
+        assert fault, f"{name} is in its place: take it off the list"
+    else:
+        assert not fault, fault

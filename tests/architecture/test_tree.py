@@ -1,0 +1,167 @@
+"""The shape of the tree: no circle of imports, no class name twice, no crowded folder."""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from source_tree import SourceTree
+
+ROOT = Path(__file__).parents[2]
+FOLDER_MODULES = 20
+
+# What is not so yet. The lists only shrink: an entry that offends no more fails the test as well.
+FILES_IN_CIRCLES = {
+    "drivetrain.collectives.communicator",
+    "drivetrain.collectives.staging",
+    "drivetrain.sharding.absent",
+    "drivetrain.sharding.flat",
+    "drivetrain.sharding.gathering",
+    "drivetrain.sharding.kept",
+    "drivetrain.sharding.module_units",
+    "drivetrain.sharding.share",
+    "drivetrain.sharding.slot",
+    "drivetrain.sharding.unit",
+    "drivetrain_offload.nvme",
+    "drivetrain_offload.nvme_stepper",
+    "drivetrain_offload.pipeline",
+}
+FOLDERS_IN_CIRCLES = {
+    "drivetrain.building",
+    "drivetrain.checkpoint",
+    "drivetrain.cost",
+    "drivetrain.parts",
+    "drivetrain_megatron.facts",
+    "drivetrain_megatron.pipeline",
+    "drivetrain_megatron.tensor",
+}
+CLASSES_DEFINED_TWICE = {
+    "Batch",
+    "Block",
+    "BufferPool",
+    "Call",
+    "Cut",
+    "Division",
+    "Inputs",
+    "Job",
+    "Later",
+    "Number",
+    "Offload",
+    "Origin",
+    "Outcome",
+    "Part",
+    "Pending",
+    "Pipeline",
+    "Place",
+    "Plan",
+    "Pool",
+    "Recorder",
+    "Recording",
+    "Reducer",
+    "Shard",
+    "Share",
+    "Slot",
+    "Source",
+    "Step",
+    "Use",
+    "Window",
+    "Worker",
+    "_Kept",
+    "_Loader",
+    "_Region",
+    "_Slot",
+}
+CROWDED_FOLDERS = {
+    "plugins/drivetrain_megatron/pipeline",
+    "plugins/drivetrain_megatron/tensor",
+    "src/drivetrain/facade",
+    "src/drivetrain/sharding",
+}
+
+
+@pytest.fixture(scope="module")
+def tree() -> SourceTree:
+    return SourceTree(ROOT)
+
+
+def test_files_import_each_other_in_no_circle(tree):
+    only_known(members(tree.file_circles()), FILES_IN_CIRCLES, tree.file_circles())
+
+
+def test_folders_import_each_other_in_no_circle(tree):
+    only_known(members(tree.folder_circles()), FOLDERS_IN_CIRCLES, tree.folder_circles())
+
+
+def test_no_class_name_is_defined_twice(tree):
+    homonyms = tree.homonyms("class")
+    only_known(set(homonyms), CLASSES_DEFINED_TWICE, homonyms)
+
+
+def test_no_folder_is_crowded(tree):
+    counts = Counter(
+        path.parent.relative_to(ROOT).as_posix()
+        for path in tree.modules.values()
+        if path.stem not in {"__init__", "__main__"}
+    )
+    crowded = {folder for folder, count in counts.items() if count > FOLDER_MODULES}
+    only_known(crowded, CROWDED_FOLDERS, counts)
+
+
+def members(groups: Iterable[Iterable[str]]) -> set[str]:
+    return {name for group in groups for name in group}
+
+
+def only_known(found: set[str], known: set[str], all_found: object) -> None:
+    assert not found - known, f"new: {sorted(found - known)}, among {all_found}"
+    assert not known - found, f"mended; take them off the list: {sorted(known - found)}"
+
+
+# --- that what is looked for is found ---
+
+
+def write_tree(root: Path, files: dict[str, str]) -> SourceTree:
+    for name, text in files.items():
+        path = root / "src" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return SourceTree(root)
+
+
+def test_a_circle_under_type_checking_is_found(tmp_path):
+    tree = write_tree(
+        tmp_path,
+        {
+            "core/__init__.py": "",
+            "core/a.py": "from core.b import b",
+            "core/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import core.c",
+            "core/c.py": "def late():\n    from core import a",
+            "core/d.py": "import core.a",
+        },
+    )
+    assert tree.file_circles() == [["core.a", "core.b", "core.c"]]
+    assert tree.folder_circles() == []
+
+
+def test_a_circle_of_folders_without_one_of_files_is_found(tmp_path):
+    tree = write_tree(
+        tmp_path,
+        {
+            "core/__init__.py": "",
+            "core/left/__init__.py": "",
+            "core/left/high.py": "from core.right import low",
+            "core/left/low.py": "",
+            "core/right/__init__.py": "",
+            "core/right/high.py": "from core.left.low import name",
+            "core/right/low.py": "",
+        },
+    )
+    assert tree.file_circles() == []
+    assert tree.folder_circles() == [["core.left", "core.right"]]
+
+
+def test_a_class_defined_twice_is_found(tmp_path):
+    tree = write_tree(
+        tmp_path,
+        {"a.py": "class Same: ...\nclass A: ...", "b.py": "class Same: ...\ndef A(): ..."},
+    )
+    assert tree.homonyms("class") == {"Same": ["a", "b"]}
