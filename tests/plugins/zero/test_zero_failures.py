@@ -1,7 +1,7 @@
 """What goes wrong in a step under ZeRO: the next step works, or every rank soon fails and says why.
 
-The conformance suite covers a rank that dies, tests/core/parts the order check by itself. Here
-models with divided blocks fail in the middle of forward and backward, and ranks take different
+The conformance suite covers a rank that dies, tests/core/collectives the order check by itself.
+Here models with divided blocks fail in the middle of forward and backward, and ranks take different
 paths through them.
 """
 
