@@ -28,10 +28,10 @@ from dataclasses import replace
 from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.strategy import Run
+from drivetrain_megatron.cell import data_parallel
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.layout import Layout
-from drivetrain_megatron.nesting import data_parallel
-from drivetrain_megatron.step import Step
+from drivetrain_megatron.sent import Step
 
 
 def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:

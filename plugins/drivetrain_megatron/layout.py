@@ -9,15 +9,15 @@ from drivetrain.collectives.solo import SoloCommunicator
 from drivetrain.cost import TensorSpec
 from drivetrain.parts.naming import named_parameters
 from drivetrain.strategy import Run
+from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.facts import ParameterFacts
 from drivetrain_megatron.pipeline.build import chosen_cut
 from drivetrain_megatron.pipeline.cut import Cut
-from drivetrain_megatron.pipeline.examples import Inputs, inputs_for
-from drivetrain_megatron.pipeline.foreign import Tie, is_local, ties
-from drivetrain_megatron.pipeline.recording import Recording, record
-from drivetrain_megatron.tensor.model import ModelPlan, TensorParallel
-from drivetrain_megatron.tensor.plan import models_plan, users_plan
+from drivetrain_megatron.pipeline.other_stages import Tie, is_local, ties
+from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
+from drivetrain_megatron.plan.named import models_plan, users_plan
+from drivetrain_megatron.recording.examples import Inputs, inputs_for
+from drivetrain_megatron.recording.recorder import Recording, record
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import check_fits
 from drivetrain.parts.suitability import steps_each_alone, steps_pieces
 from drivetrain.shards import Reader
-from drivetrain_megatron.facts import ParameterFacts
+from drivetrain_megatron.cell import ParameterFacts
 
 
 class Original:

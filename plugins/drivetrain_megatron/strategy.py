@@ -21,24 +21,27 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors
 from drivetrain.strategy import Prepared, Run
-from drivetrain_megatron.around import Around
-from drivetrain_megatron.batches import SameBatch
+from drivetrain_megatron.cell import Around, ParameterFacts, advice
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.coordinates import GlobalShards, LocalReader
 from drivetrain_megatron.cost import estimate
-from drivetrain_megatron.deferred import SharedSource
-from drivetrain_megatron.facts import ParameterFacts
-from drivetrain_megatron.nesting import advice
+from drivetrain_megatron.dropout.chain import Dropout, Source
 from drivetrain_megatron.original import Original
 from drivetrain_megatron.pipeline.build import PipelineBuilder
-from drivetrain_megatron.pipeline.engine import Pipeline
-from drivetrain_megatron.pipeline.examples import Inputs, inputs_for
-from drivetrain_megatron.tensor.dropout import Dropout, Source
-from drivetrain_megatron.tensor.join import joined, refusing_forwards
-from drivetrain_megatron.tensor.model import TensorParallel, cut_states
-from drivetrain_megatron.tensor.plan import models_plan, users_plan
-from drivetrain_megatron.tensor.report import describe
-from drivetrain_megatron.whole import WholeState
+from drivetrain_megatron.pipeline.levels import Pipeline
+from drivetrain_megatron.plan.model import TensorParallel
+from drivetrain_megatron.plan.named import models_plan, users_plan
+from drivetrain_megatron.plan.report import describe
+from drivetrain_megatron.recording.examples import Inputs, inputs_for
+from drivetrain_megatron.same_batch import SameBatch
+from drivetrain_megatron.state import (
+    GlobalShards,
+    LocalReader,
+    SharedSource,
+    WholeState,
+    cut_states,
+    joined,
+    refusing_forwards,
+)
 
 logger = get_logger(__name__)
 

@@ -79,7 +79,6 @@ NOT_FOUND_YET = {
     "Zhao et al. 2023, PyTorch FSDP",
     "Ren et al. 2021, ZeRO-Offload",
     "Rajbhandari et al. 2021, ZeRO-Infinity",
-    "Qi et al. 2023, backward in two halves",
 }
 
 

@@ -31,9 +31,6 @@ FOLDERS_IN_CIRCLES = {
     "drivetrain.checkpoint",
     "drivetrain.cost",
     "drivetrain.parts",
-    "drivetrain_megatron.facts",
-    "drivetrain_megatron.pipeline",
-    "drivetrain_megatron.tensor",
 }
 CLASSES_DEFINED_TWICE = {
     "Batch",
@@ -72,8 +69,6 @@ CLASSES_DEFINED_TWICE = {
     "_Slot",
 }
 CROWDED_FOLDERS = {
-    "plugins/drivetrain_megatron/pipeline",
-    "plugins/drivetrain_megatron/tensor",
     "src/drivetrain/facade",
     "src/drivetrain/sharding",
 }

@@ -15,10 +15,10 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.config import options_of
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.paper.simulate import UNIT_DURATIONS, simulate
 from drivetrain_megatron.pipeline.actions import Kind
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
-from drivetrain_megatron.pipeline.simulate import UNIT_DURATIONS, simulate
-from drivetrain_megatron.tensor.plan import STYLES
+from drivetrain_megatron.plan.named import STYLES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/strategies/megatron.md"
@@ -67,7 +67,10 @@ def test_table_of_styles_holds_every_style():
     assert sorted(shown) == sorted(STYLES)
 
 
-@pytest.mark.parametrize(("index", "folder"), [(0, ""), (1, "tensor"), (2, "pipeline")])
+FOLDERS = ("", "recording", "tensor", "dropout", "plan", "pipeline", "paper")
+
+
+@pytest.mark.parametrize(("index", "folder"), enumerate(FOLDERS))
 def test_file_map_names_every_file(index, folder):
     shown = [n for row in rows("file | idea", index) for n in re.findall(r"\w+\.py", row[0])]
     files = {path.name for path in (PACKAGE / folder).glob("*.py")} - {"__init__.py"}

@@ -18,18 +18,18 @@ from drivetrain.log import get_logger
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import Cut, balanced, listed
-from drivetrain_megatron.pipeline.engine import Pipeline, Plan
-from drivetrain_megatron.pipeline.examples import Inputs
+from drivetrain_megatron.pipeline.levels import Pipeline, Plan
 from drivetrain_megatron.pipeline.local import LocalStages, Parts
 from drivetrain_megatron.pipeline.profile import profile, scaled_edges
-from drivetrain_megatron.pipeline.recording import Recording, record
 from drivetrain_megatron.pipeline.stages import Split, split
 from drivetrain_megatron.pipeline.ties import SharedParameters
 from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.pipeline.weights import WeightGradients
 from drivetrain_megatron.pipeline.worker import Forwards
-from drivetrain_megatron.tensor.eager import Uncompiled
+from drivetrain_megatron.recording.examples import Inputs
+from drivetrain_megatron.recording.recorder import Recording, record
+from drivetrain_megatron.tensor.compiled import Uncompiled
 
 logger = get_logger(__name__)
 

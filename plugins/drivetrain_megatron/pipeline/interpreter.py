@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from drivetrain_megatron.pipeline.actions import Action, Kind, Schedule
-from drivetrain_megatron.pipeline.simulate import Span
+from drivetrain_megatron.pipeline.timeline import Span
 from drivetrain_megatron.pipeline.transfer import Arrival, Direction, Link, Message, Meta
 
 Send = Callable[[Sequence[Tensor]], None]

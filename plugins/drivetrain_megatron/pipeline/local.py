@@ -14,13 +14,13 @@ from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.actions import Action, Kind
 from drivetrain_megatron.pipeline.batches import MicroBatch, join_outputs
 from drivetrain_megatron.pipeline.interpreter import Interpreter
-from drivetrain_megatron.pipeline.proxy import StageProxy
-from drivetrain_megatron.pipeline.simulate import Span
 from drivetrain_megatron.pipeline.stages import Split, Stage
 from drivetrain_megatron.pipeline.ties import SharedParameters
+from drivetrain_megatron.pipeline.timeline import Span
 from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.pipeline.weights import WeightGradients
 from drivetrain_megatron.pipeline.worker import Forwards, StageWorker
+from drivetrain_megatron.recording.proxy import StageProxy
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.gates import Gates
-from drivetrain_megatron.pipeline.proxy import StageProxy, proxy_like
-from drivetrain_megatron.pipeline.recording import Recording, block_order, to_device
-from drivetrain_megatron.pipeline.substitution import without_values
+from drivetrain_megatron.recording.block_hooks import Gates
+from drivetrain_megatron.recording.proxy import StageProxy, proxy_like
+from drivetrain_megatron.recording.recorder import Recording, block_order, to_device
+from drivetrain_megatron.recording.substitution import without_values
 
 _RUNS = 3
 """How often a kind of block is timed; the first run warms up and the fastest counts."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.cut import Cut
-from drivetrain_megatron.pipeline.foreign import (
+from drivetrain_megatron.pipeline.other_stages import (
     Place,
     Tie,
     foreign_places,
@@ -27,12 +27,12 @@ from drivetrain_megatron.pipeline.foreign import (
     take_hooks,
     ties,
 )
-from drivetrain_megatron.pipeline.gates import Gates
-from drivetrain_megatron.pipeline.proxy import StageProxy, proxy_like
-from drivetrain_megatron.pipeline.recording import Recording, block_order
-from drivetrain_megatron.pipeline.shapes import Metas, Shapes
-from drivetrain_megatron.pipeline.structure import PLAIN, TensorMeta, changed, named_leaves
-from drivetrain_megatron.pipeline.substitution import keep_padding
+from drivetrain_megatron.recording.block_hooks import Gates
+from drivetrain_megatron.recording.proxy import StageProxy, proxy_like
+from drivetrain_megatron.recording.recorder import Recording, block_order
+from drivetrain_megatron.recording.shapes import Metas, Shapes
+from drivetrain_megatron.recording.structure import PLAIN, TensorMeta, changed, named_leaves
+from drivetrain_megatron.recording.substitution import keep_padding
 
 
 @dataclass(frozen=True, slots=True)

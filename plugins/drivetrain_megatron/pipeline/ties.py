@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.building import WeightSource, become
-from drivetrain_megatron.pipeline.foreign import Tie
+from drivetrain_megatron.pipeline.other_stages import Tie
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
 
 Whole = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]

@@ -10,10 +10,11 @@ from torch import Tensor
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.pipeline.actions import Action, Kind
-from drivetrain_megatron.pipeline.simulate import Span, Timeline
-from drivetrain_megatron.pipeline.trace import save_trace
+from drivetrain_megatron.pipeline.timeline import Span, Timeline, save_trace
 
 _KINDS = list(Kind)
+
+
 _COLUMNS = 5  # kind, stage, micro-batch, start, stop
 
 

@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor, autograd, nn
 
 from drivetrain_megatron.tensor.behavior import Behavior, attach, behavior_of, detach, exchange
-from drivetrain_megatron.tensor.halves import Keeper, WeightHalf, deferral_of, linear
-from drivetrain_megatron.tensor.layers import is_transposed
-from drivetrain_megatron.tensor.linear import ColumnLinear, RowLinear
+from drivetrain_megatron.tensor.linear import ColumnLinear, RowLinear, is_transposed
 from drivetrain_megatron.tensor.products import as_computed
+from drivetrain_megatron.tensor.weight_grad import Keeper, WeightHalf, deferral_of, linear
 
 
 class WeightGradients:

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.interpreter import Send
-from drivetrain_megatron.pipeline.seeds import seeded
 from drivetrain_megatron.pipeline.stages import Stage
 from drivetrain_megatron.pipeline.ties import SharedParameters
 from drivetrain_megatron.pipeline.transfer import Meta
@@ -270,3 +269,33 @@ def find_loss(output: Any) -> Tensor | None:
         loss = leaves[0] if len(leaves) == 1 else None
     is_loss = isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point()
     return loss if is_loss else None
+
+
+def seeded(tensors: Sequence[Tensor], gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Return a 0-d loss whose backward gives these tensors these gradients.
+
+    A data-parallel strategy runs backward from a loss; a stage has the gradients of its outputs.
+
+    Args:
+        tensors: outputs, or parameters; without any, the loss reaches nothing.
+        gradients: of the same shapes; emptied in backward, since a gradient that nobody else holds
+            becomes a parameter's own instead of being copied.
+        device: of the loss.
+    """
+    if not tensors:
+        return torch.zeros((), device=device, requires_grad=True)
+    loss: Tensor = _Seeded.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Seeded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
+        given = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *given

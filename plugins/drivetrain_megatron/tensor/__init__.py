@@ -2,23 +2,26 @@
 
 Shoeybi et al. 2019 (arXiv 1909.08053) cut a block's first matrix by columns and its second one by
 rows, so that nothing need be sent between them; Korthikanti et al. 2022 (arXiv 2205.05198) cut what
-lies between the blocks along the sequence (sequence parallelism). What is here:
+lies between the blocks along the sequence (sequence parallelism). From the bottom:
 
-================== ================================================================================
-``partition``      which ranges of a dim each rank holds
-``operators``      the conjugate pairs: what forward sends, and what backward sends for it
-``products``       matrix products with what they send inside of them
-``grouped``        layers that share an input, which enters once, overlapped
-``edges``          how an activation comes in to, and goes out of, a part that is cut over ranks
-``behavior``       gives one module of the user another forward, and takes it away again
-``linear``         layers cut by columns or by rows, of torch and of Hugging Face
-``embedding``      embeddings cut by words or by features
-``attention``      ``nn.MultiheadAttention`` on local heads
-``vocabulary``     where a word of a vocabulary that is cut over ranks is
-``cross_entropy``  the loss of logits that are cut over the vocabulary
-``logits``         the tensor that a head cut over the vocabulary returns
-``emulated``       ranks as threads of one process, to try a plan before it is used
-================== ================================================================================
+================= =================================================================================
+``partition``     which ranges of a dim each rank holds
+``operators``     the conjugate pairs: what forward sends, and what backward sends for it
+``sequence``      how an activation comes in to, and goes out of, a part that is cut over ranks
+``behavior``      gives one module of the user another forward, and takes it away again
+``compiled``      sets ``torch.compile`` aside
+``weight_grad``   the gradient of a layer's weight, perhaps later than that of its input
+``products``      matrix products with what they send inside of them
+``shared_input``  layers that share an input, which enters once, overlapped
+``vocabulary``    where a word of a vocabulary that is cut over ranks is
+``embedding``     embeddings cut by words or by features
+``cross_entropy`` the loss of logits that are cut over the vocabulary
+``writing``       which tensors a call of torch writes into
+``logits``        the tensor that a head cut over the vocabulary returns
+``linear``        layers cut by columns or by rows, of torch and of Hugging Face
+``attention``     ``nn.MultiheadAttention`` on local heads
+``local_sizes``   reshapes by code that counts with the sizes of the whole
+================= =================================================================================
 
 Bytes that one rank sends per micro-batch, A being the bytes of one activation and t the ranks: a
 block of attention or of an MLP costs 4 A (t - 1) / t, with and without sequence parallelism; an

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
-from drivetrain_megatron.tensor.edges import Edges
-from drivetrain_megatron.tensor.operators import gather
-from drivetrain_megatron.tensor.outline import is_outline
+from drivetrain_megatron.tensor.operators import gather, is_outline
 from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.sequence import Edges
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,39 @@ from torch import Tensor, nn
 
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
-from drivetrain_megatron.tensor.edges import Edges
-from drivetrain_megatron.tensor.grouped import grouped_product
-from drivetrain_megatron.tensor.halves import Keeper, deferral_of, linear
-from drivetrain_megatron.tensor.layers import is_transposed
 from drivetrain_megatron.tensor.logits import ShardedLogits
 from drivetrain_megatron.tensor.operators import gather, scatter
 from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.products import (
-    Product,
-    as_computed,
-    column_product,
-    row_product,
-)
+from drivetrain_megatron.tensor.products import Product, as_computed, column_product, row_product
+from drivetrain_megatron.tensor.sequence import Edges
+from drivetrain_megatron.tensor.shared_input import grouped_product
+from drivetrain_megatron.tensor.weight_grad import Keeper, deferral_of, linear
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies its input's last dim by a matrix, plus perhaps a bias."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer keeps its weight as (inputs, outputs), as ``Conv1D`` of GPT-2 does."""
+    weight = getattr(module, "weight", None)
+    bias = getattr(module, "bias", None)
+    return (
+        type(module).__name__ == "Conv1D"
+        and isinstance(weight, nn.Parameter)
+        and isinstance(bias, nn.Parameter)
+        and weight.dim() == 2
+        and bias.shape == weight.shape[1:]
+        and not isinstance(module, nn.modules.conv._ConvNd)
+    )
+
+
+def features_of(module: nn.Module) -> tuple[int, int]:
+    """Return how many features go into a linear layer and come out of it."""
+    weight: Any = module.weight
+    outputs, inputs = weight.shape
+    return (int(outputs), int(inputs)) if is_transposed(module) else (int(inputs), int(outputs))
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
-from drivetrain_megatron.tensor.operators import gather, gathered
-from drivetrain_megatron.tensor.outline import is_outline, outlined
+from drivetrain_megatron.tensor.operators import gather, gathered, is_outline, outlined
 from drivetrain_megatron.tensor.partition import Partition
 from drivetrain_megatron.tensor.writing import Call
 
@@ -366,6 +365,8 @@ _FACTS = frozenset({
     "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks", "untyped_storage",
     "storage_offset", "get_device", "is_signed", "is_mkldnn",
 })
+
+
 _KEPT: dict[str, Kept] = {
     **dict.fromkeys((
         "float", "double", "half", "bfloat16", "contiguous", "detach", "clone", "data", "neg",
@@ -385,5 +386,6 @@ _KEPT: dict[str, Kept] = {
     "__getitem__": _indexed,
     "cross_entropy": _lost,
 }
+
+
 _JOINING = frozenset({"cat", "concat", "concatenate"})
-# fmt: on

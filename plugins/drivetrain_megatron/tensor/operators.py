@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drivetrain.collectives import Communicator, Handle
-from drivetrain_megatron.tensor.outline import is_outline, outlined
+from drivetrain_megatron.recording.proxy import StageProxy, proxy_like
 from drivetrain_megatron.tensor.partition import Partition
 
 
@@ -249,3 +249,22 @@ def _summed(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the sum over ranks as a new tensor."""
     own = tensor.clone(memory_format=torch.contiguous_format)
     return start_sum(own, ranks).result()
+
+
+def is_outline(*tensors: Tensor | None) -> bool:
+    """Whether one of these has no values."""
+    return any(type(tensor) is StageProxy for tensor in tensors)
+
+
+def outlined(tensor: Tensor, dim: int | None = None, size: int = 0) -> Tensor:
+    """Return a tensor without values, of another extent in one dim.
+
+    Args:
+        tensor: whose other facts it has.
+        dim: which dim; None leaves the shape.
+        size: its extent.
+    """
+    shape = list(tensor.shape)
+    if dim is not None:
+        shape[dim] = size
+    return proxy_like(shape, tensor.dtype, tensor.device, tensor.requires_grad)

@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drivetrain.collectives import Communicator
-from drivetrain_megatron.tensor.halves import Deferral, WeightHalf, rows_of
 from drivetrain_megatron.tensor.operators import (
     Pending,
     gather,
     gathered,
+    is_outline,
     reduce_scatter,
     start_scattered_sum,
     start_sum,
     unviewed,
 )
-from drivetrain_megatron.tensor.outline import is_outline
 from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.weight_grad import Deferral, WeightHalf, rows_of
 
 
 class Product(NamedTuple):

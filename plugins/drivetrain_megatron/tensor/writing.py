@@ -65,9 +65,12 @@ _OPERATORS = frozenset({
     "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
     "__irshift__",
 })
+
+
 _REPLACING = frozenset({"set_", "detach_", "share_memory_", "rename_"})
+
+
 _BY_ELEMENT = frozenset({
     "add_", "sub_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "__iadd__", "__isub__",
     "__imul__", "__itruediv__", "fill_", "zero_", "neg_", "tanh_",
 })
-# fmt: on

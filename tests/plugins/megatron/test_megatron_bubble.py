@@ -12,7 +12,7 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.communication import gather_object
 from drivetrain_megatron.pipeline.worker import StageWorker
-from drivetrain_megatron.tensor.halves import WeightHalf
+from drivetrain_megatron.tensor.weight_grad import WeightHalf
 
 UNIT_S = 0.1
 """What a forward takes; a backward takes two, or one for each half."""

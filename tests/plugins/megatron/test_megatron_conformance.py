@@ -27,10 +27,10 @@ from drivetrain.testing.conformance.twins import Twins, adamw, everyone, plain_s
 from drivetrain.testing.models import CASES
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.pipeline.examples import inputs_for
-from drivetrain_megatron.tensor.model import TensorParallel
-from drivetrain_megatron.tensor.plan import users_plan
-from drivetrain_megatron.tensor.report import describe
+from drivetrain_megatron.plan.model import TensorParallel
+from drivetrain_megatron.plan.named import users_plan
+from drivetrain_megatron.plan.report import describe
+from drivetrain_megatron.recording.examples import inputs_for
 
 WHOLE = {
     "adapted": "the model: whole",

@@ -16,9 +16,9 @@ from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.runtime.mesh import Axis
 from drivetrain.testing.huggingface import bert, encoder, gpt2, logits_of, token_batch
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.tensor.dropout import Dropout, Source
-from drivetrain_megatron.tensor.dropping import Dropping
-from drivetrain_megatron.tensor.sites import Site
+from drivetrain_megatron.dropout.chain import Dropout, Source
+from drivetrain_megatron.dropout.dropouts import Site
+from drivetrain_megatron.dropout.functions import Dropping
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 

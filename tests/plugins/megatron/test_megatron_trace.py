@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.mesh import Axis, Mesh
-from drivetrain_megatron.nesting import advice
+from drivetrain_megatron.cell import advice
 
 MICRO_BATCHES = 3
 

@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.pipeline.cut import balanced, listed
 from drivetrain_megatron.pipeline.profile import profile, scaled_edges
-from drivetrain_megatron.pipeline.recording import Dependency, Recording, record
+from drivetrain_megatron.recording.recorder import Dependency, Recording, record
 
 
 def recording(blocks, before=0, after=0, dependencies=()):

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from drivetrain.errors import ConfigError
+from drivetrain_megatron.paper.draw import Gantt, save_picture
+from drivetrain_megatron.paper.simulate import simulate
 from drivetrain_megatron.pipeline.actions import Action, Kind
-from drivetrain_megatron.pipeline.draw import Gantt, save_picture
 from drivetrain_megatron.pipeline.schedules import make_schedule
-from drivetrain_megatron.pipeline.simulate import Span, Timeline, simulate
-from drivetrain_megatron.pipeline.trace import save_trace, to_trace
+from drivetrain_megatron.pipeline.timeline import Span, Timeline, save_trace, to_trace
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MEASURED = Timeline(
@@ -176,7 +176,8 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
 def test_pictures_leave_no_state_and_need_no_display(tmp_path):
     program = (
         "import sys; from pathlib import Path\n"
-        "from drivetrain_megatron.pipeline import draw, schedules, simulate\n"
+        "from drivetrain_megatron.paper import draw, simulate\n"
+        "from drivetrain_megatron.pipeline import schedules\n"
         "assert 'matplotlib' not in sys.modules\n"
         "import matplotlib\n"
         "before = matplotlib.rcParams.copy()\n"

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.proxy import StageProxy, proxy_like, proxy_of, resolve, value_of
+from drivetrain_megatron.recording.proxy import StageProxy, proxy_like, proxy_of, resolve, value_of
 
 CPU = torch.device("cpu")
 

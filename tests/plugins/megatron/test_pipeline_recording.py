@@ -12,12 +12,12 @@ from torch import nn
 
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.cut import balanced, kept_together
-from drivetrain_megatron.pipeline.examples import example_inputs
-from drivetrain_megatron.pipeline.gates import Gates
-from drivetrain_megatron.pipeline.proxy import StageProxy
-from drivetrain_megatron.pipeline.recording import block_order, record
-from drivetrain_megatron.pipeline.shapes import Shapes
-from drivetrain_megatron.pipeline.structure import Carried, Constant, Passed
+from drivetrain_megatron.recording.block_hooks import Gates
+from drivetrain_megatron.recording.examples import example_inputs
+from drivetrain_megatron.recording.proxy import StageProxy
+from drivetrain_megatron.recording.recorder import block_order, record
+from drivetrain_megatron.recording.shapes import Shapes
+from drivetrain_megatron.recording.structure import Carried, Constant, Passed
 
 WIDTH = 6
 

@@ -5,10 +5,11 @@ import itertools
 import pytest
 
 from drivetrain.errors import ConfigError, UsageError
+from drivetrain_megatron.paper.formulas import promised
+from drivetrain_megatron.paper.simulate import UNIT_DURATIONS, simulate
 from drivetrain_megatron.pipeline.actions import Action, Kind, Schedule, needs
-from drivetrain_megatron.pipeline.formulas import promised
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
-from drivetrain_megatron.pipeline.simulate import UNIT_DURATIONS, Span, Timeline, simulate
+from drivetrain_megatron.pipeline.timeline import Span, Timeline
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 RANKS, MICRO_BATCHES = range(1, 9), range(1, 17)

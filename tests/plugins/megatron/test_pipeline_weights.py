@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from drivetrain_megatron.pipeline.seeds import seeded
 from drivetrain_megatron.pipeline.weights import WeightGradients
+from drivetrain_megatron.pipeline.worker import seeded
+from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, divide
+from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.behavior import behavior_of
-from drivetrain_megatron.tensor.divide import BlockPlan, GroupPlan, divide
-from drivetrain_megatron.tensor.edges import Edges, TokenShards
-from drivetrain_megatron.tensor.emulated import run_emulated
-from drivetrain_megatron.tensor.halves import WeightHalf
 from drivetrain_megatron.tensor.partition import even, packed
+from drivetrain_megatron.tensor.sequence import Edges, TokenShards
+from drivetrain_megatron.tensor.weight_grad import WeightHalf
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 WIDTH, INNER, TOKENS = 6, 8, 5

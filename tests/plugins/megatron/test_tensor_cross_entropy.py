@@ -11,8 +11,8 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
+from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
-from drivetrain_megatron.tensor.emulated import run_emulated
 from drivetrain_megatron.tensor.partition import even, packed
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])

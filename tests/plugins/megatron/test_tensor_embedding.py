@@ -11,11 +11,11 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.tensor.edges import Edges, TokenShards
+from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.embedding import attach_features, attach_vocabulary
-from drivetrain_megatron.tensor.emulated import run_emulated
 from drivetrain_megatron.tensor.operators import gather
 from drivetrain_megatron.tensor.partition import even, packed
+from drivetrain_megatron.tensor.sequence import Edges, TokenShards
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 HIDDEN, TOKENS = 6, 7

@@ -8,7 +8,7 @@ import torch
 
 from drivetrain.collectives import sent_elements
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain_megatron.tensor.emulated import run_emulated
+from drivetrain_megatron.plan.thread_ranks import run_emulated
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 SHORT = timedelta(seconds=0.3)

@@ -13,14 +13,14 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
+from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
-from drivetrain_megatron.tensor.edges import Edges, TokenShards
-from drivetrain_megatron.tensor.emulated import run_emulated
-from drivetrain_megatron.tensor.grouped import enter_group
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
 from drivetrain_megatron.tensor.operators import copy as f
 from drivetrain_megatron.tensor.operators import gather
 from drivetrain_megatron.tensor.partition import even, packed
+from drivetrain_megatron.tensor.sequence import Edges, TokenShards
+from drivetrain_megatron.tensor.shared_input import enter_group
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 each_kind = pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])

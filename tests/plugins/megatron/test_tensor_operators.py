@@ -8,7 +8,7 @@ from drivetrain.collectives import connect, sent_elements
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.tensor.emulated import run_emulated
+from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.operators import copy, gather, reduce, reduce_scatter, scatter
 from drivetrain_megatron.tensor.partition import Partition, even, packed
 from drivetrain_megatron.tensor.products import Product, column_product, row_product

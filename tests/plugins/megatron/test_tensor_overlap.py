@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain_megatron.tensor.divide import BlockPlan, GroupPlan, divide
-from drivetrain_megatron.tensor.edges import Edges, TokenShards
-from drivetrain_megatron.tensor.emulated import run_emulated
-from drivetrain_megatron.tensor.halves import WeightHalf
+from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, divide
+from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.partition import even
+from drivetrain_megatron.tensor.sequence import Edges, TokenShards
+from drivetrain_megatron.tensor.weight_grad import WeightHalf
 
 WIDTH, INNER, TOKENS = 6, 8, 5
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

@@ -136,8 +136,8 @@ def test_axes_and_cost_are_those_of_what_it_stands_for():
 
 
 def test_it_is_composed_in_other_strategies():
+    from drivetrain_megatron.cell import data_parallel
     from drivetrain_megatron.config import MegatronConfig
-    from drivetrain_megatron.nesting import data_parallel
 
     config = MegatronConfig(data_parallel=NestedStrategy("offload"))
     assert data_parallel(config) == (Zero2, Zero2Config(offload=ON_CPU))

@@ -1,0 +1,340 @@
+"""The loss of a batch in a pipeline: of which calls it was made, and its value, made in backward.
+
+A script may make one loss of several calls of the model, and may run backwards in any order, so
+whatever comes out of a call knows the call (``Origin``).
+
+L2: the model returns its loss. L3: the script hands a loss function over. Either way the loss of a
+batch is promised (``PromisedLoss``), and made while its backward runs, in any schedule. What each
+micro-batch counts for is known before anything is computed (``shares_of``).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.errors import UsageError
+from drivetrain_megatron.pipeline.actions import Action, Kind
+from drivetrain_megatron.pipeline.batches import MicroBatch
+from drivetrain_megatron.pipeline.local import LocalStages
+from drivetrain_megatron.pipeline.schedules import make_schedule
+from drivetrain_megatron.pipeline.worker import LossOf, find_loss
+from drivetrain_megatron.recording.proxy import OTHER, StageProxy, proxy_like, resolve, slope_of
+
+_KEY = "drivetrain_megatron.call"
+"""Under which a node of autograd's graph keeps the call that it came out of."""
+
+
+class Origin:
+    """One call of the model, known by its identity."""
+
+    def __init__(self) -> None:
+        self._running = False
+
+    def mark(self, output: Any) -> list[Node]:
+        """Let tensors know that they came out of this call.
+
+        Args:
+            output: of the call: tensors in any structure.
+
+        Returns:
+            What must be kept as long as the call waits for its backward.
+        """
+        nodes = []
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, StageProxy):
+                leaf.origins = frozenset({self}) if leaf.requires_grad else frozenset()
+            elif isinstance(leaf, Tensor) and leaf.requires_grad:
+                nodes.append(get_gradient_edge(leaf).node)
+                _metadata(nodes[-1])[_KEY] = self
+                leaf.register_hook(self._check_running)  # type: ignore[no-untyped-call]
+        return nodes
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context in which the pipeline itself runs backward."""
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def _check_running(self, gradient: Tensor) -> None:
+        if not self._running:
+            raise UsageError(
+                "expected accelerator.backward(loss), found a backward of its own on what a "
+                "pipeline returned: the pipeline runs backward on all stages together"
+            )
+
+
+@contextmanager
+def running(origins: frozenset[Origin]) -> Iterator[None]:
+    """Context in which the pipeline itself runs the backward of calls."""
+    with ExitStack() as stack:
+        for origin in origins:
+            stack.enter_context(origin.running())
+        yield
+
+
+def origins_of(loss: Tensor) -> frozenset[Origin]:
+    """Return the calls that a loss was made of.
+
+    Args:
+        loss: a proxy, or real.
+
+    Raises:
+        UsageError: it was made of something else, too, or of no call.
+    """
+    found = loss.origins if isinstance(loss, StageProxy) else _traced(loss)
+    if not found - {OTHER}:
+        raise UsageError(
+            "expected a loss made of what a forward of the model returned, found one made of none: "
+            "call the model with gradients enabled, and make the loss of its output"
+        )
+    if OTHER in found:
+        raise UsageError(
+            "expected a loss made of nothing but what the model returned, found something else in "
+            "it that wants a gradient, such as a penalty on parameters: it would count on the last "
+            "pipeline stage alone. Use the optimizer's weight_decay for a penalty, or add its "
+            "gradient to each parameter.grad after backward()"
+        )
+    return frozenset(origin for origin in found if isinstance(origin, Origin))
+
+
+def refuse_options(options: Mapping[str, Any]) -> None:
+    """Refuse what a backward over stages cannot do.
+
+    Raises:
+        UsageError: one of the options of ``Tensor.backward`` asks for something.
+    """
+    asked = [name for name, value in options.items() if value is not None and value is not False]
+    if asked:
+        raise UsageError(
+            f"expected backward(loss) without options, found {', '.join(sorted(asked))}: a "
+            "pipeline frees each micro-batch as its backward runs, so that there is no second "
+            "backward and no derivative of gradients. Add losses of one forward before backward(), "
+            "or run the forward again"
+        )
+
+
+def _traced(loss: Tensor) -> frozenset[object]:
+    """Return where a real loss comes from, by its graph down to what calls returned."""
+    found: set[object] = set()
+    waiting: list[Node] = [get_gradient_edge(loss).node] if loss.requires_grad else []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        origin = _metadata(node).get(_KEY)
+        nexts = {following for following, _ in node.next_functions if following is not None}
+        if origin is not None:
+            found.add(origin)
+        elif not nexts:
+            found.add(OTHER)  # a leaf, which gets a gradient
+        else:
+            waiting += nexts - seen
+            seen |= nexts
+    return frozenset(found)
+
+
+def _metadata(node: Node) -> dict[str, Any]:
+    content: Any = node.metadata
+    return content() if callable(content) else content  # type: ignore[no-any-return]
+
+
+_TOTAL = "num_items_in_batch"
+"""Hugging Face's models divide a sum by it, instead of taking a mean."""
+
+
+def shares_of(
+    batches: Sequence[MicroBatch], loss_without_blocks: Callable[[MicroBatch], Any]
+) -> list[float]:
+    """Return factors of the micro-batches' losses whose sum is the loss of the batch.
+
+    Args:
+        batches: the micro-batches.
+        loss_without_blocks: makes the loss of one on proxies.
+    """
+    if any(batch.kwargs.get(_TOTAL) is not None for batch in batches):
+        return [1.0] * len(batches)
+    counts = [float(batch.rows) for batch in batches]
+    if len(batches) > 1 and any(map(_may_ignore, batches)):
+        counted = [_counted(batch, loss_without_blocks) for batch in batches]
+        known: list[float] = [count for count in counted if count is not None]
+        if len(known) == len(batches) and sum(known, 0.0):
+            counts = known
+    return [count / sum(counts) for count in counts]
+
+
+def _may_ignore(batch: MicroBatch) -> bool:
+    """Whether some target may be one that losses ignore: those are negative."""
+    leaves = tree_leaves((batch.args, dict(batch.kwargs), batch.targets))
+    integers = [x for x in leaves if isinstance(x, Tensor) and x.dtype == torch.int64 and x.numel()]
+    return any(bool((x < 0).any()) for x in integers)
+
+
+def _counted(batch: MicroBatch, loss_without_blocks: Callable[[MicroBatch], Any]) -> float | None:
+    """Return over how many targets the loss is a mean; None if that is not seen."""
+    counter = _Counter()
+    with counter, torch.no_grad():
+        loss_without_blocks(batch)
+    return counter.counts[0] if len(counter.counts) == 1 else None
+
+
+class _Counter(TorchFunctionMode):
+    """Counts the targets of cross entropies of proxies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[float] = []
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch; note the targets of a loss."""
+        kwargs = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss):
+            self._note(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        target, weight = given.arguments["target"], given.arguments["weight"]
+        is_mean = given.arguments["reduction"] == "mean"
+        if not is_mean or target.is_floating_point() or isinstance(target, StageProxy):
+            return
+        kept = target[target != given.arguments["ignore_index"]]
+        self.counts.append(float(kept.numel() if weight is None else weight[kept].sum()))
+
+
+class PromisedLoss:
+    """A batch of which nothing has been computed.
+
+    Args:
+        stages: of this rank.
+        batches: the micro-batches.
+        dtype: of the loss.
+        loss_of: makes the loss of what the model returns (L3); None if that has it (L2).
+
+    Attributes:
+        loss: stands for the mean over the batch.
+        origin: the call, as the loss knows it.
+    """
+
+    def __init__(
+        self,
+        stages: LocalStages,
+        batches: Sequence[MicroBatch],
+        dtype: torch.dtype,
+        loss_of: LossOf | None = None,
+    ) -> None:
+        self._stages = stages
+        self._batches = batches
+        self._loss_of = functools.partial(self._made, loss_of) if loss_of else _loss_in
+        self._made_outside = loss_of is not None
+        self._autocast = _autocast(stages.device)
+        self.loss: StageProxy = proxy_like((), dtype, stages.device, requires_grad=True)
+        self.origin = Origin()
+        self.origin.mark(self.loss)
+
+    def backward(self, loss: Tensor, synchronize: bool, schedule: str) -> None:
+        """Run the whole schedule; ``loss`` has its value afterwards.
+
+        Args:
+            loss: the promised one, or a multiple of it.
+            synchronize: whether gradients are averaged over data-parallel ranks now.
+            schedule: its name.
+        """
+        stages = self._stages
+        factor = _factor(loss, self.loss)
+        shares = shares_of(self._batches, self._outline)
+        plan = make_schedule(schedule, stages.ranks, len(self._batches), len(stages.workers))
+        actions = plan.ranks[stages.rank]
+        for worker in stages.workers.values():
+            worker.batches = dict(enumerate(self._batches))
+            worker.loss_of = self._loss_of
+            worker.seeds = {i: factor * share for i, share in enumerate(shares) if share}
+        if synchronize:
+            self._mark_final(actions)
+        try:
+            with _casting(self._autocast), torch.enable_grad():
+                stages.act(actions)
+        finally:
+            for worker in stages.workers.values():
+                worker.loss_of = None
+        total = torch.zeros((), dtype=self.loss.dtype, device=stages.device)
+        if stages.last is not None:
+            for index, share in enumerate(shares):
+                if share:  # the loss of others may be no number
+                    total += stages.last.losses[index] * share
+        stages.broadcast(total, "value of the loss")
+        resolve(self.loss, total)
+
+    def _mark_final(self, actions: Sequence[Action]) -> None:
+        """Tell the worker of this rank's last backward that it is the one."""
+        final = next(action for action in reversed(actions) if action.kind.frees)
+        worker = self._stages.workers[final.stage]
+        if final.kind is Kind.WEIGHT:
+            worker.final_weight = final.micro_batch
+        else:
+            worker.final = final.micro_batch
+
+    def _made(self, loss_of: LossOf, output: Any, targets: Any) -> Tensor:
+        """Make the loss of what the model returned; whatever else goes in must want no gradient."""
+        if not torch.is_grad_enabled():
+            return loss_of(output, targets)
+        self.origin.mark(output)
+        loss = loss_of(output, targets)
+        if loss.requires_grad:
+            origins_of(loss)
+        return loss
+
+    def _outline(self, batch: MicroBatch) -> Any:
+        """Make the loss of a micro-batch without computing any block."""
+        output = self._stages.outline(batch)
+        return self._loss_of(output, batch.targets) if self._made_outside else output
+
+
+def _loss_in(output: Any, targets: Any) -> Tensor:
+    loss = find_loss(output)
+    if loss is None:
+        raise UsageError("expected a model that returns its loss for every micro-batch, found none")
+    return loss
+
+
+def _factor(loss: Tensor, promised: StageProxy) -> Tensor:
+    """Return by how much a loss grows with the promised one: what its gradient is multiplied by."""
+    if not isinstance(loss, StageProxy):
+        raise UsageError(
+            "expected the loss that the model returned, or a multiple of it, found another tensor; "
+            "under pipeline parallelism a model that makes its loss is asked for nothing else"
+        )
+    return slope_of(loss, promised)
+
+
+_Autocast = tuple[str, torch.dtype, bool]
+"""Kind of device, dtype, whether it is on."""
+
+
+def _autocast(device: torch.device) -> _Autocast:
+    kind = device.type
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+
+@contextmanager
+def _casting(autocast: _Autocast) -> Iterator[None]:
+    kind, dtype, enabled = autocast
+    with torch.autocast(kind, dtype=dtype, enabled=enabled):
+        yield

@@ -1,0 +1,227 @@
+"""Makes a plan for a block from its structure: proposes, tries, and keeps what gives equal numbers.
+
+A user's plan, or the model's own, says which layers may be divided and how; without one, every
+layer may. In both cases the structure says which layers belong together and where heads begin, and
+the trial decides.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, Number
+from drivetrain_megatron.plan.groups import Division, Group, find_groups, ways
+from drivetrain_megatron.plan.provenance import LinearUse, trace_linears
+from drivetrain_megatron.plan.trial import Trial, verify
+from drivetrain_megatron.tensor.linear import is_linear
+
+_CONFIGURATIONS = ("config", "cfg", "args")
+"""Under which names modules keep the configuration of their model."""
+
+
+_MOST_MIXED = 8
+"""How many choices of attributes are tried together with reshapes: every trial takes time."""
+
+
+@dataclass(slots=True)
+class Derivation:
+    """What came of one block.
+
+    Attributes:
+        plan: how to divide it.
+        refused: why groups stay whole, by the name of their row-parallel layer.
+        groups: all groups that the structure shows, also those that no plan lets divide.
+        broken: why not even the whole block may work on shards of the sequence; "" if it may.
+        untried: why it could not be tried, and stays whole; "" if it was.
+    """
+
+    plan: BlockPlan = field(default_factory=BlockPlan)
+    refused: dict[str, str] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    broken: str = ""
+    untried: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank computes the whole block."""
+        return not self.plan.groups and not self.plan.attentions
+
+
+def derive(
+    trial: Trial, ranks: int, *, sequence_parallel: bool, layers: Iterable[str] | None = None
+) -> Derivation:
+    """Return the plan for a block.
+
+    Args:
+        trial: of the block.
+        ranks: how many ranks.
+        sequence_parallel: whether activations between groups are shards.
+        layers: names of the layers that may be divided, or of modules around them; None for all.
+    """
+    uses = trace_linears(trial.block, *trial.call.copied())
+    allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
+    tryout = _Tryout(trial, ranks, sequence_parallel)
+    found = Derivation(groups=find_groups(uses))
+    for name, module in trial.block.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and (layers is None or name in layers):
+            plan, reason = tryout(replace(found.plan, attentions=(*found.plan.attentions, name)))
+            if plan is None:
+                found.refused[name] = reason
+            else:
+                found.plan = plan
+    for group in found.groups:
+        if {*group.columns, group.row} <= allowed:
+            _divide_group(found, group, uses, tryout)
+    if sequence_parallel and found.plan == BlockPlan():
+        plan, found.broken = tryout(found.plan)
+        found.plan = plan or found.plan
+    return found
+
+
+def is_named(layer: str, names: Container[str]) -> bool:
+    """Whether a layer, or a module around it, is among these names."""
+    return layer in names or ("." in layer and is_named(_parent(layer), names))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tryout:
+    """How plans are tried."""
+
+    trial: Trial
+    ranks: int
+    sequence_parallel: bool
+
+    def __call__(self, plan: BlockPlan) -> tuple[BlockPlan | None, str]:
+        """Return the plan with what its parameters need; None, and why, if it is wrong."""
+        partial, reason = verify(
+            self.trial, plan, self.ranks, sequence_parallel=self.sequence_parallel
+        )
+        return (None, reason) if partial is None else (replace(plan, partial=partial), "")
+
+
+def _divide_group(
+    found: Derivation, group: Group, uses: Mapping[str, LinearUse], tryout: _Tryout
+) -> None:
+    """Add a group to what was found, in the first way that gives equal numbers."""
+    if owners := _shared(tryout.trial.block, group):
+        found.refused[group.row] = f"a parameter belongs to {' and '.join(owners)}"
+        return
+    reasons = []
+    for division in ways(group, uses, tryout.ranks):
+        for attempt in _attempts(tryout.trial.block, group, division, tryout.sequence_parallel):
+            plan, reason = tryout(replace(found.plan, groups=(*found.plan.groups, attempt)))
+            if plan is not None:
+                found.plan = _with_fewest_numbers(plan, tryout)
+                return
+            reasons.append(reason)
+    found.refused[group.row] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+
+
+def _shared(block: nn.Module, group: Group) -> list[str]:
+    """Return the names of modules that share a parameter of a group; empty if none is shared."""
+    owners = [(id(p), name) for name, m in block.named_modules() for p in m.parameters(False)]
+    for member in (*group.columns, group.row):
+        for parameter in block.get_submodule(member).parameters(False):
+            names = [name for identity, name in owners if identity == id(parameter)]
+            if len(names) > 1:
+                return names
+    return []
+
+
+def _with_fewest_numbers(plan: BlockPlan, tryout: _Tryout) -> BlockPlan:
+    """Return the plan without changed attributes that its last group does not need."""
+    *before, last = plan.groups
+    for number in last.numbers if len(last.numbers) > 1 else ():
+        numbers = {key: value for key, value in last.numbers.items() if key != number}
+        groups = (*before, replace(last, numbers=numbers))
+        smaller, _ = tryout(replace(plan, groups=groups))
+        if smaller is not None:
+            plan, last = smaller, smaller.groups[-1]
+    return plan
+
+
+def _attempts(
+    block: nn.Module, group: Group, division: Division, sequence_parallel: bool
+) -> Iterator[GroupPlan]:
+    """Yield plans for a division: which numbers of the block's code change, and where it begins."""
+    entrances = [""]
+    if sequence_parallel:
+        inner = _common(group.columns)
+        around = _parent(inner) if len(group.columns) == 1 else inner
+        if around:
+            # Code that counts the tokens of its input must see all of them: so several layers
+            # enter together, early. One alone can compute while its gradient travels.
+            entrances = ["", around] if len(group.columns) == 1 else [around, ""]
+    for numbers, place in _changes(block, group, division):
+        for entrance in entrances:
+            yield GroupPlan(
+                division.columns,
+                group.row,
+                division.row,
+                entrance,
+                numbers,
+                division.numbers,
+                place,
+            )
+
+
+def _changes(
+    block: nn.Module, group: Group, division: Division
+) -> Iterator[tuple[Mapping[Number, tuple[int, ...]], int | None]]:
+    """Yield what to change in how the block's code counts: nothing, attributes, reshapes, or both.
+
+    Code that splits by an attribute may reshape to the sizes of its input: that needs both.
+    """
+    choices = _choices(_numbers(block, group, division))
+    for numbers in choices:
+        yield numbers, None
+    for place in (0, 1):
+        yield {}, place
+    for place in (0, 1):
+        for numbers in choices[1 : 1 + _MOST_MIXED]:
+            yield numbers, place
+
+
+def _choices(found: Mapping[Number, tuple[int, ...]]) -> list[Mapping[Number, tuple[int, ...]]]:
+    """Return which attributes to change: none, one, or all."""
+    alone = [{number: values} for number, values in found.items()]
+    return [{}, *alone, *([found] if len(found) > 1 else [])]
+
+
+def _numbers(block: nn.Module, group: Group, division: Division) -> dict[Number, tuple[int, ...]]:
+    """Return the attributes that count a divided size, and what they are on each rank."""
+    owners = {_parent(name) for name in (*group.columns, group.row)} | {_common(group.columns)}
+    return {
+        Number(owner, attribute): division.numbers[value]
+        for owner in sorted(owners)
+        if not is_linear(block.get_submodule(owner))
+        for attribute, value in _counts(block.get_submodule(owner))
+        if value in division.numbers
+    }
+
+
+def _counts(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers that a module, or the configuration that it keeps, has by name."""
+    for name, value in vars(module).items():
+        if type(value) is int:
+            yield name, value
+        elif name in _CONFIGURATIONS and not isinstance(value, dict):
+            yield from ((f"{name}.{k}", v) for k, v in vars(value).items() if type(v) is int)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _common(names: Iterable[str]) -> str:
+    """Return the innermost module that holds all of these layers, or the one layer itself."""
+    split = [name.split(".") for name in names]
+    if len(split) == 1:
+        return ".".join(split[0])
+    same = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        same.append(parts[0])
+    return ".".join(same)

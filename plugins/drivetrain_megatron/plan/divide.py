@@ -1,0 +1,236 @@
+"""Divides one block over the ranks as a plan says: parameters are cut, layers compute in parts.
+
+The block stays the user's object and computes the user's code; only its linear layers change.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_megatron.cell import ParameterFacts
+from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
+from drivetrain_megatron.tensor.linear import attach_column, attach_row, is_transposed
+from drivetrain_megatron.tensor.local_sizes import attach_resized
+from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.sequence import Edges
+from drivetrain_megatron.tensor.shared_input import enter_group
+
+
+class Number(NamedTuple):
+    """Where a module keeps a size that its code counts with.
+
+    Attributes:
+        module: name of the module in the block.
+        attribute: its attribute, or ``config.NAME``: that of the configuration that it keeps.
+    """
+
+    module: str
+    attribute: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """How a group of linear layers is divided.
+
+    Attributes:
+        columns: how the output features of each column-parallel layer are cut, by its name.
+        row: name of the row-parallel layer.
+        inputs: how its input features are cut.
+        entrance: name of the module whose input becomes that of all ranks; "" where the columns'
+            own inputs do.
+        numbers: what sizes that the code counts with are on each rank.
+        sizes: sizes that reshapes may ask for, and what they are on each rank.
+        place: which of the sizes that would do a reshape means, see ``resize``; None to leave
+            reshapes alone.
+    """
+
+    columns: Mapping[str, Partition]
+    row: str
+    inputs: Partition
+    entrance: str = ""
+    numbers: Mapping[Number, tuple[int, ...]] = field(default_factory=dict)
+    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    place: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """How a block is divided.
+
+    Attributes:
+        groups: its groups of layers; names are those inside of the block.
+        attentions: names of its ``nn.MultiheadAttention``, which are divided by heads.
+        partial: names of parameters that stay whole and whose gradients are summed over ranks.
+    """
+
+    groups: tuple[GroupPlan, ...] = ()
+    attentions: tuple[str, ...] = ()
+    partial: frozenset[str] = frozenset()
+
+
+def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, ParameterFacts]:
+    """Cut a block's parameters to this rank's share and let its layers compute in parts.
+
+    Args:
+        block: with whole parameters, on any device; changed in place.
+        plan: of this block.
+        edges: the ranks, and how activations are cut outside of its groups.
+
+    Returns:
+        What is known of every parameter, by its name in the block.
+    """
+    facts = facts_of(block, plan, edges.ranks.size)
+    for name, known in facts.items():
+        if known.partition is not None:
+            cut(block.get_parameter(name), known.partition, edges.ranks.rank)
+    for group in plan.groups:
+        _attach(block, group, edges)
+    for attention in plan.attentions:
+        attach_heads(block.get_submodule(attention), edges)
+    _resize(block, plan, edges)
+    return facts
+
+
+def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, ParameterFacts]:
+    """Return what is known of every parameter of a block that is divided, by its name in the block.
+
+    Args:
+        block: with whole parameters; it is not changed.
+        plan: of this block.
+        ranks: over how many ranks.
+    """
+    facts = {
+        name: ParameterFacts(tuple(parameter.shape), partial=name in plan.partial)
+        for name, parameter in block.named_parameters()
+    }
+    for group in plan.groups:
+        for name, partition in _partitions(block, group).items():
+            facts[name] = replace(facts[name], partition=partition)
+    for attention in plan.attentions:
+        module: Any = block.get_submodule(attention)
+        for name, partition in head_partitions(module, ranks).items():
+            full = f"{attention}.{name}" if attention else name
+            facts[full] = replace(facts[full], partition=partition)
+    return facts
+
+
+def cut(parameter: nn.Parameter, partition: Partition, rank: int) -> None:
+    """Leave a parameter its rank's share; the object stays."""
+    if parameter.is_meta:
+        shape = partition.local_shape(rank, parameter.shape)
+        parameter.data = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    else:
+        parameter.data = partition.take(parameter.data, rank)
+
+
+def _partitions(block: nn.Module, group: GroupPlan) -> dict[str, Partition]:
+    """Return how each parameter of a group is cut, by its name in the block."""
+    found = {}
+    for name, outputs in group.columns.items():
+        layer = block.get_submodule(name)
+        found[f"{name}.weight"] = replace(outputs, dim=1 if is_transposed(layer) else 0)
+        if layer.bias is not None:
+            found[f"{name}.bias"] = replace(outputs, dim=0)
+    row = block.get_submodule(group.row)
+    found[f"{group.row}.weight"] = replace(group.inputs, dim=0 if is_transposed(row) else 1)
+    return found
+
+
+def _attach(block: nn.Module, group: GroupPlan, edges: Edges) -> None:
+    rank = edges.ranks.rank
+    inside = replace(edges, prepared=True)
+    entrance = block.get_submodule(group.entrance) if group.entrance else None
+    layers = [block.get_submodule(name) for name in group.columns]
+    alone = len(layers) == 1 and entrance is None
+    shared = SharedEntrance(edges, layers)
+    for layer, outputs in zip(layers, group.columns.values(), strict=True):
+        attach_column(layer, edges if alone else inside, replace(outputs, dim=-1))
+        if entrance is None and not alone:
+            layer.register_forward_pre_hook(shared, with_kwargs=True)
+    if entrance is not None:
+        entrance.register_forward_pre_hook(ModuleEntrance(edges, layers), with_kwargs=True)
+    attach_row(block.get_submodule(group.row), edges, replace(group.inputs, dim=-1))
+    for number, values in group.numbers.items():
+        _set(block.get_submodule(number.module), number.attribute, values[rank])
+
+
+def _resize(block: nn.Module, plan: BlockPlan, edges: Edges) -> None:
+    groups = [group for group in plan.groups if group.place is not None]
+    rank = edges.ranks.rank
+    sizes = {size: local[rank] for group in groups for size, local in group.sizes.items()}
+    if sizes:
+        attach_resized(block, sizes, max(group.place or 0 for group in groups), edges)
+
+
+def _set(module: nn.Module, attribute: str, value: int) -> None:
+    holder, _, name = attribute.rpartition(".")
+    if holder:  # other modules keep the same configuration: this one gets its own
+        own = copy.copy(getattr(module, holder))
+        setattr(own, name, value)
+        setattr(module, holder, own)
+    else:
+        setattr(module, name, value)
+
+
+class ModuleEntrance:
+    """A forward pre-hook: the first activation among a module's arguments enters a group's layers.
+
+    Where layers get the very activation that entered, the gradients of their weights are computed
+    while the sum of its gradient travels.
+
+    Args:
+        edges: how it comes in.
+        layers: the column-parallel layers that it is for.
+    """
+
+    def __init__(self, edges: Edges, layers: Sequence[nn.Module]) -> None:
+        self._edges = edges
+        self._layers = layers
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments that the module sees."""
+        for index, value in enumerate(args):
+            if _is_activation(value):
+                return (*args[:index], self._enter(value), *args[index + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_activation(value):
+                return args, {**kwargs, name: self._enter(value)}
+        return args, kwargs
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return enter_group(x, self._edges, self._layers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleEntrance":
+        return self  # communicators have threads and groups
+
+
+class SharedEntrance(ModuleEntrance):
+    """The same for several layers with one input: it enters once, so backward sums it once.
+
+    Args:
+        edges: how it comes in.
+        layers: those that take it.
+    """
+
+    def __init__(self, edges: Edges, layers: Sequence[nn.Module]) -> None:
+        super().__init__(edges, layers)
+        self._given: Tensor | None = None
+        self._entered: Tensor | None = None
+        self._left = 0
+
+    def _enter(self, x: Tensor) -> Tensor:
+        if self._given is not x or self._entered is None:
+            self._given, self._entered, self._left = x, super()._enter(x), len(self._layers)
+        entered = self._entered
+        self._left -= 1
+        if not self._left:  # nothing must outlive its use
+            self._given = self._entered = None
+        return entered
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1

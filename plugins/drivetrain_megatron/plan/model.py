@@ -1,0 +1,365 @@
+"""Divides a whole model over the tensor-parallel axis: its blocks, its vocabulary, its gradients.
+
+Blocks of one kind are divided alike; the first of them is tried. Outside of the blocks, the layer
+that makes logits and the embeddings with as many rows are divided by words; a weight that both
+share stays one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.collectives import Communicator
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.parts.blocks import NamedModule
+from drivetrain.parts.naming import named_parameters
+from drivetrain_megatron.cell import ParameterFacts
+from drivetrain_megatron.dropout.dropouts import Layout, Layouts, Site, open_attentions
+from drivetrain_megatron.plan.derive import Derivation, derive
+from drivetrain_megatron.plan.divide import BlockPlan, cut, divide, facts_of
+from drivetrain_megatron.plan.dropouts import find_layouts
+from drivetrain_megatron.plan.named import ATTENTION as ATTENTIONS
+from drivetrain_megatron.plan.named import (
+    COLUMN,
+    ROW,
+    VOCABULARY,
+    WHOLE,
+    NamedPlan,
+    check_fulfilled,
+)
+from drivetrain_megatron.plan.trial import make_trial
+from drivetrain_megatron.plan.vocabulary_layers import by_words, find_vocabulary, words_of
+from drivetrain_megatron.recording.calls import Call, Calls, trace_calls
+from drivetrain_megatron.recording.examples import Inputs
+from drivetrain_megatron.tensor.attention import keep_padded
+from drivetrain_megatron.tensor.compiled import Uncompiled, uncompiled
+from drivetrain_megatron.tensor.embedding import attach_vocabulary
+from drivetrain_megatron.tensor.linear import attach_column
+from drivetrain_megatron.tensor.operators import gather, scatter
+from drivetrain_megatron.tensor.partition import even
+from drivetrain_megatron.tensor.sequence import Edges, TokenShards
+
+NO_INPUTS = (
+    "nothing in it repeats, and no inputs were found with which it can be called: set "
+    "model.dummy_inputs to a small batch to let its layers be divided"
+)
+
+
+@dataclass(slots=True)
+class ModelPlan:
+    """How a model is divided.
+
+    Attributes:
+        blocks: what came of each block, by its name; "" is the model itself, if nothing repeats.
+        vocabulary: names of the embeddings and linear layers that are divided by words.
+        layouts: how what blocks drop elements of is divided.
+        sharded: whether activations between the groups of layers are shards of the sequence.
+    """
+
+    blocks: dict[str, Derivation] = field(default_factory=dict)
+    vocabulary: list[str] = field(default_factory=list)
+    layouts: Layouts = field(default_factory=Layouts)
+    sharded: bool = False
+
+
+class TensorParallel:
+    """The tensor-parallel side of one model.
+
+    Args:
+        ranks: the axis ``tp``.
+        sequence_parallel: whether activations between the groups of layers are shards.
+        named: the plan that says what may be divided; None for what the structure allows.
+        strict: whether a layer of that plan that cannot be divided is an error.
+    """
+
+    def __init__(
+        self,
+        ranks: Communicator,
+        *,
+        sequence_parallel: bool,
+        named: NamedPlan | None,
+        strict: bool,
+    ) -> None:
+        self._ranks = ranks
+        self._tokens = TokenShards() if sequence_parallel else None
+        self._named = named
+        self._strict = strict
+        self._blocks: list[NamedModule] = []
+        self._handles: list[RemovableHandle] = []
+        self._model: nn.Module | None = None
+        self._uncompiled = Uncompiled()
+
+    def plan(self, model: nn.Module, inputs: Inputs | None) -> ModelPlan:
+        """Return how a model is divided; it is not changed.
+
+        Args:
+            model: the user's, whole, also on the meta device.
+            inputs: with which it can be called; None leaves it whole.
+
+        Raises:
+            ConfigError: what the plan names cannot be divided so, or sequence parallelism is asked
+                for and a repeated block cannot work on shards.
+        """
+        model = uncompiled(model)
+        if inputs is None:
+            return ModelPlan({"": Derivation(untried=NO_INPUTS)})
+        calls = trace_calls(model, inputs.args, inputs.kwargs)
+        if calls.blocks:
+            plan = self._of_blocks(calls)
+        else:
+            plan = self._of_whole(model, Call(inputs.args, inputs.kwargs))
+        plan.vocabulary = find_vocabulary(model, calls, self._words(plan))
+        if self._named is not None and self._strict:
+            check_fulfilled(model, self._named, plan.vocabulary, plan.blocks)
+        return plan
+
+    def divide(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
+        """Cut a model's parameters to this rank's share and let its layers compute in parts.
+
+        Returns:
+            What is known of every parameter, by its name.
+        """
+        facts = self.facts(model, plan)
+        edges = Edges(self._ranks, self._tokens if plan.sharded else None)
+        blocks: list[NamedModule] = []
+        for name, derivation in plan.blocks.items():
+            block = model.get_submodule(name)
+            blocks.append((name, block))
+            divide(uncompiled(block), derivation.plan, edges)
+        outside = Edges(self._ranks)
+        done: set[int] = set()
+        layers = [model.get_submodule(name) for name in plan.vocabulary]
+        words = [words_of(layer) for layer in layers]  # while tied weights are whole
+        for layer, count in zip(layers, words, strict=True):
+            self._divide_vocabulary(layer, count, outside, done)
+        keep_padded(model)
+        open_attentions(model, self._ranks)
+        self._uncompiled.set(model)
+        self._blocks = blocks if plan.sharded else []
+        self._model = model if any(known.partition for known in facts.values()) else None
+        return facts
+
+    def facts(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
+        """Return what ``divide`` returns, and leave the model as it is.
+
+        Args:
+            model: whole.
+            plan: of it.
+        """
+        names = {parameter: name for name, parameter in named_parameters(model).items()}
+        facts = {name: ParameterFacts(tuple(p.shape)) for p, name in names.items()}
+        for name, derivation in plan.blocks.items():
+            block = uncompiled(model.get_submodule(name))
+            found = facts_of(block, derivation.plan, self._ranks.size)
+            facts.update({names[p]: found[n] for n, p in block.named_parameters()})
+        for name in plan.vocabulary:
+            for parameter, dim in by_words(model.get_submodule(name)):
+                known = facts[names[parameter]]
+                partition = even(dim, known.shape[dim], self._ranks.size)
+                facts[names[parameter]] = replace(known, partition=partition)
+        return facts
+
+    def surround(self) -> None:
+        """Cut the activation that enters the first block, and join the one that leaves the last.
+
+        After the model was cut into stages: every stage must know how many tokens there are.
+        """
+        if self._tokens is None or not self._blocks:
+            return
+        region = _Region(self._ranks, self._tokens)
+        first, last = self._blocks[0][1], self._blocks[-1][1]
+        self._handles.append(first.register_forward_pre_hook(region.enter, with_kwargs=True))
+        self._handles.append(last.register_forward_hook(region.leave))
+
+    def sum_partial(self, model: nn.Module, facts: Mapping[str, ParameterFacts]) -> None:
+        """Sum the gradients of which each rank has a part, before anybody else sees them."""
+        for name, parameter in named_parameters(model).items():
+            summed = self._summed(facts[name]) if name in facts else None
+            if summed is not None:
+                trained = parameter.requires_grad
+                parameter.requires_grad_()  # a hook waits for the day when a frozen one is trained
+                hooked: Any = parameter
+                self._handles.append(hooked.register_hook(_if_given(summed)))
+                parameter.requires_grad_(trained)
+
+    def close(self) -> None:
+        """Take the hooks off; a model that is divided cannot be called any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._uncompiled.undo()
+        if self._model is not None:
+            self._model.register_forward_pre_hook(_refuse, prepend=True)
+
+    def _summed(self, facts: ParameterFacts) -> Callable[[Tensor], Tensor] | None:
+        """Return what makes a parameter's gradient whole; None where it is."""
+        if facts.partial:
+            return self._sum
+        partition = facts.partition
+        if partition is None or len(set(partition.ranges)) == len(partition.ranges):
+            return None
+        rank = self._ranks.rank
+
+        def over_copies(gradient: Tensor) -> Tensor:
+            # Several ranks hold the same heads: their parts meet in the whole gradient.
+            whole = gradient.new_zeros(facts.shape)
+            partition.put(whole, gradient, rank)
+            return partition.take(self._sum(whole), rank)
+
+        return over_copies
+
+    def _sum(self, gradient: Tensor) -> Tensor:
+        total = gradient.contiguous().clone()
+        self._ranks.all_reduce(total, label="gradients of replicated parameters").wait()
+        return total
+
+    def _of_blocks(self, calls: Calls) -> ModelPlan:
+        """Return how repeated blocks are divided: those of one kind alike."""
+        known: dict[Any, tuple[Derivation, Mapping[Site, Layout]]] = {}
+        plan = ModelPlan(sharded=self._tokens is not None)
+        for name, each in calls.blocks:
+            block = uncompiled(each)
+            kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
+            layers = self._layers_of(name)
+            key = (kind, None if layers is None else frozenset(layers))
+            if key not in known:
+                known[key] = self._tried(block, calls.arguments[name], layers, self._tokens)
+            plan.blocks[name], found = known[key]
+            if plan.sharded or not plan.blocks[name].is_whole:
+                plan.layouts.add(name, found)
+        self._check(plan)
+        return plan
+
+    def _of_whole(self, model: nn.Module, call: Call) -> ModelPlan:
+        """Return how a model is divided in which nothing repeats: as one block, if that works.
+
+        Sequence parallelism is about what lies between groups of layers: without them, or where no
+        activation comes in, there is nothing to cut into shards.
+        """
+        layers = self._layers_of("")
+        for tokens in dict.fromkeys((self._tokens, None)):
+            found, layouts = self._tried(model, call, layers, tokens)
+            if not found.is_whole:
+                plan = ModelPlan({"": found}, sharded=tokens is not None)
+                plan.layouts.add("", layouts)
+                return plan
+        return ModelPlan({"": replace(found, plan=BlockPlan(), broken="")})
+
+    def _tried(
+        self, block: nn.Module, call: Call, layers: set[str] | None, tokens: TokenShards | None
+    ) -> tuple[Derivation, Mapping[Site, Layout]]:
+        """Return how a block is divided, and what its dropouts see then."""
+        try:
+            trial = make_trial(block, call)
+        except Exception as error:  # whatever the user's code raises in fp64: it stays whole
+            reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
+            return Derivation(untried=reason, broken=reason if tokens is not None else ""), {}
+        ranks = self._ranks.size
+        found = derive(trial, ranks, sequence_parallel=tokens is not None, layers=layers)
+        is_divided = tokens is not None or not found.is_whole
+        fits = is_divided and not found.broken
+        return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}
+
+    def _layers_of(self, block: str) -> set[str] | None:
+        """Return the layers of a block that the plan lets divide, by their names inside of it."""
+        if self._named is None:
+            return None
+        prefix = f"{block}." if block else ""
+        named = self._named.named(COLUMN | ROW | ATTENTIONS)
+        return {name.removeprefix(prefix) for name in named if name.startswith(prefix)}
+
+    def _words(self, plan: ModelPlan) -> Callable[[str], bool]:
+        """Return whether a layer may be divided by words: the named plan lets it, no group has it.
+
+        Args:
+            plan: how the blocks are divided.
+        """
+        whole = plan.blocks[""].plan if "" in plan.blocks else BlockPlan()
+        taken = {name for group in whole.groups for name in (*group.columns, group.row)}
+        if self._named is None:
+            return lambda name: name not in taken
+        if self._strict:
+            return (self._named.named(VOCABULARY) - taken).__contains__
+        taken |= self._named.named(WHOLE)
+        return lambda name: name not in taken
+
+    def _check(self, plan: ModelPlan) -> None:
+        """Refuse shards where a block needs all tokens."""
+        for name, derivation in plan.blocks.items():
+            if derivation.broken:
+                refused = "; ".join(f"{k}: {v}" for k, v in derivation.refused.items())
+                raise ConfigError(
+                    f"sequence_parallel: expected blocks of which every layer that mixes tokens "
+                    f"can be divided, found {name or 'the model'!r}, which gives other numbers on "
+                    f"shards of the sequence ({derivation.broken}; {refused}); set "
+                    "sequence_parallel: false"
+                )
+
+    def _divide_vocabulary(
+        self, module: nn.Module, rows: int, edges: Edges, done: set[int]
+    ) -> None:
+        for parameter, dim in by_words(module):
+            if id(parameter) not in done:  # not tied to one that is cut
+                done.add(id(parameter))
+                cut(parameter, even(dim, rows, self._ranks.size), self._ranks.rank)
+        if isinstance(module, nn.Embedding):
+            attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
+        else:
+            attach_column(module, edges, even(-1, rows, self._ranks.size), logits=True)
+
+
+def _refuse(module: nn.Module, args: Any) -> None:
+    """Be the forward pre-hook of a model whose ranks do not work together any more.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        f"expected {type(module).__name__} not to be called after free_memory(), found a forward: "
+        "this rank holds a share of its parameters; before that, save_model() or get_state_dict() "
+        "give whole ones for a new model"
+    )
+
+
+def _if_given(
+    function: Callable[[Tensor], Tensor],
+) -> Callable[[Tensor | None], Tensor | None]:
+    """Return a hook that leaves a parameter alone whose gradient comes at another time."""
+    return lambda gradient: None if gradient is None else function(gradient)
+
+
+class _Region:
+    """The part of a model in which activations are shards of the sequence."""
+
+    def __init__(self, ranks: Communicator, tokens: TokenShards) -> None:
+        self._ranks = ranks
+        self._tokens = tokens
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cut the first activation among a block's arguments."""
+        for index, value in enumerate(args):
+            if _is_activation(value):
+                return (*args[:index], self._cut(value), *args[index + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_activation(value):
+                return args, {**kwargs, name: self._cut(value)}
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Join the first activation of a block's output."""
+        partition = self._tokens.partition(self._ranks.size)
+        if isinstance(output, Tensor):
+            return gather(output, self._ranks, partition)
+        first, *rest = output
+        return type(output)((gather(first, self._ranks, partition), *rest))
+
+    def _cut(self, x: Tensor) -> Tensor:
+        self._tokens.begin(x.shape[self._tokens.dim])
+        return scatter(x, self._ranks, self._tokens.partition(self._ranks.size))
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1

@@ -1,0 +1,253 @@
+"""Tries a plan before it is used: the ranks run one block as threads, and must give what it gives.
+
+The parts of the computation that a plan gets wrong (heads that mix, a norm over features that are
+spread over ranks, a size counted from the whole) show as a wrong number, not as an error. So
+outputs, gradients of inputs and gradients of parameters are compared with those of the whole block,
+at random values. The comparison also tells which parameters, though whole, get a part of their
+gradient on each rank.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from drivetrain.collectives import Communicator
+from drivetrain_megatron.cell import ParameterFacts
+from drivetrain_megatron.plan.divide import BlockPlan, divide
+from drivetrain_megatron.plan.thread_ranks import run_emulated
+from drivetrain_megatron.recording.calls import Call
+from drivetrain_megatron.tensor.operators import gather, scatter
+from drivetrain_megatron.tensor.sequence import Edges, TokenShards
+
+TOLERANCE = 1e-4
+"""Largest relative error. The trial is in fp64, but blocks may compute norms in fp32; a wrong
+division is off by far more."""
+
+
+NOISE = 1e-6
+"""Largest error relative to the largest gradient: some are zero but for rounding, such as that of a
+key's bias, which softmax does not see."""
+
+
+SEED = 20190917
+"""Of the random values of a trial; any would do, the same on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A whole block with random fp64 values, what it was called with, and what came out.
+
+    Attributes:
+        block: in evaluation mode, so that nothing is dropped.
+        call: its arguments, fp64.
+        seeds: the gradients of its floating point outputs.
+        results: outputs, gradient of the activation, gradients of parameters by name.
+    """
+
+    block: nn.Module
+    call: Call
+    seeds: Sequence[Tensor]
+    results: "Results"
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What one run of a block gives.
+
+    Attributes:
+        outputs: its floating point outputs.
+        given: the gradient of the activation that came in; None when none did.
+        parameters: the gradient of each parameter, by name; None where it got none.
+    """
+
+    outputs: list[Tensor]
+    given: Tensor | None
+    parameters: dict[str, Tensor | None]
+
+
+def make_trial(block: nn.Module, call: Call) -> Trial:
+    """Run a copy of a block with random values.
+
+    Args:
+        block: its values do not matter; it may be on the meta device.
+        call: its arguments: activations get random values, too; other tensors keep theirs.
+
+    Raises:
+        Exception: whatever the block's code raises when it computes in fp64 on the CPU.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    trial = copy.deepcopy(block)
+    trial = trial.to_empty(device="cpu") if _on_meta(block) else trial.to("cpu")
+    trial = trial.double().eval()
+    with torch.no_grad():
+        for parameter in trial.parameters():
+            # Also what is frozen now: it may be trained later.
+            parameter.requires_grad_(parameter.is_floating_point())
+            spread = max(parameter.shape[-1], 1) ** -0.5 if parameter.dim() > 1 else 0.5
+            parameter.copy_(_random(parameter.shape, generator) * spread + (parameter.dim() < 2))
+    wide = _wide(call, generator)
+    with torch.no_grad():
+        args, kwargs = wide.copied()
+        outputs = _floating(trial(*args, **kwargs))
+    seeds = [_random(output.shape, generator) for output in outputs]
+    return Trial(trial, wide, seeds, run_block(trial, wide, seeds))
+
+
+def verify(
+    trial: Trial, plan: BlockPlan, ranks: int, *, sequence_parallel: bool
+) -> tuple[frozenset[str] | None, str]:
+    """Try a plan.
+
+    Args:
+        trial: of the block.
+        plan: what to try; its ``partial`` is not looked at.
+        ranks: how many ranks.
+        sequence_parallel: whether activations between groups are shards.
+
+    Returns:
+        Names of the whole parameters whose gradients must be summed over ranks, and ""; or None,
+        and why the plan is wrong.
+    """
+
+    def one_rank(communicator: Communicator) -> tuple[Results, dict[str, ParameterFacts]]:
+        tokens = TokenShards() if sequence_parallel else None
+        edges = Edges(communicator, tokens)
+        block = copy.deepcopy(trial.block)
+        facts = divide(block, plan, edges)
+        return run_block(block, trial.call, trial.seeds, edges), facts
+
+    if sequence_parallel and trial.results.given is None:
+        return None, "no activation comes in that could be cut into shards"
+    try:
+        found = run_emulated(ranks, one_rank)
+    except Exception as error:  # whatever the user's code says to sizes that it does not expect
+        return None, f"{type(error).__name__}: {error}"
+    return _compare(trial.results, [results for results, _ in found], found[0][1])
+
+
+def _compare(
+    expected: Results, found: Sequence[Results], facts: Mapping[str, ParameterFacts]
+) -> tuple[frozenset[str] | None, str]:
+    for results in found:
+        if len(results.outputs) != len(expected.outputs) or not all(
+            map(is_close, results.outputs, expected.outputs)
+        ):
+            return None, "outputs differ"
+        if not _is_same(results.given, expected.given):
+            return None, "the gradients of the inputs differ"
+    sizes = [g.norm().item() for g in expected.parameters.values() if g is not None]
+    noise = NOISE * max(sizes, default=0.0)
+    partial = set()
+    for name, whole in expected.parameters.items():
+        mine = [results.parameters[name] for results in found]
+        kind = _kind_of(whole, mine, facts[name], noise)
+        if kind is None:
+            return None, f"the gradients of {name!r} differ"
+        if kind == "partial":
+            partial.add(name)
+    return frozenset(partial), ""
+
+
+def _kind_of(
+    whole: Tensor | None, mine: Sequence[Tensor | None], facts: ParameterFacts, noise: float
+) -> str | None:
+    """Return whether gradients of ranks are ``equal`` to the whole's, or ``partial`` sums."""
+    gradients = [gradient for gradient in mine if gradient is not None]
+    if whole is None or len(gradients) < len(mine):
+        return "equal" if whole is None and not gradients else None
+    if facts.partition is not None:
+        joined = torch.zeros_like(whole)
+        for rank, gradient in enumerate(gradients):
+            facts.partition.add(joined, gradient, rank)
+        return "equal" if is_close(joined, whole, noise) else None
+    if all(is_close(gradient, whole, noise) for gradient in gradients):
+        return "equal"
+    return "partial" if is_close(torch.stack(gradients).sum(0), whole, noise) else None
+
+
+def run_block(
+    block: nn.Module, call: Call, seeds: Sequence[Tensor], edges: Edges | None = None
+) -> Results:
+    """Run forward and backward; with edges as one of the ranks."""
+    args, kwargs = call.copied()
+    given = _activation((args, kwargs))
+    with ExitStack() as stack:
+        inside, sequence = given, None
+        if given is not None:
+            given.requires_grad_()
+        if given is not None and edges is not None and edges.tokens is not None:
+            stack.enter_context(edges.tokens.of(given.shape[edges.tokens.dim]))
+            sequence = edges.tokens.partition(edges.ranks.size)
+            inside = scatter(given, edges.ranks, sequence)
+        if given is not None:
+            args, kwargs = tree_map(lambda x: inside if x is given else x, (args, kwargs))
+        outputs = _floating(block(*args, **kwargs))
+        if edges is not None and sequence is not None:
+            outputs[0] = gather(outputs[0], edges.ranks, sequence)
+        _backward(outputs, seeds)
+    return Results(
+        [output.detach() for output in outputs],
+        None if given is None else torch.zeros_like(given) if given.grad is None else given.grad,
+        {name: parameter.grad for name, parameter in block.named_parameters()},
+    )
+
+
+def _backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    # Where the outputs are other ones, that shows in them.
+    both = [(x, g) for x, g in zip(outputs, seeds, strict=False) if x.shape == g.shape]
+    pairs = [(x, g) for x, g in both if x.requires_grad]
+    if pairs:
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+
+
+def _wide(call: Call, generator: torch.Generator) -> Call:
+    """Return the arguments in fp64 on the CPU, the activation with random values."""
+
+    def widen(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if first is not None and x is first:
+            return _random(x.shape, generator)
+        return x.detach().to("cpu", torch.float64 if x.is_floating_point() else x.dtype)
+
+    first = _activation((call.args, call.kwargs))
+    args, kwargs = tree_map(widen, (call.args, dict(call.kwargs)))
+    return Call(args, kwargs)
+
+
+def _activation(arguments: Any) -> Tensor | None:
+    """Return the first activation among arguments; None if there is none."""
+    return next((leaf for leaf in _floating(arguments) if leaf.dim() > 1), None)
+
+
+def _floating(values: Any) -> list[Tensor]:
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.is_floating_point()]
+
+
+def _is_same(found: Tensor | None, expected: Tensor | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    return is_close(found, expected)
+
+
+def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(tuple(shape), dtype=torch.float64, device="cpu", generator=generator)
+
+
+def is_close(found: Tensor, expected: Tensor, noise: float = 0.0) -> bool:
+    """Whether a tensor is what was expected, but for rounding and this much noise."""
+    if found.shape != expected.shape:
+        return False
+    error = torch.linalg.vector_norm(found - expected)
+    return bool(error <= TOLERANCE * torch.linalg.vector_norm(expected) + noise)
+
+
+def _on_meta(block: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in block.parameters())

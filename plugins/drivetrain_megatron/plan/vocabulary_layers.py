@@ -1,0 +1,55 @@
+"""Finds the layers of a model that are divided by words: embeddings, and what makes logits."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import nn
+
+from drivetrain.parts.blocks import NamedModule
+from drivetrain_megatron.recording.calls import Calls
+from drivetrain_megatron.tensor.linear import features_of, is_linear, is_transposed
+
+
+def words_of(module: nn.Module) -> int:
+    """Return how many words an embedding, or a layer that makes logits, is about."""
+    return module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
+
+
+def by_words(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield the parameters of such a module and their dims that count words."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield parameter, 1 if name == "weight" and is_transposed(module) else 0
+
+
+def find_vocabulary(model: nn.Module, calls: Calls, allowed: Callable[[str], bool]) -> list[str]:
+    """Return the layers outside of blocks that make logits, and the embeddings of the same words.
+
+    A weight that something else uses, too, stays whole.
+    """
+    inside = tuple(f"{name}." for name, _ in calls.blocks)
+    outer = [
+        (name, module)
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside) and next(module.parameters(False), None) is not None
+    ]
+    embeddings = [(name, m) for name, m in outer if isinstance(m, nn.Embedding)]
+    heads = [
+        (name, m)
+        for name, m in outer
+        if is_linear(m) and any(features_of(m)[1] == e.num_embeddings for _, e in embeddings)
+    ]
+    rows = {features_of(module)[1] for _, module in heads}
+    found = [*[(n, e) for n, e in embeddings if e.num_embeddings in rows], *heads]
+    chosen = [(name, module) for name, module in found if allowed(name)]
+    return [name for name, module in chosen if _is_only_used_by(module, model, chosen, calls)]
+
+
+def _is_only_used_by(
+    module: nn.Module, model: nn.Module, chosen: Iterable[NamedModule], calls: Calls
+) -> bool:
+    """Whether a weight is used once by each chosen module that has it, and by nothing else."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    weight = module.weight
+    owners = sum(1 for _, m in chosen if m.weight is weight)
+    places = sum(1 for m in model.modules() for p in m.parameters(False) if p is weight)
+    name = first[id(weight)]
+    return owners == places and calls.uses[name] <= owners

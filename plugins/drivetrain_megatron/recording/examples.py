@@ -1,0 +1,149 @@
+"""Example inputs of a model that nobody has called yet: its own, or guesses that are tried."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.blocks import repeated_blocks
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.recording.recorder import to_device
+from drivetrain_megatron.recording.shapes_of_ops import ValuesNeededError
+from drivetrain_megatron.recording.substitution import without_values
+
+_ROWS, _LENGTH = 2, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Inputs of a model's forward.
+
+    Attributes:
+        args: positional.
+        kwargs: by name.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def inputs_for(config: MegatronConfig, model: nn.Module) -> Inputs | None:
+    """Return the example inputs that dividing a model takes.
+
+    Args:
+        config: how it is to be divided.
+        model: with or without values, not changed.
+
+    Returns:
+        None where it is not divided, or need not be: no inputs are found, nothing in it repeats,
+        and no plan or pipeline asks for it.
+
+    Raises:
+        UsageError: as ``example_inputs``, for a model that has to be divided.
+    """
+    if config.tp * config.pp == 1:
+        return None
+    try:
+        return example_inputs(model)
+    except UsageError:
+        given = getattr(model, "dummy_inputs", None) is not None
+        if given or config.pp > 1 or config.plan or repeated_blocks(model):
+            raise
+        return None
+
+
+def example_inputs(model: nn.Module) -> Inputs:
+    """Return inputs that a model's forward accepts.
+
+    ``model.dummy_inputs`` (a Hugging Face convention) is what the model's author says, so it comes
+    first and an error in it is raised. Else the model's first layer in the order of registration
+    tells what goes in: an embedding takes tokens; a transformer takes sequences of its width; a
+    convolution takes images of its channels; a linear layer takes rows, or sequences of rows when
+    the model handles only those. A guess counts when a forward on proxies accepts it.
+
+    Args:
+        model: with or without values, not changed.
+
+    Returns:
+        Inputs on the CPU: 2 rows, sequences of length 8.
+
+    Raises:
+        UsageError: ``dummy_inputs`` is no dict, tuple or tensor, no guess is accepted, or the model
+            chooses by values of hidden states.
+    """
+    given = getattr(model, "dummy_inputs", None)
+    if given is not None:
+        return _as_inputs(given)
+    failures = []
+    needed: ValuesNeededError | None = None
+    for what, guess in _guesses(model):
+        error = _refused(model, guess)
+        if error is None:
+            return Inputs((guess,))
+        needed = needed or (error if isinstance(error, ValuesNeededError) else None)
+        failures.append(f"{what}: {type(error).__name__}: {str(error).strip()[:200]}")
+    if needed is not None:
+        raise needed  # it accepts the input, and then looks at values
+    tried = "; ".join(failures) or "no embedding, linear, convolution or transformer was found"
+    raise UsageError(
+        f"expected inputs with which {type(model).__name__} can be called once, found none that "
+        f"it accepts (tried {tried}): set model.dummy_inputs = {{'name': tensor}} (or a tuple of "
+        "tensors) to a small batch as in training, before accelerator.prepare()"
+    )
+
+
+def _as_inputs(given: Any) -> Inputs:
+    if isinstance(given, Mapping):
+        return Inputs((), dict(given))
+    if isinstance(given, list | tuple):
+        return Inputs(tuple(given))
+    if isinstance(given, Tensor):
+        return Inputs((given,))
+    raise UsageError(
+        f"expected model.dummy_inputs to be a dict, a tuple or a tensor, found a "
+        f"{type(given).__name__}: set it to the arguments of the model's forward"
+    )
+
+
+def _refused(model: nn.Module, guess: Tensor) -> Exception | None:
+    """Return the error with which a model refuses an input, None when it accepts it."""
+    forward = model.forward
+    with without_values(model) as substitutes:
+        try:
+            forward(to_device(guess, substitutes.device))
+        except Exception as error:  # whatever the user's forward raises means no
+            return error
+    return None
+
+
+def _guesses(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield guesses for the layers that inputs may go into, first layers first."""
+    seen: set[str] = set()
+    for name, module in model.named_modules():
+        for what, guess in _for_layer(module):
+            if what not in seen:
+                seen.add(what)
+                yield f"{what} for {name!r}", guess
+
+
+def _for_layer(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(module, nn.Embedding):
+        count = torch.arange(_ROWS * _LENGTH) % module.num_embeddings
+        yield f"tokens below {module.num_embeddings}", count.view(_ROWS, _LENGTH)
+    elif isinstance(module, nn.TransformerEncoderLayer):
+        yield from _numbers(module.linear1.weight, (_ROWS, _LENGTH, module.linear1.in_features))
+    elif isinstance(module, nn.MultiheadAttention):
+        yield from _numbers(module.out_proj.weight, (_ROWS, _LENGTH, module.embed_dim))
+    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        space = (32,) * len(module.kernel_size)
+        yield from _numbers(module.weight, (_ROWS, module.in_channels, *space))
+    elif isinstance(module, nn.Linear):
+        yield from _numbers(module.weight, (_ROWS, module.in_features))
+        yield from _numbers(module.weight, (_ROWS, _LENGTH, module.in_features))
+
+
+def _numbers(weight: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    yield f"{weight.dtype} of shape {shape}", torch.zeros(shape, dtype=weight.dtype)

@@ -1,0 +1,132 @@
+"""The shapes that blocks return for given inputs, known before anything is computed or received."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from drivetrain_megatron.recording.block_hooks import Gates
+from drivetrain_megatron.recording.proxy import proxy_like
+from drivetrain_megatron.recording.recorder import Block, Recording
+from drivetrain_megatron.recording.structure import TensorMeta
+from drivetrain_megatron.recording.substitution import without_values
+
+Metas: TypeAlias = tuple[tuple[TensorMeta, ...], ...]
+
+
+_KEPT = 512
+"""Combinations of input shapes that are remembered."""
+
+
+_TRUSTED = 2
+"""Combinations after which blocks that kept their input's shape are taken to always do."""
+
+
+class Shapes:
+    """Answers what every block returns for given inputs of the model.
+
+    A new combination of shapes costs a forward on proxies. Once every block has returned its
+    input's shape for two combinations, that forward leaves the blocks out.
+
+    Args:
+        recording: of the model.
+        model: the model, whole or split.
+        gates: before its blocks, in the order of the recording.
+        device: where the model computes.
+    """
+
+    def __init__(
+        self, recording: Recording, model: nn.Module, gates: Gates, device: torch.device
+    ) -> None:
+        self._recording, self._model, self._gates = recording, model, gates
+        self._device = device
+        self._forward = model.forward
+        self._known: dict[Any, Metas] = {}
+        self._alike: dict[Any, int] = {}
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
+        """Return the metas of the tensors that each block returns.
+
+        Args:
+            args: inputs of the model.
+            kwargs: the same by name.
+
+        Raises:
+            UsageError: a block returns another structure than when it was recorded.
+        """
+        mode = self._mode()
+        key = (mode, _key(args, kwargs))
+        if key not in self._known:
+            if len(self._known) >= _KEPT:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = self._run(mode, args, kwargs)
+        return self._known[key]
+
+    def _mode(self) -> Any:
+        """Return what dtypes depend on besides the inputs."""
+        casts = tuple(
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            for kind in sorted({"cpu", self._device.type})
+        )
+        return casts, self._model.training
+
+    def _run(self, mode: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
+        trusted = self._alike.get(mode, 0) >= _TRUSTED
+        shaper = _Shaper(self._recording.blocks, trusted, self._device)
+        with (
+            without_values(self._model),
+            self._gates.conducted(shaper),
+            torch.enable_grad(),
+        ):
+            self._forward(*args, **kwargs)
+        if not trusted:
+            self._alike[mode] = self._alike.get(mode, 0) + 1 if shaper.alike else -(1 << 30)
+        return tuple(shaper.metas)
+
+
+class _Shaper:
+    """Runs blocks on proxies, or only hands their inputs on."""
+
+    def __init__(self, blocks: Sequence[Block], trusted: bool, device: torch.device) -> None:
+        self._blocks, self._trusted, self._device = blocks, trusted, device
+        self.alike = True
+        self.metas: list[tuple[TensorMeta, ...]] = []
+
+    def call(
+        self,
+        index: int,
+        compute: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Note what a block returns."""
+        block = self._blocks[index]
+        leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
+        likes = [leaves[place] if place is not None else None for place in block.like]
+        if self._trusted:
+            found = [(tuple(like.shape), like.dtype) for like in likes if like is not None]
+        else:
+            result = compute(*args, **kwargs)
+            carried = block.output.carried(block.name, result)
+            found = [(tuple(tensor.shape), tensor.dtype) for tensor in carried]
+            self.alike &= all(
+                isinstance(like, Tensor) and (tuple(like.shape), like.dtype) == facts
+                for like, facts in zip(likes, found, strict=True)
+            )
+        metas = tuple(
+            TensorMeta(*facts, recorded.requires_grad)
+            for facts, recorded in zip(found, block.output.metas, strict=True)
+        )
+        self.metas.append(metas)
+        made = [proxy_like(m.shape, m.dtype, self._device, m.requires_grad) for m in metas]
+        return block.output.build(block.name, made, leaves)
+
+
+def _key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
+    return str(tree), tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    )

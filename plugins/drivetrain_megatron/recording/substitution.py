@@ -1,0 +1,119 @@
+"""Lets a model run once without values: its parameters are proxies until the context ends."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.runtime import rng
+from drivetrain_megatron.recording.proxy import StageProxy, proxy_of
+
+
+@dataclass(frozen=True, slots=True)
+class Substitutes:
+    """What stands in a model's place.
+
+    Attributes:
+        device: where the model's values are, or would be: the CPU for the meta device.
+        parameters: proxies of the distinct parameters by their first name.
+        aliases: all names of each, by its first name.
+        buffers: copies of the buffers, or proxies of those on the meta device, by name.
+    """
+
+    device: torch.device
+    parameters: dict[str, StageProxy]
+    aliases: dict[str, tuple[str, ...]]
+    buffers: dict[str, Tensor]
+
+
+@contextmanager
+def without_values(model: nn.Module) -> Iterator[Substitutes]:
+    """Run a model on proxies; afterwards it is as before, and so are the random generators.
+
+    Whatever a forward sets on modules, such as caches and statistics, is undone.
+
+    Args:
+        model: its parameters become proxies and its buffers copies inside of the context.
+    """
+    modules = list(model.modules())
+    saved = [pair for module in modules for pair in _contents(module)]
+    state = rng.capture()
+    try:
+        keep_padding(model)
+        with _uncompiled(modules):
+            yield _substitute(model)
+    finally:
+        for owner, before in saved:
+            owner.clear()
+            owner.update(before)
+        rng.restore(state)
+
+
+def _uncompiled(modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
+    """Run compiled modules eagerly: proxies cannot be compiled."""
+    compiled = any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules
+    )
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def keep_padding(model: nn.Module) -> None:
+    """Let encoders of torch compute padded positions, too, in eval mode, as they do in training.
+
+    Left to themselves they look at the values of the mask and the input and send ragged tensors
+    through the blocks; at padded positions the output is then zero instead of some number.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def _contents(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    owners: list[dict[str, Any]] = [
+        module._parameters,
+        module._buffers,
+        module._modules,
+        module.__dict__,
+    ]
+    return [(owner, dict(owner)) for owner in owners]
+
+
+def _substitute(model: nn.Module) -> Substitutes:
+    real = _device(model)
+    by_identity: dict[int, str] = {}
+    proxies: dict[str, StageProxy] = {}
+    aliases: dict[str, list[str]] = {}
+    buffers: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            first = by_identity.setdefault(id(parameter), full)
+            proxy = proxies.get(first)
+            if proxy is None:
+                proxy = proxies[first] = proxy_of(parameter, _real(parameter.device))
+            module._parameters[name] = proxy
+            aliases.setdefault(first, []).append(full)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                full = f"{prefix}.{name}" if prefix else name
+                module._buffers[name] = buffers[full] = _copy(buffer)
+    names = {first: tuple(all_names) for first, all_names in aliases.items()}
+    return Substitutes(real, proxies, names, buffers)
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return proxy_of(buffer, _real(buffer.device)) if buffer.is_meta else buffer.detach().clone()
+
+
+def _device(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return _real(first.device) if first is not None else torch.device("cpu")
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device

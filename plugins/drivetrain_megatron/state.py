@@ -1,0 +1,350 @@
+"""Between a cell and the user's whole model: checkpoints, state dicts, initial values.
+
+A rank holds a part of some tensors, a pipeline stage holds some of the tensors. The data-parallel
+strategy inside of a cell knows these local tensors only. What it saves is put into global
+coordinates here, and what it loads is read from there, so that a checkpoint does not show how the
+ranks shared the model.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.building import Ranges, WeightSource, meta_tensors
+from drivetrain.checkpoint.assembly import boxes
+from drivetrain.collectives import Communicator
+from drivetrain.errors import CheckpointError, UsageError
+from drivetrain.parts.replicate import replicate
+from drivetrain.shards import Part, Reader, Shard, TensorFacts, state_tensors
+from drivetrain_megatron.cell import ParameterFacts
+from drivetrain_megatron.tensor.operators import gathered
+from drivetrain_megatron.tensor.partition import Partition
+
+
+def globally(
+    part: Part, tensor: Tensor, partition: Partition, rank: int
+) -> Iterator[tuple[Part, Tensor]]:
+    """Yield the pieces of a part of a local tensor, in coordinates of the global one.
+
+    Args:
+        part: which part of the local tensor.
+        tensor: the part's values: of shape ``part.sizes``, or 1-D for a flat range.
+        partition: how the global tensor is divided.
+        rank: whose local tensor.
+
+    Yields:
+        (global part, view of the values that belong there).
+    """
+    ranges = partition.ranges[rank]
+    if len(ranges) == 1:  # the local tensor is one box, and a flat range of it stays one
+        yield Part(_moved(part.offsets, partition.dim, ranges[0][0]), part.sizes, part.flat), tensor
+        return
+    flat = tensor.reshape(-1)
+    for box in boxes(part):
+        values = flat.as_strided(box.sizes, _strides(box.sizes), flat.storage_offset() + box.start)
+        for offset, size, to in _cut(ranges, box.offsets[partition.dim], box.sizes[partition.dim]):
+            piece = values.narrow(partition.dim, offset - box.offsets[partition.dim], size)
+            at = list(box.offsets)
+            at[partition.dim] = to
+            yield Part(tuple(at), tuple(piece.shape)), piece
+
+
+class GlobalShards:
+    """Puts what a cell's strategy saves into global coordinates.
+
+    Args:
+        facts: of the cell's parameters, by name; what is not there is replicated.
+        rank: this rank's index on the tensor-parallel axis.
+    """
+
+    def __init__(self, facts: Mapping[str, ParameterFacts], rank: int) -> None:
+        self._facts = facts
+        self._rank = rank
+
+    def of(self, shards: Iterable[Shard]) -> Iterator[Shard]:
+        """Yield the global shards that this rank saves: of what several ranks hold, one does.
+
+        Raises:
+            CheckpointError: an optimizer keeps state of a divided parameter that has neither its
+                shape nor is a single number.
+        """
+        for shard in shards:
+            facts = self._facts.get(shard.name)
+            if facts is None or facts.partition is None:
+                if self._rank == 0:
+                    yield shard
+            elif not shard.shape:
+                if self._rank == 0:  # a count of steps
+                    yield shard
+            elif shard.shape != facts.local_shape(self._rank):
+                raise CheckpointError(
+                    f"expected state of {shard.name!r} with the shape of its part, "
+                    f"{facts.local_shape(self._rank)}, found {shard.state!r} with {shard.shape}; "
+                    "this optimizer cannot be saved under tensor parallelism"
+                )
+            elif facts.saves(self._rank):
+                for part, piece in globally(shard.part, shard.tensor, facts.partition, self._rank):
+                    yield replace(shard, tensor=piece, shape=facts.shape, part=part)
+
+
+class LocalReader:
+    """Shows a checkpoint of the whole model as one of this cell: what it asks for is cut out.
+
+    Args:
+        reader: the checkpoint of the whole model.
+        facts: of the cell's parameters, by name.
+        names: of the cell's parameters and buffers; others are not shown.
+        rank: this rank's index on the tensor-parallel axis.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        facts: Mapping[str, ParameterFacts],
+        names: Iterable[str],
+        rank: int,
+    ) -> None:
+        self._reader = reader
+        self._facts = facts
+        self._names = frozenset(names)
+        self._rank = rank
+
+    def keys(self) -> Iterable[tuple[str, str]]:
+        """The (name, state) pairs of this cell."""
+        return [key for key in self._reader.keys() if key[0] in self._names]  # noqa: SIM118 - no dict
+
+    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
+        """Shape of the part that this cell holds."""
+        shape = self._reader.shape(name, state)
+        facts = self._divided(name, shape)
+        return shape if facts is None else facts.local_shape(self._rank)
+
+    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
+        """Return one part of the cell's tensor, on the CPU, in the saved dtype."""
+        shape = self._reader.shape(name, state)
+        facts = self._divided(name, shape)
+        if facts is None or facts.partition is None:
+            return self._reader.read(name, state, part)
+        wanted = part or Part.whole(facts.local_shape(self._rank))
+        if len(facts.partition.ranges[self._rank]) == 1:
+            ((where, _),) = globally(wanted, torch.empty(0), facts.partition, self._rank)
+            return self._reader.read(name, state, where)
+        nothing = Part((0,) * len(shape), (0,) * len(shape))
+        dtype = self._reader.read(name, state, nothing).dtype
+        sizes = wanted.sizes if wanted.flat is None else (wanted.flat[1] - wanted.flat[0],)
+        values = torch.empty(sizes, dtype=dtype, device="cpu")
+        for where, piece in globally(wanted, values, facts.partition, self._rank):
+            piece.copy_(self._reader.read(name, state, where))
+        return values
+
+    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
+        """Return the optimizer state of a parameter that is no tensor."""
+        return self._reader.scalars(name, optimizer)
+
+    def _divided(self, name: str, shape: tuple[int, ...]) -> ParameterFacts | None:
+        facts = self._facts.get(name)
+        divided = facts is not None and facts.partition is not None and shape == facts.shape
+        return facts if divided else None
+
+
+def _cut(
+    ranges: Iterable[tuple[int, int]], offset: int, size: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (local offset, size, global offset) of what a local interval has of each range."""
+    begin = 0
+    for start, stop in ranges:
+        end = begin + stop - start
+        low, high = max(offset, begin), min(offset + size, end)
+        if low < high:
+            yield low, high - low, start + low - begin
+        begin = end
+
+
+def _moved(offsets: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+    return tuple(offset + by * (index == dim) for index, offset in enumerate(offsets))
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    return tuple(strides)
+
+
+def cut_states(
+    optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParameterFacts], rank: int
+) -> None:
+    """Cut the state that an optimizer has already of parameters that are cut."""
+    for parameter, state in optimizer.state.items():
+        held: Any = parameter
+        known = facts.get(held)
+        if known is None or known.partition is None:
+            continue
+        for key, value in state.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == known.shape:
+                state[key] = known.partition.take(value, rank)
+
+
+class SharedSource:
+    """A ``WeightSource`` of what a cell holds: it returns this rank's share of whole tensors.
+
+    From a file only the share is read. Values that are made are whole, one tensor at a time, for
+    as long as the share is taken.
+
+    Args:
+        source: knows the values of the whole model.
+        model: on the meta device, before it is divided: the source knows tensors by their memory,
+            and dividing gives them other memory.
+    """
+
+    def __init__(self, source: WeightSource, model: nn.Module) -> None:
+        self._source = source
+        self._whole = {name: tensor.detach() for name, tensor in meta_tensors(model).items()}
+        self._facts: Mapping[str, ParameterFacts] = {}
+        self._rank = 0
+
+    def divide(self, facts: Mapping[str, ParameterFacts], rank: int) -> None:
+        """Say how the model was divided, and which rank of the tensor-parallel axis this is."""
+        self._facts, self._rank = facts, rank
+
+    def value(self, name: str, tensor: Tensor, only: Ranges | None = None) -> Tensor:
+        """Return this rank's share of the values, or part of it, on the CPU, in fresh memory."""
+        whole = self._whole.get(name, tensor)
+        facts = self._facts.get(name)
+        if facts is None or facts.partition is None:
+            return self._source.value(name, whole, only)
+        partition = facts.partition
+        mine = Ranges(partition.dim, partition.ranges[self._rank])
+        share = self._source.value(name, whole, mine)
+        return share if only is None else only.of(share)
+
+
+@contextmanager
+def joined(
+    ranks: Communicator, partitions: Mapping[nn.Parameter, Partition | None], *, modify: bool
+) -> Iterator[None]:
+    """Context in which parameters have their global shape and values on every rank. Collective.
+
+    Args:
+        ranks: the axis ``tp``.
+        partitions: how each parameter is cut; None where every rank has the whole.
+        modify: whether changes inside are kept: those of the axis's first rank, for all of them.
+    """
+    if ranks.size == 1:
+        yield
+        return
+    cut = {p: (p.data, partition) for p, partition in partitions.items() if partition is not None}
+    for parameter, (share, partition) in cut.items():
+        parameter.data = gathered(share, ranks, partition)
+    try:
+        yield
+        if modify:
+            replicate(partitions, ranks, "changed parameters")
+            for parameter, (share, partition) in cut.items():
+                share.copy_(partition.take(parameter.data, ranks.rank))
+    finally:
+        for parameter, (share, _) in cut.items():
+            parameter.data = share
+
+
+@contextmanager
+def refusing_forwards(model: nn.Module) -> Iterator[None]:
+    """Context in which a model must not be called: its layers compute with shares of parameters.
+
+    Raises:
+        UsageError: in a forward inside.
+    """
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise UsageError(
+            f"expected {type(model).__name__} not to be called while its parameters are gathered, "
+            "found a forward: its layers compute with this rank's share of them; leave gathered() "
+            "first, and use accelerator.inference(model) for evaluation and generation"
+        )
+
+    handle = model.register_forward_pre_hook(refuse, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+_DTYPES = sorted(
+    (value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str
+)
+
+
+_ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is, and what it is like there.
+
+    Attributes:
+        rank: of the pipeline axis.
+        facts: in terms of the whole model.
+    """
+
+    rank: int
+    facts: TensorFacts
+
+
+class WholeState:
+    """What the state dict of the whole model holds.
+
+    Args:
+        model: whole yet.
+        axis: collectives over the axis ``pp``.
+        device: of the model.
+    """
+
+    def __init__(self, model: nn.Module, axis: Communicator, device: torch.device) -> None:
+        self._axis, self._device = axis, device
+        first: dict[int, str] = {}
+        self._whole = {
+            name: replace(TensorFacts.of(name, t), identity=first.setdefault(id(t), name))
+            for name, t in state_tensors(model).items()
+        }
+
+    def places(self, module: nn.Module) -> dict[str, Place]:
+        """Return where each tensor is by now, by name. Collective over the pipeline."""
+        state = state_tensors(module)
+        shape = (self._axis.size, len(self._whole), 2)
+        table = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        table[self._axis.rank] = torch.tensor(
+            [_row(state.get(name)) for name in self._whole], dtype=torch.int64
+        ).reshape(shape[1:])
+        self._axis.all_reduce(table, label="what stages hold").wait()
+        rows = table.transpose(0, 1).tolist()
+        found = {}
+        for facts, by_rank in zip(self._whole.values(), rows, strict=True):
+            rank = next(r for r, (dtype, _) in enumerate(by_rank) if dtype != _ABSENT)
+            dtype, trainable = by_rank[rank]
+            known = replace(facts, dtype=_DTYPES[dtype], trainable=bool(trainable))
+            found[facts.name] = Place(rank, known)
+        return found
+
+    def broadcast(self, place: Place, mine: Tensor | None) -> Tensor:
+        """Return one whole tensor on every rank of the pipeline.
+
+        Args:
+            place: of the tensor.
+            mine: the tensor, on the rank that has it.
+        """
+        if mine is None:
+            whole = torch.empty(place.facts.shape, dtype=place.facts.dtype, device=self._device)
+        else:
+            whole = mine.detach().contiguous()
+        self._axis.broadcast(whole, place.rank, label="whole state").wait()
+        return whole
+
+
+def _row(tensor: Tensor | None) -> tuple[int, int]:
+    if tensor is None:
+        return _ABSENT, 0
+    return _DTYPES.index(tensor.dtype), int(tensor.requires_grad)

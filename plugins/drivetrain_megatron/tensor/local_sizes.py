@@ -1,0 +1,128 @@
+"""Reshapes of a block whose code counts with the sizes of the whole, on a rank that has a part.
+
+``x.view(batch, length, 3, heads, dim // heads)`` asks for all heads, and the rank has some of them.
+Where the sizes asked for do not fit the tensor at hand, and would if one of them were the rank's,
+that one is meant. Whether it was is for the trial to say.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
+from drivetrain_megatron.tensor.sequence import Edges
+
+_RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
+
+
+class LocalSizes(TorchFunctionMode):
+    """Puts this rank's sizes into reshapes that do not fit.
+
+    Args:
+        numbers: sizes of the whole, and what they are on this rank.
+        place: which of several sizes that would do is meant, counted from the right: 0, 1, …;
+            the leftmost where there are fewer.
+        dim: which dim of activations counts tokens; features and heads stand behind it.
+        tokens: how many tokens a shard of the sequence has, and how many all have; None where
+            activations are whole.
+    """
+
+    def __init__(
+        self, numbers: Mapping[int, int], place: int, dim: int, tokens: tuple[int, int] | None
+    ) -> None:
+        super().__init__()
+        self._numbers = numbers
+        self._place = place
+        self._dim = dim
+        self._tokens = tokens
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch."""
+        if func in _RESHAPES and not kwargs:
+            args = self._local(args)
+        return func(*args, **(kwargs or {}))
+
+    def _local(self, args: Sequence[Any]) -> Sequence[Any]:
+        tensor, *sizes = args
+        if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
+            sizes = list(sizes[0])
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            return args  # a dtype, or a size that torch works out
+        sizes = self._with_tokens(tensor, sizes)
+        found = _extent(tensor.shape) if 0 in sizes else tensor.numel()
+        if _extent(sizes) != found:
+            sizes = self._with_features(sizes, found)
+        return (tensor, sizes)
+
+    def _with_features(self, sizes: list[int], found: int) -> list[int]:
+        """Return the sizes with this rank's features or heads, if they fit then."""
+        wanted = _extent(sizes)
+        fitting = [
+            index
+            for index, size in enumerate(sizes)
+            if index > self._dim
+            and size in self._numbers
+            and wanted // size * self._numbers[size] == found
+        ]
+        if not fitting:
+            return sizes
+        index = fitting[max(len(fitting) - 1 - self._place, 0)]
+        return _replaced(sizes, index, self._numbers[sizes[index]])
+
+    def _with_tokens(self, tensor: Tensor, sizes: list[int]) -> list[int]:
+        """Return the sizes with all tokens, where the tensor has them and a shard's were meant."""
+        dim = self._dim
+        if self._tokens is None or dim >= min(tensor.dim(), len(sizes)):
+            return sizes
+        some, every = self._tokens
+        meant = sizes[dim] == some and tensor.shape[dim] == every
+        return _replaced(sizes, dim, every) if meant else sizes
+
+
+def _extent(sizes: Sequence[int]) -> int:
+    """Return how many elements there are, leaving out dims that have none."""
+    return prod(size or 1 for size in sizes)
+
+
+def _replaced(sizes: Sequence[int], index: int, size: int) -> list[int]:
+    return [*sizes[:index], size, *sizes[index + 1 :]]
+
+
+class Resized(Behavior):
+    """A block whose reshapes get this rank's sizes.
+
+    Args:
+        numbers: sizes of the whole, and what they are on this rank.
+        place: see ``LocalSizes``.
+        edges: how activations are cut outside of the block's groups.
+    """
+
+    def __init__(self, numbers: Mapping[int, int], place: int, edges: Edges) -> None:
+        self._numbers = dict(numbers)
+        self._place = place
+        self._edges = edges
+
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the module's own forward does."""
+        sequence = self._edges.sequence
+        tokens = None
+        if sequence is not None:
+            tokens = (sequence.local_size(self._edges.ranks.rank), sequence.size)
+        given = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        with LocalSizes(self._numbers, self._place, max(given.dim() - 2, 0), tokens):
+            return original_class(module).forward(module, *args, **kwargs)
+
+
+def attach_resized(module: nn.Module, numbers: Mapping[int, int], place: int, edges: Edges) -> None:
+    """Let a block's reshapes get this rank's sizes."""
+    attach(module, Resized(numbers, place, edges))
