@@ -165,6 +165,7 @@ def fingerprint(
     model_name: str, strategy: Any, options: Mapping[str, Any], scratch: Path, recorder: Recorder
 ) -> dict[str, Any]:
     """Return the fingerprint of one training, or the error that refuses it."""
+    import numpy
     import torch
 
     from drivetrain import Accelerator
@@ -172,6 +173,7 @@ def fingerprint(
 
     torch.manual_seed(0)
     random.seed(0)
+    numpy.random.seed(0)
     recorder.digests()
     accelerator = None
     found: dict[str, Any] = {}
