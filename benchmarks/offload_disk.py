@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from drivetrain_offload.buffers import aligned_empty
-from drivetrain_offload.files import DiskFile
+from drivetrain_offload.resources.buffers import aligned_empty
+from drivetrain_offload.stores.files import DiskFile
 
 MIB = 2**20
 BUFFER = 32 * MIB

@@ -26,8 +26,8 @@ from collections.abc import Callable
 import torch
 from torch.optim import AdamW, Optimizer
 
-from drivetrain_offload.rules import Rule, update_rule
-from drivetrain_offload.tiles import Piece, Tiler
+from drivetrain_offload.steps.rules import Rule, update_rule
+from drivetrain_offload.steps.tiles import Piece, Tiler
 
 MI = 1 << 20
 FACTOR = 0.37

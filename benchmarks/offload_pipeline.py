@@ -23,12 +23,13 @@ import torch
 from torch.optim import AdamW
 
 from drivetrain.store import ShardSpec, ShardStep
-from drivetrain_offload import NvmeConfig, NvmeStore, nvme_stepper
-from drivetrain_offload.nvme_stepper import NvmeStepper
-from drivetrain_offload.pipeline import SETS, Buffers, Tile, cut
-from drivetrain_offload.rules import update_rule
-from drivetrain_offload.stepping import Block, Work
-from drivetrain_offload.tiles import Tiler
+from drivetrain_offload import NvmeConfig, NvmeStore
+from drivetrain_offload.steps import steppers
+from drivetrain_offload.steps.pipeline import SETS, Tile, TileBuffers, cut
+from drivetrain_offload.steps.rules import update_rule
+from drivetrain_offload.steps.steppers import NvmeStepper
+from drivetrain_offload.steps.stepping import ShardBlock, ShardWork
+from drivetrain_offload.steps.tiles import Tiler
 
 MI = 1 << 20
 NAMES = ("exp_avg", "exp_avg_sq", "master")
@@ -53,8 +54,8 @@ def pipeline(store: NvmeStore, stepper: NvmeStepper, steps: list[ShardStep]) -> 
     return step
 
 
-def buffer_sets(nbytes: int) -> list[Buffers]:
-    sets = [Buffers(nbytes) for _ in range(SETS)]
+def buffer_sets(nbytes: int) -> list[TileBuffers]:
+    sets = [TileBuffers(nbytes) for _ in range(SETS)]
     for buffers in sets:
         buffers.provide(NAMES)
     return sets
@@ -97,9 +98,9 @@ def ways(numel: int, shards: int, store: NvmeStore, tiler: Tiler) -> tuple[dict[
     assert stepper is not None
     assert rule is not None
     steps = block_of(numel, shards, optimizer, stepper)
-    block: Block = stepper._blocks["all"]
+    block: ShardBlock = stepper._blocks["all"]
     begun = rule.step(optimizer.param_groups[0], torch.zeros(()), factor=0.37)
-    works = [Work(block.shards[step.index], step, begun, {}) for step in steps]
+    works = [ShardWork(block.shards[step.index], step, begun, {}) for step in steps]
     nbytes = stepper._tile_bytes
     tiles = list(cut(works, nbytes))
     keys = {name: stepper._key(block, name) for name in NAMES}
@@ -149,12 +150,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[64], help="in Mi elements")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 100], help="in the block")
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
-    parser.add_argument("--tile-mib", type=float, default=nvme_stepper.TILE_BYTES / MI)
+    parser.add_argument("--tile-mib", type=float, default=steppers.TILE_BYTES / MI)
     parser.add_argument("--request-mib", type=float, default=NvmeConfig().request_mib)
     parser.add_argument("--requests", type=int, default=NvmeConfig().threads, help="at once")
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
-    nvme_stepper.TILE_BYTES = int(options.tile_mib * MI)
+    steppers.TILE_BYTES = int(options.tile_mib * MI)
     config = NvmeConfig(
         path=options.path, request_mib=options.request_mib, threads=options.requests
     )

@@ -1,43 +1,43 @@
-"""Offload: tensors kept in host memory or on a disk between their uses.
+"""Offload: optimizer state and parameters kept in host memory or on a disk between their uses.
 
 Papers: Ren et al., "ZeRO-Offload", USENIX ATC 2021; Rajbhandari et al., "ZeRO-Infinity", SC 2021
-(section 5, the infinity offload engine). The idea of the stores in five lines:
+(section 5, the infinity offload engine). The idea in five lines:
 
-1. A store keeps tensors by key; who uses it does not know where they lie.
-2. ``cpu`` keeps them in host memory, page-locked, so that copies and computation overlap.
-3. ``nvme`` keeps them in one preallocated file per rank: a full disk is known before step one.
-4. Requests go past the page cache, several at once, from threads: system calls release the GIL.
-5. The file has no name: nothing is left of it when the process ends, however it does.
+1. A store keeps tensors by key; code that uses a store does not know where the tensors lie.
+2. ``cpu`` keeps them in host memory, page-locked, so that copies overlap with computation.
+3. ``nvme`` keeps them in one preallocated file per rank, so a full disk is known before step one.
+4. A stepper updates shards where they lie, in the background: tiles in the cache, on own threads.
+5. Shards on a disk pass through three sets of buffers: one is read, one updated, one written.
 
-An Adam step over P parameters of a rank reads 12 P bytes (master, two moments) and writes as many.
+An Adam step over P parameters of a rank reads 12 P bytes from its store (master and two moments in
+fp32) and writes as many; over the bus to the device go 2 P bytes of bf16 gradients and 2 P bytes of
+new parameters.
 
-===============  =====================================================================
-buffers.py       aligned and page-locked memory
-host.py          the store ``cpu``
-directory.py     what the directory of a store must be
-heap.py          memory that is freed goes back to the system
-files.py         one file without a name, several requests at once
-nvme.py          the store ``nvme``
-rules.py         what torch's optimizers keep for a parameter, and the kernel that updates it
-tiles.py         that, over tiles of flat shards that stay in the cache
-threads.py       threads that compute alone
-stepping.py      steps of shards that a store keeps: blocks, counters, what both stores share
-host_stepper.py  where states lie in host memory
-nvme_stepper.py  where they lie on a disk
-pipeline.py      reads tile i + 1, updates tile i, writes tile i - 1
-bench.py         what a disk can do with it; ``command.py`` shows it
-strategy.py      the strategy ``offload``: another one, with stores chosen; ``config.py`` its knobs
-===============  =====================================================================
+=======================  =========================================================================
+strategy.py, options.py  the strategy ``offload``: another strategy by name, with stores chosen
+disk_bench.py            the command ``drivetrain disk-bench``; disk_speed.py measures for it
+steps/rules.py           the states that torch's optimizers keep, and the kernel that updates them
+steps/tiles.py           such an update over tiles that stay in the cache, on threads of its own
+steps/stepping.py        steps of shards in a store: blocks, counters, what both steppers share
+steps/pipeline.py        reads tile i + 1, updates tile i, writes tile i - 1
+steps/steppers.py        the two steppers: states in host memory, and states on a disk
+stores/host.py           the store ``cpu``
+stores/nvme.py           the store ``nvme``
+stores/files.py          a file without a name, read and written by several requests at once
+stores/directory.py      the checks of the directory in which such a file lies
+resources/buffers.py     aligned and page-locked memory, and its way back to the system
+resources/threads.py     threads that serve as long as the process lives
+=======================  =========================================================================
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drivetrain_offload.buffers import aligned_empty
-    from drivetrain_offload.config import OffloadConfig
-    from drivetrain_offload.files import Transfer
-    from drivetrain_offload.host import HostConfig, HostStore
-    from drivetrain_offload.nvme import NvmeConfig, NvmeStore
+    from drivetrain_offload.options import OffloadConfig
+    from drivetrain_offload.resources.buffers import aligned_empty
+    from drivetrain_offload.stores.files import Transfer
+    from drivetrain_offload.stores.host import HostConfig, HostStore
+    from drivetrain_offload.stores.nvme import NvmeConfig, NvmeStore
     from drivetrain_offload.strategy import Offload
 
 __all__ = [
@@ -52,14 +52,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "HostConfig": "host",
-    "HostStore": "host",
-    "NvmeConfig": "nvme",
-    "NvmeStore": "nvme",
+    "HostConfig": "stores.host",
+    "HostStore": "stores.host",
+    "NvmeConfig": "stores.nvme",
+    "NvmeStore": "stores.nvme",
     "Offload": "strategy",
-    "OffloadConfig": "config",
-    "Transfer": "files",
-    "aligned_empty": "buffers",
+    "OffloadConfig": "options",
+    "Transfer": "stores.files",
+    "aligned_empty": "resources.buffers",
 }
 
 

@@ -1,4 +1,8 @@
-"""The strategy ``offload``: a data-parallel strategy by name, with what lies in stores set."""
+"""The strategy ``offload``: a data-parallel strategy with its stores chosen (ZeRO-Offload, 2021).
+
+Paper: Ren et al., "ZeRO-Offload", USENIX ATC 2021, section 4.2: ZeRO-2 on several devices, whose
+shards of optimizer state lie in host memory.
+"""
 
 import dataclasses
 from abc import ABC
@@ -11,14 +15,14 @@ from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain.sharding.offload_options import OffloadOptions
 from drivetrain.strategy import Strategy, find_strategy
-from drivetrain_offload.config import OffloadConfig
+from drivetrain_offload.options import OffloadConfig
 
 SECTION = "offload"
 """The section of strategies that can keep state in stores."""
 
 
 class Offload(Strategy[OffloadConfig], ABC):
-    """Stands for another strategy: one place to say that state lies in stores, on any ranks.
+    """Stands for a data-parallel strategy whose state lies in stores, on any number of ranks.
 
     ``{name: offload, optimizer: cpu}`` is ``{name: zero2, offload: {optimizer: cpu}}``.
     """
@@ -32,8 +36,8 @@ class Offload(Strategy[OffloadConfig], ABC):
         """Return the data-parallel strategy, and its options with the section ``offload`` set.
 
         Raises:
-            ConfigError: no store is named, or the strategy has no such section, or its section says
-                something already.
+            ConfigError: no store is named, or the strategy has no such section, or the section has
+                options already.
         """
         registry, chosen = strategies(), config.data_parallel
         name = chosen.name or registry.default()

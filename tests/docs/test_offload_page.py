@@ -15,9 +15,9 @@ from drivetrain.config import options_of
 from drivetrain.sharding.offload_options import OffloadOptions
 from drivetrain.store import ShardStepper, SteppingStore, TensorStore
 from drivetrain_offload import HostConfig, NvmeConfig, OffloadConfig
-from drivetrain_offload.bench import ADAM_BYTES
-from drivetrain_offload.nvme_stepper import TILE_BYTES
-from drivetrain_offload.pipeline import SETS
+from drivetrain_offload.disk_speed import ADAM_BYTES
+from drivetrain_offload.steps.pipeline import SETS
+from drivetrain_offload.steps.steppers import TILE_BYTES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/strategies/offload.md"
@@ -70,7 +70,7 @@ def test_table_of_stores_equals_their_options(store, config):
 
 def test_file_map_names_every_file():
     shown = {name for row in rows("file | idea") for name in re.findall(r"\w+\.py", row[0])}
-    files = {path.name for path in (ROOT / "plugins/drivetrain_offload").glob("*.py")}
+    files = {path.name for path in (ROOT / "plugins/drivetrain_offload").rglob("*.py")}
     assert shown == files - {"__init__.py"}
 
 

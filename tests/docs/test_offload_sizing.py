@@ -16,7 +16,7 @@ from drivetrain.sharding.tier_bytes import Plan, held
 from drivetrain.sharding.tiers import Tiers, homes_of
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
-from drivetrain_offload.bench import ADAM_BYTES
+from drivetrain_offload.disk_speed import ADAM_BYTES
 
 PAGE = Path(__file__).parents[2] / "docs/offload-sizing.md"
 BF16 = Precision.of("bf16", param=torch.bfloat16)

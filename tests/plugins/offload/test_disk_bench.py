@@ -5,8 +5,9 @@ import json
 import pytest
 
 from drivetrain_launch.cli import run
-from drivetrain_offload import bench, files
-from drivetrain_offload.bench import Speed, suggest, usable_bytes
+from drivetrain_offload import disk_speed
+from drivetrain_offload.disk_speed import Speed, suggest, usable_bytes
+from drivetrain_offload.stores import files
 
 QUICK = ("--mib", "2", "--request-mib", "0.25", "--threads", "1", "--threads", "4")
 
@@ -53,7 +54,7 @@ def test_every_byte_is_moved_as_often_as_it_is_counted(tmp_path, monkeypatch):
         real(self, call, view, at, verb)
 
     monkeypatch.setattr(files.DiskFile, "_move", counted)
-    bench.measure(tmp_path, 3 * 2**20, 0.5, 2)
+    disk_speed.measure(tmp_path, 3 * 2**20, 0.5, 2)
     # write: to fill, alone, half of it beside reads; read: alone, half of it beside writes
     assert moved == {"read": 4.5 * 2**20, "write": 7.5 * 2**20}
 

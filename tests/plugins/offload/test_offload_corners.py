@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.sharding.share import ShareInStore
-from drivetrain_offload.tiles import Tiler
+from drivetrain_offload.steps.tiles import Tiler
 
 WIDTH = 24
 STRATEGIES = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain_offload.tiles import Tiler
+from drivetrain_offload.steps.tiles import Tiler
 
 LAYERS, WIDTH = 4, 32
 PATIENCE_S = 20.0

@@ -1,7 +1,7 @@
-"""Pools whose threads take tasks for as long as the process lives, also while it is ending.
+"""Threads that take tasks for as long as the process lives, also while it is ending.
 
-Those of ``concurrent.futures`` take no new tasks once the script is over: a step under way, which
-submits its parts one by one, would break off, and other ranks wait for what it makes.
+The pools of ``concurrent.futures`` take no tasks once the script is over. A step that is under way
+then, and submits its parts one by one, would break off, while other ranks wait for its results.
 """
 
 import threading
@@ -18,14 +18,14 @@ T = TypeVar("T")
 _Tasks = SimpleQueue[Callable[[], None] | None]
 
 
-class Pool:
+class ThreadPool:
     """Threads that take tasks in the order of their submission.
 
-    They start as tasks come. The end of the process does not wait for them.
+    A thread starts with each of the first tasks. The end of the process does not wait for them.
 
     Args:
         threads: how many at most.
-        name: what their names begin with.
+        name: the beginning of their names.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -65,7 +65,7 @@ class Pool:
         return future
 
     def shutdown(self) -> None:
-        """Let what was submitted end, and join the threads; may be called more than once."""
+        """Let submitted tasks end, and join the threads; may be called more than once."""
         with self._changes:
             self._end()
         for thread in self._threads:
@@ -83,27 +83,27 @@ def _serve(tasks: _Tasks) -> None:
         del task  # a finished one must not keep its tensors alive until the next one comes
 
 
-def computing_pool(threads: int, name: str) -> Pool:
-    """Return a pool whose threads run torch's operations without helpers of their own.
+def computing_pool(threads: int, name: str) -> ThreadPool:
+    """Return a pool whose threads run torch's operations without helper threads.
 
     Args:
         threads: how many; all have started when this returns.
-        name: what their names begin with.
+        name: the beginning of their names.
     """
-    pool = Pool(threads, name)
+    pool = ThreadPool(threads, name)
     everyone = threading.Barrier(threads)
 
-    def alone() -> None:
-        # A thread takes the number over from the process at its first question, even after a
-        # number of its own was set: so it asks first.
+    def compute_alone() -> None:
+        # A thread takes torch's number of threads over from the process at its first question,
+        # even after set_num_threads: so it asks first, and sets then.
         torch.get_num_threads()
         torch.set_num_threads(1)
         everyone.wait()  # else a quick thread would take the task of one that is not there yet
 
-    # The call holds for the thread that makes it, and for threads that start later: give those
-    # back what they would have had.
+    # set_num_threads holds for the thread that calls it, and for threads that start later: the
+    # latter get back the number that they would have had.
     before = torch.get_num_threads()
-    for task in [pool.submit(alone) for _ in range(threads)]:
+    for task in [pool.submit(compute_alone) for _ in range(threads)]:
         task.result()
     torch.set_num_threads(before)
     return pool

@@ -1,4 +1,4 @@
-"""The knobs of the strategy ``offload``: what lies in stores, and under which strategy."""
+"""The options of the strategy ``offload``: the contents of stores, and the strategy beneath."""
 
 from dataclasses import dataclass, fields
 
@@ -29,7 +29,7 @@ class OffloadConfig(OffloadOptions):
 
     @property
     def options(self) -> OffloadOptions:
-        """What the strategy finds in its own section ``offload``."""
+        """The section ``offload`` of the strategy beneath."""
         return OffloadOptions(
             **{field.name: getattr(self, field.name) for field in fields(OffloadOptions)}
         )

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from drivetrain.errors import StorageError
-from drivetrain_offload import NvmeConfig, NvmeStore, directory
+from drivetrain_offload import NvmeConfig, NvmeStore
+from drivetrain_offload.stores import directory
 
 MIB = 2**20
 
@@ -35,7 +36,7 @@ def test_too_little_room_is_told_with_numbers(small_disk):
 
 def test_the_disk_itself_says_that_it_is_full(small_disk, monkeypatch):
     """Where another process takes the room after the check."""
-    monkeypatch.setattr("drivetrain_offload.files.check_room", lambda *_: None)
+    monkeypatch.setattr("drivetrain_offload.stores.files.check_room", lambda *_: None)
     store, before = NvmeStore(NvmeConfig(path=str(small_disk))), free(small_disk)
     store.put("k", torch.ones(1000))
     with pytest.raises(StorageError, match=r"expected 67,108,864 free bytes, found [\d,]+; make"):

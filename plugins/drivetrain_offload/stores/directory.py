@@ -1,4 +1,4 @@
-"""What the directory of a store must be: there, writable, on a disk, and with room."""
+"""Checks of a store's directory: it is there, writable, on a disk, and has room."""
 
 import os
 import shutil
@@ -72,7 +72,7 @@ def check_room(directory: Path, needed: int) -> None:
 
 
 def no_room(directory: Path, needed: int) -> StorageError:
-    """Return the error that says how much room there is."""
+    """Return the error for a directory with too little room; it says how much there is."""
     free = shutil.disk_usage(directory).free
     return StorageError(
         f"{directory}: expected {needed:,} free bytes, found {free:,}; make room, name another "

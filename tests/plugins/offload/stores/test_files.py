@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from drivetrain.errors import StorageError, UsageError
-from drivetrain_offload import files
-from drivetrain_offload.buffers import ALIGNMENT, BufferPool, aligned_empty
-from drivetrain_offload.files import DiskFile
+from drivetrain_offload.resources.buffers import ALIGNMENT, AlignedPool, aligned_empty
+from drivetrain_offload.stores import files
+from drivetrain_offload.stores.files import DiskFile
 
 
 def refuse_direct(monkeypatch):
@@ -293,7 +293,7 @@ def test_the_first_block_tells(tmp_path, monkeypatch, number):
 
 
 def test_a_pool_hands_memory_out_again_when_no_tensor_lies_in_it():
-    pool = BufferPool(page_locked=False, spare=1)
+    pool = AlignedPool(page_locked=False, spare=1)
     first = pool.take(5000)
     assert (first.numel(), first.data_ptr() % ALIGNMENT) == (8192, 0)
     address, view = first.data_ptr(), first[:10].detach().view(torch.int16)

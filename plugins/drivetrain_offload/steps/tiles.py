@@ -1,22 +1,23 @@
-"""Updates flat shards on the CPU in tiles that stay in the cache, on threads of its own.
+"""CPU updates of flat shards in tiles that stay in the cache (ZeRO-Offload, Ren et al. 2021, 5.1).
 
 The kernels of torch want gradient and parameter in one dtype. Casting a whole bf16 gradient, and
 then the whole new parameter back, goes through memory twice more: 44 bytes per parameter of AdamW
 where 28 suffice (read 2 gradient, 4 master, 8 moments; write 4, 8, and 2 for the bf16 output).
 Here a tile's gradient is cast into scratch memory, and its new parameter is cast out, while both
-are in the cache; see ``drivetrain_offload.rules`` for the order of operations.
+are in the cache; see ``drivetrain_offload.steps.rules`` for the order of operations.
 
 Threads. torch would cut each of the three operations on a tile over its threads, and wait for all
-of them three times per tile: whenever one is late, all are. Here each thread takes whole tiles,
+of them three times per tile: one late thread makes all late. Here each thread takes whole tiles,
 one operation on one core, and threads meet once per call, however many pieces it has. Operations
 release the interpreter's lock, which a tile needs for a few microseconds of a few hundred.
-``torch.set_num_threads`` is the default for the number of threads. Later it decides one thing: a
-caller for which it is 1 takes tiles itself, in the place of one thread, instead of waiting; so a
-thread made for calling ``update`` is best given 1.
+``torch.set_num_threads`` is the default for the number of threads. A caller whose own number is 1
+takes tiles itself, in the place of one thread, instead of waiting; so a thread that is made for
+calling ``update`` is best given 1.
 
-Bits. The kernels treat what is left of a run after whole vectors by other instructions, with
-other rounding. So tiles begin at multiples of ``ALIGNMENT``, and the result is the same for every
-tile size and number of threads: that of the kernel over the whole shard with one torch thread.
+Bits. The kernels work on whole vectors, and on the elements after the last whole vector with other
+instructions, which round otherwise. So tiles begin at multiples of ``ALIGNMENT``, and the result is
+the same for every tile size and number of threads: as if the kernel ran over the whole shard with
+one torch thread.
 """
 
 import math
@@ -29,8 +30,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.errors import UsageError
-from drivetrain_offload.rules import Step
-from drivetrain_offload.threads import computing_pool
+from drivetrain_offload.resources.threads import computing_pool
+from drivetrain_offload.steps.rules import GroupStep
 
 TILE_BYTES = 2 << 20
 """A tile's scratch memory. With the parameter it makes 4 MiB per thread that must outlive one
@@ -44,14 +45,14 @@ ALIGNMENT = 64
 
 
 class Piece(NamedTuple):
-    """A range of a shard: everything that one update reads and writes, 1-D and of equal length.
+    """A range of a shard: the tensors that one update reads and writes, each (elements,).
 
     Attributes:
         master: the parameters, updated in place.
         gradient: of any floating dtype; not changed.
         states: by the names of ``Rule.states``, in the master's dtype, updated in place.
-        out: receives the updated parameters, in its own dtype, if there is one. In a skipped step
-            it receives them as they are, so that it can be used in any case.
+        out: receives the parameters in its own dtype, if there is one: updated, or in a skipped
+            step as they are.
     """
 
     master: Tensor
@@ -60,7 +61,7 @@ class Piece(NamedTuple):
     out: Tensor | None = None
 
     def at(self, where: slice) -> "Piece":
-        """Return the part of a range; no memory is copied."""
+        """Return a part of the piece; no memory is copied."""
         return Piece(
             self.master[where],
             self.gradient[where],
@@ -112,7 +113,7 @@ class Tiler:
         self._one_call = threading.Lock()
         self._pool = computing_pool(threads, "drivetrain-tiles")
 
-    def update(self, step: Step, piece: Piece) -> None:
+    def update(self, step: GroupStep, piece: Piece) -> None:
         """Take a step for a piece; returns when it is done.
 
         Args:
@@ -124,7 +125,7 @@ class Tiler:
         """
         self.update_all([(step, piece)])
 
-    def update_all(self, updates: Sequence[tuple[Step, Piece]]) -> None:
+    def update_all(self, updates: Sequence[tuple[GroupStep, Piece]]) -> None:
         """Take steps for several pieces that share no memory; returns when all are done.
 
         Args:
@@ -135,7 +136,7 @@ class Tiler:
         """
         for step, piece in updates:
             _check(piece, step.states)
-        # Threads share one iterator: who is faster takes more. A list's is safe to share.
+        # Threads share one iterator, so that a faster thread takes more; a list's is safe to share.
         cut = [part for step, piece in updates for part in self._cut(step, piece)]
         parts = iter(cut)
         with self._one_call:
@@ -150,7 +151,7 @@ class Tiler:
                 if alone:
                     _drain(parts, self._scratch[0])
             finally:
-                # Threads that have not even begun are not needed any more.
+                # The tiles are all taken: a thread that has not begun yet is not needed.
                 errors = [task.exception() for task in running if not (alone and task.cancel())]
         for error in errors:
             if error is not None:
@@ -173,7 +174,7 @@ class Tiler:
     ) -> None:
         self.close()
 
-    def _cut(self, step: Step, piece: Piece) -> Iterator[tuple[Step, Piece]]:
+    def _cut(self, step: GroupStep, piece: Piece) -> Iterator[tuple[GroupStep, Piece]]:
         numel = piece.master.numel()
         length = self._length(numel, piece.master.itemsize)
         if numel <= length:
@@ -188,14 +189,14 @@ class Tiler:
         return min(longest, max(fair, SMALLEST_TILE))
 
 
-def _drain(parts: Iterator[tuple[Step, Piece]], scratch: Tensor) -> None:
+def _drain(parts: Iterator[tuple[GroupStep, Piece]], scratch: Tensor) -> None:
     scratch = scratch[: len(scratch) // 8 * 8]
     with torch.no_grad():  # the mode of the caller's thread does not reach this one
         for step, tile in parts:
             _update_tile(step, tile, scratch.view(tile.master.dtype))
 
 
-def _update_tile(step: Step, tile: Piece, scratch: Tensor) -> None:
+def _update_tile(step: GroupStep, tile: Piece, scratch: Tensor) -> None:
     if step.kernel is not None:
         gradient = _prepared(tile.gradient, step.factor, scratch[: len(tile.master)])
         step.kernel(tile.master, gradient, tile.states)
@@ -204,7 +205,7 @@ def _update_tile(step: Step, tile: Piece, scratch: Tensor) -> None:
 
 
 def _prepared(gradient: Tensor, factor: float, scratch: Tensor) -> Tensor:
-    """Return the gradient in the scratch's dtype times the factor; where it lies, if it is that."""
+    """Return the gradient times the factor, in the scratch's dtype; no copy of one that is so."""
     if gradient.dtype == scratch.dtype:
         return gradient if factor == 1.0 else torch.mul(gradient, factor, out=scratch)
     scratch.copy_(gradient)

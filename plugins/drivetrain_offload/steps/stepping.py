@@ -1,13 +1,13 @@
-"""Steps of an optimizer on shards that a store keeps: all but where their tensors lie.
+"""Optimizer steps of shards in a store, for steppers that say where the tensors lie.
 
-``submit`` reads the hyperparameters and counts, and leaves; the arithmetic is done by threads of
-the stepper. Every shard counts for itself, as parameters do in torch. A shard that has not taken a
-step has no states yet: its first step fills them, so none have to be written before, and nothing
-is left of those that ``set_states`` took away.
+``submit`` reads the hyperparameters, counts the step and returns; threads of the stepper do the
+arithmetic. Every shard has a counter of its own, as parameters have in torch. A shard has no states
+before its first step, which fills them with their initial values: nothing has to be written before,
+and ``set_states`` with nothing takes a shard back to there.
 
-The tensors of a block lie one after the other, the states of all shards in one range of bytes per
-state, masters in another. Shards whose master is kept come first, so that every shard has the same
-offset in each of them.
+A block has one tensor of bytes for each state, and one for masters; its shards lie in each of them
+one after the other. Shards whose master the store keeps come first: so every shard has the same
+offset in the states as in the shorter tensor of masters.
 """
 
 import atexit
@@ -24,17 +24,17 @@ from torch import Tensor
 
 from drivetrain.errors import UsageError
 from drivetrain.store import Pending, ShardSpec, ShardStep
-from drivetrain_offload.rules import Group, Rule, Step
-from drivetrain_offload.tiles import Piece
+from drivetrain_offload.steps.rules import GroupStep, ParamGroup, Rule
+from drivetrain_offload.steps.tiles import Piece
 
 Then = Callable[[], None] | None
-"""What is called when a step is done."""
+"""Called when a step is done."""
 MASTER = "master"
 """The name of a kept master beside those of states; torch has no state called so."""
 
 
 class Submission:
-    """A step of a block that goes on in the background: a ``Pending``.
+    """A step of a block in the background: a ``Pending`` of the contract.
 
     Args:
         future: ends with the step.
@@ -55,14 +55,14 @@ class Submission:
 
 
 @dataclass(slots=True)
-class Shard:
-    """A shard of a block.
+class SteppedShard:
+    """A shard of a block, and its counter of steps.
 
     Attributes:
         index: its place in the block.
-        spec: what it is.
+        spec: its length and dtype, and whether the store keeps its master.
         offset: where it begins in each of the block's tensors, in bytes.
-        taken: the steps behind it, as torch counts them.
+        taken: the number of steps that it has taken, as torch counts them.
         fresh: whether it has no states yet.
     """
 
@@ -78,56 +78,56 @@ class Shard:
         return self.spec.numel * self.spec.dtype.itemsize
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return its part of one of the block's tensors, which is 1-D, of bytes."""
+        """Return the shard's part of one of the block's tensors of bytes, (bytes,)."""
         return whole[self.offset : self.offset + self.nbytes].view(self.spec.dtype)
 
 
 @dataclass(slots=True)
-class Block:
-    """What one optimizer steps in one unit.
+class ShardBlock:
+    """The shards that one optimizer steps in one unit.
 
     Attributes:
-        name: its name.
+        name: of the block.
         shards: in the order of their indices.
-        states: their names.
+        states: the names of the shards' states.
         nbytes: of each state of all shards together, and of the kept masters, by name.
         last: the step that was submitted last.
     """
 
     name: str
-    shards: list[Shard]
+    shards: list[SteppedShard]
     states: frozenset[str]
     nbytes: dict[str, int]
     last: "Future[None] | None" = None
 
-    def names(self, shard: Shard) -> list[str]:
-        """Return the names of what is kept for a shard."""
+    def names(self, shard: SteppedShard) -> list[str]:
+        """Return the names of the tensors that the store keeps for a shard."""
         return [*sorted(self.states), *([MASTER] if shard.spec.kept else [])]
 
 
 @dataclass(slots=True)
-class Work:
-    """A step of a shard, whatever becomes of its param group and counter meanwhile.
+class ShardWork:
+    """A step of a shard, as its param group and counter were when it was submitted.
 
     Attributes:
         shard: the shard.
         wanted: gradient, master and output.
         step: hyperparameters and kernel.
-        initial: what states are filled with before; nothing but in a first step.
+        initial: the values that states are filled with before a first step, by name; empty later.
         out: the output, once it is needed.
     """
 
-    shard: Shard
+    shard: SteppedShard
     wanted: ShardStep
-    step: Step
+    step: GroupStep
     initial: Mapping[str, float]
     out: Tensor | None = None
 
     def piece(self, tensors: Mapping[str, Tensor], where: slice) -> Piece:
-        """Return what a tile of this step reads and writes.
+        """Return the tensors that this step reads and writes in a range of the shard.
 
         Args:
-            tensors: what the store keeps of this range.
+            tensors: states of this range, and the master if the store keeps it, by name.
             where: the range, in elements of the shard.
 
         Raises:
@@ -150,24 +150,24 @@ class Work:
 
 
 class Stepper(ABC):
-    """Steps shards: a ``ShardStepper`` but for where tensors lie.
+    """Steps shards: a ``ShardStepper``, whose subclasses say where tensors lie.
 
-    Calls come from one thread at a time. The end of the process lets steps end first. After a step
-    that failed, steps and tensors of its block are refused with its error.
+    Calls come from one thread at a time. The process lets submitted steps end before it ends. After
+    a step that failed, steps and tensors of its block are refused with its error.
 
     Args:
         rule: how the optimizer updates.
-        alignment: bytes; shards begin at multiples of it.
+        alignment: bytes; shards begin at multiples.
     """
 
     def __init__(self, rule: Rule, alignment: int) -> None:
         self._rule = rule
         self._alignment = alignment
-        self._blocks: dict[str, Block] = {}
+        self._blocks: dict[str, ShardBlock] = {}
         self._closed = False
         self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
-    def adopt(self, block: str, shards: Sequence[ShardSpec], group: Group) -> None:
+    def adopt(self, block: str, shards: Sequence[ShardSpec], group: ParamGroup) -> None:
         """Take room for the states of a block's shards, which have not taken a step.
 
         Args:
@@ -184,7 +184,7 @@ class Stepper(ABC):
             raise UsageError(f"expected a new block, found {block!r}, which was adopted before")
         placed, end, kept = _place(shards, self._alignment)
         names = frozenset(self._rule.states(group))
-        adopted = Block(block, placed, names, {MASTER: kept} | dict.fromkeys(names, end))
+        adopted = ShardBlock(block, placed, names, {MASTER: kept} | dict.fromkeys(names, end))
         self._take_room(adopted)
         self._blocks[block] = adopted
 
@@ -198,9 +198,9 @@ class Stepper(ABC):
 
         Args:
             block: its name.
-            steps: what to do, at most once for each shard.
+            steps: at most one for each shard.
             then: called in the background when masters and outputs are there; the step is over
-                when it has returned. It is not called after an error.
+                when this call has returned. There is no call after an error.
 
         Raises:
             KeyError: there is no such block.
@@ -217,9 +217,9 @@ class Stepper(ABC):
     def states(self, block: str, index: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the states of a shard as torch names them, and its counter ``step``, if any.
 
-        Waits for what was submitted for the block. Yields nothing before the first step.
+        Waits for submitted steps of the block. Yields nothing before the first step.
         """
-        found = self._settled(block)
+        found = self._at_rest(block)
         shard = found.shards[index]
         if shard.fresh:
             return
@@ -234,7 +234,7 @@ class Stepper(ABC):
         Raises:
             UsageError: the master is not kept.
         """
-        found = self._settled(block)
+        found = self._at_rest(block)
         return self._fetch(found, self._keeping(found, index), MASTER)
 
     def set_states(self, block: str, index: int, states: Mapping[str, Any]) -> None:
@@ -243,13 +243,13 @@ class Stepper(ABC):
         Args:
             block: its block.
             index: which shard.
-            states: as torch names them; of any shape and floating dtype, but with the shard's
-                elements. ``step`` is a number or 0-D. What is None is not there.
+            states: by torch's names; of any shape and floating dtype, with as many elements as
+                the shard. ``step`` is a number or 0-D. A state that is None counts as missing.
 
         Raises:
             UsageError: other states than this optimizer's, or of another size.
         """
-        found = self._settled(block)
+        found = self._at_rest(block)
         shard = found.shards[index]
         given = {name: state for name, state in states.items() if state is not None}
         if given:
@@ -272,51 +272,51 @@ class Stepper(ABC):
         Raises:
             UsageError: it is not kept, or of another size.
         """
-        found = self._settled(block)
+        found = self._at_rest(block)
         shard = self._keeping(found, index)
         _check_length(f"{block}: master", values, shard)
         self._keep(found, shard, MASTER, values)
 
     def close(self) -> None:
-        """Let what was submitted end, and release memory and threads; may be called again."""
+        """Let submitted steps end, and release memory and threads; may be called again."""
         self._closed = True
         atexit.unregister(self._at_exit)
         self._release()
         self._blocks.clear()
 
     @abstractmethod
-    def _take_room(self, block: Block) -> None:
+    def _take_room(self, block: ShardBlock) -> None:
         """Take room for a new block's tensors."""
 
     @abstractmethod
-    def _start(self, block: Block, works: Sequence[Work], then: Then) -> "Future[None]":
+    def _start(self, block: ShardBlock, works: Sequence[ShardWork], then: Then) -> "Future[None]":
         """Begin a step; returns at once."""
 
     @abstractmethod
-    def _fetch(self, block: Block, shard: Shard, name: str) -> Tensor:
+    def _fetch(self, block: ShardBlock, shard: SteppedShard, name: str) -> Tensor:
         """Return one tensor of a shard."""
 
     @abstractmethod
-    def _keep(self, block: Block, shard: Shard, name: str, values: Tensor) -> None:
+    def _keep(self, block: ShardBlock, shard: SteppedShard, name: str, values: Tensor) -> None:
         """Replace one tensor of a shard."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Wait for what was submitted, and give everything up; may be called again."""
+        """Wait for submitted steps, and give everything up; may be called again."""
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("expected a stepper in use, found one that was closed")
 
-    def _settled(self, block: str) -> Block:
-        """Return a block after what was submitted for it."""
+    def _at_rest(self, block: str) -> ShardBlock:
+        """Return a block when its submitted steps are over."""
         self._check_open()
         found = self._blocks[block]
         if found.last is not None:
             found.last.result()
         return found
 
-    def _keeping(self, block: Block, index: int) -> Shard:
+    def _keeping(self, block: ShardBlock, index: int) -> SteppedShard:
         shard = block.shards[index]
         if not shard.spec.kept:
             raise UsageError(
@@ -325,13 +325,13 @@ class Stepper(ABC):
             )
         return shard
 
-    def _count(self, block: Block, steps: Sequence[ShardStep]) -> list[Work]:
-        """Return the work of a step; shards with equal group and counter share one ``Step``."""
+    def _count(self, block: ShardBlock, steps: Sequence[ShardStep]) -> list[ShardWork]:
+        """Return the work of a step; shards of equal group and counter share a ``GroupStep``."""
         for wanted in steps:
             _check_step(block, wanted)
         if len({wanted.index for wanted in steps}) < len(steps):
             raise UsageError(f"{block.name}: expected one step per shard, found several for one")
-        begun: dict[tuple[int, float, float], tuple[Step, float]] = {}
+        begun: dict[tuple[int, float, float], tuple[GroupStep, float]] = {}
         works = []
         for wanted in steps:
             shard = block.shards[wanted.index]
@@ -340,15 +340,15 @@ class Stepper(ABC):
                 begun[alike] = self._begin(block, wanted, shard.taken)
             step, _ = begun[alike]
             initial = self._rule.states(wanted.group) if shard.fresh else {}
-            works.append(Work(shard, wanted, step, initial))
+            works.append(ShardWork(shard, wanted, step, initial))
         for work in works:
             shard = work.shard
             _, shard.taken = begun[id(work.wanted.group), shard.taken, work.wanted.factor]
             shard.fresh = False
         return works
 
-    def _begin(self, block: Block, wanted: ShardStep, taken: float) -> tuple[Step, float]:
-        """Return a step for shards that have taken so many, and how many it makes."""
+    def _begin(self, block: ShardBlock, wanted: ShardStep, taken: float) -> tuple[GroupStep, float]:
+        """Begin the next step of shards that have taken so many; return it and their new count."""
         if self._rule.states(wanted.group).keys() != block.states:
             raise UsageError(
                 f"{block.name}: expected a param group with the states {sorted(block.states)}, as "
@@ -363,18 +363,18 @@ def _close(stepper: "weakref.ref[Stepper]") -> None:
         found.close()
 
 
-def _place(specs: Sequence[ShardSpec], alignment: int) -> tuple[list[Shard], int, int]:
-    """Return shards in their order, and where those end that lie last, and last with a master."""
-    placed: dict[int, Shard] = {}
+def _place(specs: Sequence[ShardSpec], alignment: int) -> tuple[list[SteppedShard], int, int]:
+    """Lay shards out; return them by index, the end of all, and the end of those with a master."""
+    placed: dict[int, SteppedShard] = {}
     end = kept = 0
     for index in sorted(range(len(specs)), key=lambda index: not specs[index].kept):
-        placed[index] = Shard(index, specs[index], end)
+        placed[index] = SteppedShard(index, specs[index], end)
         end += -(-placed[index].nbytes // alignment) * alignment
         kept = end if specs[index].kept else kept
     return [placed[index] for index in range(len(specs))], end, kept
 
 
-def _check_step(block: Block, wanted: ShardStep) -> None:
+def _check_step(block: ShardBlock, wanted: ShardStep) -> None:
     shard = block.shards[wanted.index]
     if (wanted.master is None) is not shard.spec.kept:
         raise UsageError(
@@ -392,9 +392,9 @@ def _check_step(block: Block, wanted: ShardStep) -> None:
         )
 
 
-def _check_length(what: str, tensor: Tensor, shard: Shard) -> None:
+def _check_length(name: str, tensor: Tensor, shard: SteppedShard) -> None:
     if tensor.numel() != shard.spec.numel:
         raise UsageError(
-            f"{what}: expected {shard.spec.numel:,} elements, found {tensor.numel():,} of shape "
+            f"{name}: expected {shard.spec.numel:,} elements, found {tensor.numel():,} of shape "
             f"{tuple(tensor.shape)}"
         )

@@ -1,7 +1,10 @@
-"""One preallocated file without a name, read and written by several requests at once.
+"""One preallocated file, read and written by several requests at once (ZeRO-Infinity, section 6.3).
 
 Bytes go between the disk and aligned buffers, past the page cache where the file system allows it
-(O_DIRECT). The file has no name: nothing is left of it when the process ends, however it does.
+(O_DIRECT). The file has no name: nothing is left of it when the process ends, even by SIGKILL.
+
+Paper: Rajbhandari et al., "ZeRO-Infinity", SC 2021 (DeepNVMe: many requests in flight, past the
+page cache).
 """
 
 import errno
@@ -20,25 +23,27 @@ from torch import Tensor
 
 from drivetrain.errors import PreflightError, StorageError, UsageError
 from drivetrain.log import get_logger
-from drivetrain_offload.buffers import ALIGNMENT, padded
-from drivetrain_offload.directory import check_room, no_room
-from drivetrain_offload.threads import Pool
+from drivetrain_offload.resources.buffers import ALIGNMENT, padded
+from drivetrain_offload.resources.threads import ThreadPool
+from drivetrain_offload.stores.directory import check_room, no_room
 
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
-"""What a file system or kernel answers that cannot make a file without a name."""
+"""Answers of file systems and kernels that cannot make a file without a name."""
 
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+"""Answers of file systems without direct I/O."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Answers of a full disk, or of a used-up quota."""
 
 _logger = get_logger(__name__)
 
 
 class Transfer:
-    """A read or write that is under way: the handle of its submitter.
+    """A read or write under way, as its submitter holds it.
 
     Args:
-        requests: the parts that it was cut into.
+        requests: to the disk, which make it up.
         start: offset of its first byte in the file.
         stop: offset after its last byte.
         writes: whether it changes the file.
@@ -56,9 +61,9 @@ class Transfer:
         """Return when all of it is done.
 
         Raises:
-            StorageError: a part of it failed.
+            StorageError: a request failed.
         """
-        self.settle()
+        self.await_end()  # of all requests, before the first error leaves: the buffer is free then
         for request in self._requests:
             request.result()
 
@@ -66,7 +71,7 @@ class Transfer:
         """Whether all of it is done or failed."""
         return all(request.done() for request in self._requests)
 
-    def settle(self) -> None:
+    def await_end(self) -> None:
         """Return when all of it is done or failed."""
         wait(self._requests)
 
@@ -104,7 +109,7 @@ class DiskFile:
             raise self._failure("write and read", ALIGNMENT, 0, error) from error
         self.nbytes = 0
         self._pools = {
-            writes: Pool(threads, f"drivetrain-{'write' if writes else 'read'}")
+            writes: ThreadPool(threads, f"drivetrain-{'write' if writes else 'read'}")
             for writes in (False, True)
         }
         self._order = threading.Lock()
@@ -136,7 +141,7 @@ class DiskFile:
         self.nbytes = nbytes
 
     def read(self, offset: int, buffer: Tensor) -> Transfer:
-        """Start to fill a buffer with what lies at an offset.
+        """Start to fill a buffer with the bytes at an offset.
 
         Args:
             offset: in bytes, a multiple of 4096.
@@ -174,11 +179,11 @@ class DiskFile:
         """
         with self._order:
             for transfer in self._under_way:
-                transfer.settle()
+                transfer.await_end()
             self._under_way.clear()
         self.check()
         if not self.direct:
-            # A failure of the page cache's own writes is told here alone.
+            # Only fdatasync reports a failed write of the page cache itself.
             try:
                 os.fdatasync(self._fd)
             except OSError as error:
@@ -221,7 +226,7 @@ class DiskFile:
             transfer = Transfer(requests, offset, stop, writes=writes)
             for other in self._under_way:
                 if transfer.conflicts(other):
-                    other.settle()
+                    other.await_end()
             self._under_way = [other for other in self._under_way if not other.done()]
             self.check()
             move = self._write if writes else self._read
@@ -251,7 +256,7 @@ class DiskFile:
         return buffer.detach().reshape(-1).view(torch.uint8).numpy().data
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the requests of a transfer; a last one holds what is less than a block."""
+        """Yield the requests of a transfer: whole blocks, then the part of a last block."""
         whole = nbytes - nbytes % ALIGNMENT
         for start in range(0, whole, self._request_bytes):
             yield start, min(start + self._request_bytes, whole)
@@ -297,7 +302,7 @@ class DiskFile:
                 moved = call(self._fd, [view[done:]], at + done)
             except OSError as error:
                 raise self._failure(verb, len(view), at, error, done) from error
-            # What is less than a block is moved again: the next address must be aligned.
+            # The part of a block is moved again: the next address must be aligned.
             moved -= moved % ALIGNMENT
             if moved <= 0:
                 raise self._failure(verb, len(view), at, None, done)
@@ -331,7 +336,7 @@ def probe_direct(fd: int) -> bool:
     except OSError as error:
         if error.errno not in (*_REFUSED, *_FULL):
             raise
-        direct = error.errno in _FULL  # the first grow() says how much is needed
+        direct = error.errno in _FULL  # no refusal: the first grow() reports the lack of room
     if not direct:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return direct

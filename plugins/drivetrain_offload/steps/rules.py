@@ -1,17 +1,22 @@
-"""What torch's optimizers keep for a parameter, and the implementation that updates it.
+"""The states that torch's optimizers keep for a parameter, and the kernel that updates them.
 
-A rule belongs to a class of optimizers, not to an object: it holds nothing. ``step`` reads a
-param group as it is now and returns a ``Step``, which holds what one optimizer step needs. So a
-scheduler may change the group while pieces of the step are still being updated elsewhere.
+A rule belongs to a class of optimizers, not to an object, and holds nothing. ``Rule.step`` reads a
+param group as it is now and returns a ``GroupStep`` with the hyperparameters of one optimizer step.
+So a scheduler may change the group while pieces of the step are still being updated elsewhere.
 
-A step does, element by element and in this order: cast the gradient to the master's dtype;
-multiply it by the factor, in that dtype; what ``torch.optim`` does for that group, its fused
-kernel where the group says ``fused=True`` and its plain loop elsewhere; cast the new parameter into
-the output. Unscaling and clipping are both the factor: they are
-multiplications in the plain path, too, and one of them by a power of two, which is exact.
-The kernels' own ``grad_scale`` is not used. It divides, so that its result may differ in the last
-bit; it stores the gradient again; and it costs 0.10 ns per element where multiplying the scratch
-while it lies in the cache costs 0.04 (AVX-512, one thread).
+An update does for every element, in this order:
+
+1. cast the gradient to the master's dtype;
+2. multiply the gradient by the factor, in the master's dtype;
+3. run torch's own optimizer: its fused kernel where the group says ``fused=True``, its plain loop
+   elsewhere;
+4. cast the new parameter into the output.
+
+The factor both unscales and clips. Without offload these are multiplications, too, and one of the
+two is by a power of two, which is exact: so the bits are equal. The kernels' own ``grad_scale`` is
+not used. It divides, so that its result may differ in the last bit; it stores the gradient again;
+and it costs 0.10 ns per element, where a multiplication of the scratch in the cache costs 0.04
+(AVX-512, one thread).
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +32,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 from typing_extensions import override
 
-Group = Mapping[str, Any]
+ParamGroup = Mapping[str, Any]
 """A param group of a torch optimizer."""
 Kernel = Callable[[Tensor, Tensor, Mapping[str, Tensor]], None]
 """Updates (master, gradient, states) in place; all 1-D, of equal length and dtype."""
@@ -36,13 +41,13 @@ Moments = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GroupStep:
     """One optimizer step of one param group, for any number of pieces of its shards.
 
     Attributes:
-        kernel: what updates a piece; None in a step that is skipped.
+        kernel: updates a piece; None in a step that is skipped.
         states: the names of the state tensors that the kernel updates.
-        factor: what the gradient is multiplied by, after its cast.
+        factor: multiplies the gradient, after its cast.
     """
 
     kernel: Kernel | None
@@ -60,14 +65,14 @@ class Rule(ABC):
     counted: ClassVar[bool] = True
 
     @abstractmethod
-    def states(self, group: Group) -> dict[str, float]:
-        """Return the state tensors of a parameter in this group: torch's key -> initial value."""
+    def states(self, group: ParamGroup) -> dict[str, float]:
+        """Return the initial value of each state of a parameter in this group, by torch's key."""
 
     def taken(self, state: Mapping[str, Any]) -> Tensor:
-        """Return the steps that a parameter's state, as ``torch.optim`` keeps it, has behind it.
+        """Return the number of steps that a parameter has taken.
 
         Args:
-            state: of one parameter; empty before the first step.
+            state: of the parameter, as ``torch.optim`` keeps it; empty before the first step.
 
         Returns:
             0-D, fp32, on the CPU: a counter to pass to ``step``.
@@ -76,31 +81,31 @@ class Rule(ABC):
 
     def step(
         self,
-        group: Group,
+        group: ParamGroup,
         taken: Tensor,
         *,
         factor: float | Tensor = 1.0,
         skip: Tensor | None = None,
-    ) -> Step:
+    ) -> GroupStep:
         """Begin a step: count it and read the group's hyperparameters.
 
         Args:
             group: a param group; learning rate and betas may be tensors.
-            taken: 0-D, fp32, CPU: the steps taken before; grows by one unless this one is skipped.
-                Shards that are updated together may share one counter, and then one ``Step``.
-            factor: what gradients are multiplied by: 1 / loss scale, times the clip factor. A
-                tensor on a device is waited for.
-            skip: 0-D; not zero when some gradient is infinite: masters, states and the counter
-                stay as they are.
+            taken: 0-D, fp32, CPU: the steps before; grows by one unless this step is skipped.
+                Shards that are updated together may share a counter, and then a ``GroupStep``.
+            factor: multiplies gradients: 1 / loss scale, times the clip factor. A tensor on a
+                device is waited for.
+            skip: 0-D; not zero when some gradient is infinite: then masters, states and the
+                counter stay as they are.
         """
         if skip is not None and bool(skip):
-            return Step(None, frozenset(self.states(group)))
+            return GroupStep(None, frozenset(self.states(group)))
         taken.add_(1)
         kernel = self._kernel(group, taken.clone())
-        return Step(kernel, frozenset(self.states(group)), float(factor))
+        return GroupStep(kernel, frozenset(self.states(group)), float(factor))
 
     @abstractmethod
-    def _kernel(self, group: Group, number: Tensor) -> Kernel:
+    def _kernel(self, group: ParamGroup, number: Tensor) -> Kernel:
         """Return the update of step ``number``, which is 1 in the first."""
 
 
@@ -108,12 +113,12 @@ class AdamRule(Rule):
     """Adam and AdamW, whose groups say how their weight decay is meant."""
 
     @override
-    def states(self, group: Group) -> dict[str, float]:
+    def states(self, group: ParamGroup) -> dict[str, float]:
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
         return dict.fromkeys(names, 0.0)
 
     @override
-    def _kernel(self, group: Group, number: Tensor) -> Kernel:
+    def _kernel(self, group: ParamGroup, number: Tensor) -> Kernel:
         decoupled = group["decoupled_weight_decay"]
         beta1, beta2 = map(float, group["betas"])
         amsgrad = bool(group["amsgrad"])
@@ -125,7 +130,7 @@ class AdamRule(Rule):
             maximize=group["maximize"],
         )
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        # The loop computes with a tensor where the group has one, in its dtype.
+        # The loop computes in the dtype of a hyperparameter that is a tensor: it stays a tensor.
         given = {"lr": _as_it_is(group["lr"])}
         given["beta1"], given["beta2"] = map(_as_it_is, group["betas"])
 
@@ -133,7 +138,7 @@ class AdamRule(Rule):
             kernel([master], [gradient], *moments(states), [number], **settings)
 
         def loop(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
-            before = [number - 1]  # it counts by itself
+            before = [number - 1]  # the loop itself adds the 1
             how: dict[str, Any] = {
                 **_LOOP,
                 **settings,
@@ -150,21 +155,21 @@ class AdamRule(Rule):
 
 
 class SgdRule(Rule):
-    """SGD, which keeps no counter of its own: only whether it has a momentum buffer."""
+    """SGD, which keeps no counter: a momentum buffer tells that a step was taken."""
 
     counted = False
 
     @override
-    def states(self, group: Group) -> dict[str, float]:
+    def states(self, group: ParamGroup) -> dict[str, float]:
         return {"momentum_buffer": 0.0} if group["momentum"] else {}
 
     @override
     def taken(self, state: Mapping[str, Any]) -> Tensor:
-        # Whether a step came before is all that matters: the first one fills the buffer.
+        # Only the first step differs from the others: it fills the buffer.
         return torch.tensor(float(state.get("momentum_buffer") is not None), dtype=torch.float32)
 
     @override
-    def _kernel(self, group: Group, number: Tensor) -> Kernel:
+    def _kernel(self, group: ParamGroup, number: Tensor) -> Kernel:
         momentum = float(group["momentum"])
         first = momentum != 0 and int(number) == 1
         settings: dict[str, Any] = dict(
@@ -180,7 +185,7 @@ class SgdRule(Rule):
 
         def loop(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
             kept = states["momentum_buffer"] if momentum else None
-            buffers = [None if first else kept]  # the first step makes one
+            buffers = [None if first else kept]  # torch's first step makes a buffer, copied below
             sgd([master], [gradient], buffers, **_LOOP, **settings)
             if first and kept is not None and buffers[0] is not None:
                 kept.copy_(buffers[0])
@@ -192,11 +197,11 @@ class AdagradRule(Rule):
     """Adagrad."""
 
     @override
-    def states(self, group: Group) -> dict[str, float]:
+    def states(self, group: ParamGroup) -> dict[str, float]:
         return {"sum": float(group["initial_accumulator_value"])}
 
     @override
-    def _kernel(self, group: Group, number: Tensor) -> Kernel:
+    def _kernel(self, group: ParamGroup, number: Tensor) -> Kernel:
         settings: dict[str, Any] = dict(
             **_numbers(group, "lr", "lr_decay", "weight_decay", "eps"),
             maximize=group["maximize"],
@@ -206,7 +211,7 @@ class AdagradRule(Rule):
             torch._fused_adagrad_([master], [gradient], [states["sum"]], [number], **settings)
 
         def loop(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
-            before = [number - 1]  # it counts by itself
+            before = [number - 1]  # the loop itself adds the 1
             adagrad([master], [gradient], [states["sum"]], before, **_LOOP, **settings)
 
         return fused if is_fused(group) else loop
@@ -216,9 +221,8 @@ def update_rule(optimizer: Optimizer) -> Rule | None:
     """Return the rule of an optimizer, or None when only the optimizer itself can take its steps.
 
     Rules are for exactly ``torch.optim.AdamW``, ``Adam``, ``SGD`` and ``Adagrad``: a subclass may
-    do something else. There is none for groups that are ``capturable`` or ``differentiable``, nor
-    for those whose user chose another implementation with ``foreach=True``: its results differ in
-    the last bits.
+    do something else. There is no rule for groups that are ``capturable`` or ``differentiable``,
+    nor for groups with ``foreach=True``, whose results differ in the last bits.
     """
     rule = _RULES.get(type(optimizer))
     if rule is None or any(_wants_another(group) for group in optimizer.param_groups):
@@ -227,7 +231,7 @@ def update_rule(optimizer: Optimizer) -> Rule | None:
 
 
 _LOOP: Mapping[str, Any] = {"foreach": False, "fused": False}
-"""Makes torch take its plain implementation, operation by operation: its default on the CPU."""
+"""Options for torch's plain implementation, operation by operation: its default on the CPU."""
 
 _RULES: Mapping[type[Optimizer], Rule] = {
     AdamW: AdamRule(),
@@ -237,12 +241,12 @@ _RULES: Mapping[type[Optimizer], Rule] = {
 }
 
 
-def _wants_another(group: Group) -> bool:
+def _wants_another(group: ParamGroup) -> bool:
     special = group.get("capturable", False) or group["differentiable"]
     return bool(special or group["foreach"])
 
 
-def is_fused(group: Group) -> bool:
+def is_fused(group: ParamGroup) -> bool:
     """Return whether torch's optimizers would take the fused kernel for a group, on the CPU."""
     return bool(group["fused"])
 
@@ -251,5 +255,5 @@ def _as_it_is(value: float | Tensor) -> float | Tensor:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _numbers(group: Group, *names: str) -> dict[str, float]:
+def _numbers(group: ParamGroup, *names: str) -> dict[str, float]:
     return {name: float(group[name]) for name in names}

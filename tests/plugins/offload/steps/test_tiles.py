@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from drivetrain.errors import UsageError
-from drivetrain_offload.rules import Rule, Step, update_rule
-from drivetrain_offload.tiles import ALIGNMENT, SMALLEST_TILE, Piece, Tiler, tiles
+from drivetrain_offload.steps.rules import GroupStep, Rule, update_rule
+from drivetrain_offload.steps.tiles import ALIGNMENT, SMALLEST_TILE, Piece, Tiler, tiles
 
 FACTOR = 0.37109843
 RULES = [
@@ -76,7 +76,7 @@ class Shard:
         self.taken = rule.taken({})
         self.out = None if out is None else torch.full_like(values, -7.0, dtype=out)
 
-    def begin(self, factor: float | Tensor = 1.0, skip: Tensor | None = None) -> Step:
+    def begin(self, factor: float | Tensor = 1.0, skip: Tensor | None = None) -> GroupStep:
         return self.rule.step(self.group, self.taken, factor=factor, skip=skip)
 
     def piece(self, gradient: Tensor) -> Piece:
@@ -164,7 +164,7 @@ def test_each_thread_computes_alone_and_no_other_thread_is_changed() -> None:
     shard = Shard(*ADAMW, torch.zeros(2 * SMALLEST_TILE))
     torch.set_num_threads(2)
     with Tiler(threads=2) as two:
-        two.update(Step(probe, frozenset(shard.states)), shard.piece(shard.master.bfloat16()))
+        two.update(GroupStep(probe, frozenset(shard.states)), shard.piece(shard.master.bfloat16()))
         later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         later.start()
         later.join()
@@ -220,7 +220,7 @@ def test_threads_share_the_pieces_of_a_call(of_torch) -> None:
     shard = Shard(*ADAMW, torch.zeros(64))
     torch.set_num_threads(of_torch)
     with Tiler(threads=2) as two:
-        update = Step(meet, frozenset(shard.states)), shard.piece(shard.master)
+        update = GroupStep(meet, frozenset(shard.states)), shard.piece(shard.master)
         two.update_all([update] * 4)
 
 
@@ -358,7 +358,7 @@ def test_an_error_in_a_thread_is_the_callers_and_the_next_piece_goes_on(tiler, o
 
     states = frozenset(shard.states)
     with pytest.raises(RuntimeError, match="kernel broke"):
-        tiler.update(Step(broken, states), shard.piece(gradient))
+        tiler.update(GroupStep(broken, states), shard.piece(gradient))
     plain.step(gradient)
     tiler.update(shard.begin(), shard.piece(gradient))
     assert_same(shard, plain)

@@ -10,7 +10,8 @@ import torch
 
 from drivetrain.config import options_of
 from drivetrain.errors import ConfigError, PreflightError, StorageError, UsageError
-from drivetrain_offload import NvmeConfig, NvmeStore, aligned_empty, directory, files
+from drivetrain_offload import NvmeConfig, NvmeStore, aligned_empty
+from drivetrain_offload.stores import directory, files
 
 
 @pytest.fixture

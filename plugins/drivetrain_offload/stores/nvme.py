@@ -1,4 +1,7 @@
-"""The store ``nvme``: keeps tensors on a disk, at fixed offsets of one file per rank."""
+"""The store ``nvme``: tensors on a disk (ZeRO-Infinity, Rajbhandari et al. 2021, section 5).
+
+Each rank has one file, in which a tensor keeps its offset.
+"""
 
 import itertools
 import threading
@@ -13,12 +16,17 @@ from torch.optim import Optimizer
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain_offload.buffers import ALIGNMENT, BufferPool, can_page_lock, padded
-from drivetrain_offload.directory import check_directory
-from drivetrain_offload.files import DiskFile, Transfer
-from drivetrain_offload.heap import give_back_memory
-from drivetrain_offload.nvme_stepper import WORKING_BYTES, NvmeStepper
-from drivetrain_offload.rules import update_rule
+from drivetrain_offload.resources.buffers import (
+    ALIGNMENT,
+    AlignedPool,
+    can_page_lock,
+    give_back_memory,
+    padded,
+)
+from drivetrain_offload.steps.rules import update_rule
+from drivetrain_offload.steps.steppers import WORKING_BYTES, NvmeStepper
+from drivetrain_offload.stores.directory import check_directory
+from drivetrain_offload.stores.files import DiskFile, Transfer
 
 MIB = 2**20
 
@@ -51,7 +59,7 @@ class NvmeConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check what a caller from Python may have got wrong.
+        """Check numbers that come from Python and not from a file.
 
         Raises:
             ConfigError: a number is out of its range, or a request is no whole number of blocks.
@@ -73,8 +81,8 @@ class NvmeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where a tensor lies in the file, and what it is."""
+class _Extent:
+    """The bytes of the file that a tensor has, with its shape and dtype."""
 
     offset: int
     room: int
@@ -94,12 +102,12 @@ class _Slot:
 
 
 class NvmeStore:
-    """Keeps tensors in a file that no other process sees and that ends with this one.
+    """Keeps tensors in a file that no other process sees, and that ends with this process.
 
-    ``put`` copies and writes in the background; a write that failed is raised by the next call.
+    ``put`` copies, and writes in the background; the next call raises the error of a failed write.
     ``read_into`` and ``write_from`` move ranges of a tensor between the disk and the caller's own
-    buffers, for pipelines. Calls that touch the same bytes take effect in their order. Threads may
-    share a store.
+    buffers, for pipelines. Calls for the same bytes take effect in their order. Threads may share a
+    store.
 
     Args:
         config: the options; ``path`` is needed.
@@ -121,9 +129,9 @@ class NvmeStore:
             self._directory, request_bytes=config.request_bytes, threads=config.threads
         )
         self._changes = threading.Lock()
-        self._slots: dict[str, _Slot] = {}
+        self._extents: dict[str, _Extent] = {}
         self._ahead: dict[str, tuple[Tensor, Transfer]] = {}
-        self._pool = BufferPool(page_locked=can_page_lock())
+        self._pool = AlignedPool(page_locked=can_page_lock())
         self._staged: deque[tuple[Transfer, int]] = deque()
         self._staging_bytes = int(config.staging_mib * MIB)
         self._request_bytes = config.request_bytes
@@ -150,13 +158,15 @@ class NvmeStore:
         return self._request_bytes
 
     def stepper(self, optimizer: Optimizer) -> NvmeStepper | None:
-        """Return what steps an optimizer's shards on this disk; to be closed before the store.
+        """Return a stepper of an optimizer's shards on this disk; to be closed before the store.
 
         Returns:
             None for optimizers that only torch can step; see ``rules.update_rule``.
         """
         rule = update_rule(optimizer)
-        return None if rule is None else NvmeStepper(rule, self, f"stepper{next(self._steppers)}")
+        if rule is None:
+            return None
+        return NvmeStepper(rule, self, f"stepper{next(self._steppers)}", self._request_bytes)
 
     def check(self) -> None:
         """Return when the store can be used.
@@ -170,7 +180,7 @@ class NvmeStore:
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the room of tensors that will be put or written later, all at once.
 
-        They are zeros until then: nothing has to be written for a fresh optimizer state.
+        Their values are zeros until then: a fresh optimizer state needs no write.
 
         Args:
             tensors: by key; only shape and dtype count, so they may be on the device ``meta``.
@@ -180,57 +190,58 @@ class NvmeStore:
             StorageError: there is too little room; says how much is needed and how much is free.
         """
         with self._changes:
-            taken = sorted(self._slots.keys() & tensors.keys())
+            taken = sorted(self._extents.keys() & tensors.keys())
             if taken:
                 raise UsageError(f"expected new keys, found {taken[:3]} in the store already")
-            end, slots = self._file.nbytes, {}
+            end, extents = self._file.nbytes, {}
             for key, tensor in tensors.items():
-                slots[key] = _Slot(end, padded(tensor.nbytes), tensor.shape, tensor.dtype)
-                end += slots[key].room
+                extents[key] = _Extent(end, padded(tensor.nbytes), tensor.shape, tensor.dtype)
+                end += extents[key].room
             self._file.grow(end)
-            self._slots |= slots
+            self._extents |= extents
 
     def put(self, key: str, tensor: Tensor) -> None:
         """Keep a tensor's values under a key; the write goes on after this returns.
 
-        A tensor that fits takes the place of the one before; for a longer one the file grows.
+        A tensor that fits replaces the key's last one in its place; a longer one makes the file
+        grow.
 
         Raises:
             StorageError: the disk is full, or an earlier write failed.
         """
         tensor = tensor.detach()
         with self._changes:
-            slot = self._slot(key, tensor)
+            extent = self._extent(key, tensor)
             self._ahead.pop(key, None)
-            self._make_way(slot.room)
-            buffer = self._pool.take(slot.nbytes)[: padded(slot.nbytes)]
-            copy = buffer[: slot.nbytes].view(slot.dtype).view(slot.shape)
+            self._make_way(extent.room)
+            buffer = self._pool.take(extent.nbytes)[: padded(extent.nbytes)]
+            copy = buffer[: extent.nbytes].view(extent.dtype).view(extent.shape)
             ready = _copy(tensor, copy)
-            self._staged.append((self._file.write(slot.offset, buffer, ready), slot.room))
+            self._staged.append((self._file.write(extent.offset, buffer, ready), extent.room))
 
     def fetch(self, key: str) -> Tensor:
         """Return a tensor's values in aligned memory; raises KeyError when it was never put.
 
-        The memory is the caller's alone: it stays valid as long as a tensor in it is held, and
-        changing it changes nothing in the store. Once no tensor lies in it, it is used again: hold
-        one until asynchronous copies from it to an accelerator are done.
+        The memory is the caller's alone: a change of it changes nothing in the store. It stays
+        valid as long as a tensor in it is held, and is used again after that: hold the tensor until
+        asynchronous copies from it to an accelerator are done.
 
         Raises:
             StorageError: the disk cannot be read, or an earlier write failed.
         """
-        slot = self._slots[key]
+        extent = self._extents[key]
         ahead = self._ahead.pop(key, None)
-        buffer, transfer = ahead or self._start(slot)
+        buffer, transfer = ahead or self._start(extent)
         transfer.wait()
-        return buffer[: slot.nbytes].view(slot.dtype).view(slot.shape)
+        return buffer[: extent.nbytes].view(extent.dtype).view(extent.shape)
 
     def prefetch(self, keys: Iterable[str]) -> None:
         """Start to read tensors; each takes memory until it is fetched or put."""
         with self._changes:
             for key in keys:
-                slot = self._slots[key]
+                extent = self._extents[key]
                 if key not in self._ahead:
-                    self._ahead[key] = self._start(slot)
+                    self._ahead[key] = self._start(extent)
 
     def read_into(
         self, key: str, buffer: Tensor, start: int = 0, stop: int | None = None
@@ -261,9 +272,9 @@ class NvmeStore:
 
         Args:
             key: as in ``read_into``.
-            buffer: as there; it must stay as it is until the handle's ``wait()``.
-            start: as there.
-            stop: the tensor's end, or at a multiple of 4096 bytes too.
+            buffer: as in ``read_into``; it must not change until the handle's ``wait()``.
+            start: as in ``read_into``.
+            stop: element after the last one; at a multiple of 4096 bytes, or the tensor's end.
 
         Raises:
             KeyError: there is no such tensor.
@@ -271,10 +282,10 @@ class NvmeStore:
             StorageError: an earlier write failed.
         """
         offset, part = self._range(key, buffer, start, stop)
-        slot = self._slots[key]
-        if part.nbytes % ALIGNMENT and offset + part.nbytes != slot.offset + slot.nbytes:
-            raise _misaligned("stop", start + part.numel(), slot)
-        self._ahead.pop(key, None)
+        extent = self._extents[key]
+        if part.nbytes % ALIGNMENT and offset + part.nbytes != extent.offset + extent.nbytes:
+            raise _misaligned("stop", start + part.numel(), extent)
+        self._ahead.pop(key, None)  # a value that was read ahead is an old one now
         return self._file.write(offset, part)
 
     def flush(self) -> None:
@@ -287,28 +298,28 @@ class NvmeStore:
         self._staged.clear()
 
     def close(self) -> None:
-        """Let what is under way end, and give up file and memory; may be called more than once."""
+        """Let transfers end, and give up file and memory; may be called more than once."""
         self._file.close()
-        self._slots.clear()
+        self._extents.clear()
         self._ahead.clear()
         self._staged.clear()
         self._pool.clear()
 
-    def _slot(self, key: str, tensor: Tensor) -> _Slot:
-        slot = self._slots.get(key)
-        if slot is not None and slot.holds(tensor):
-            return slot
-        if slot is not None and tensor.nbytes <= slot.room:
-            slot = _Slot(slot.offset, slot.room, tensor.shape, tensor.dtype)
+    def _extent(self, key: str, tensor: Tensor) -> _Extent:
+        extent = self._extents.get(key)
+        if extent is not None and extent.holds(tensor):
+            return extent
+        if extent is not None and tensor.nbytes <= extent.room:
+            extent = _Extent(extent.offset, extent.room, tensor.shape, tensor.dtype)
         else:
             end, room = self._file.nbytes, padded(tensor.nbytes)
             self._file.grow(end + room)
-            slot = _Slot(end, room, tensor.shape, tensor.dtype)
-        self._slots[key] = slot
-        return slot
+            extent = _Extent(end, room, tensor.shape, tensor.dtype)
+        self._extents[key] = extent
+        return extent
 
     def _make_way(self, nbytes: int) -> None:
-        """Wait until the copies that are on their way leave room for another one."""
+        """Wait until the copies on their way to the disk leave room for one more."""
         while self._staged and self._staged[0][0].done():
             self._staged.popleft()
         waiting = sum(size for _, size in self._staged)
@@ -317,31 +328,31 @@ class NvmeStore:
             transfer.wait()
             waiting -= size
 
-    def _start(self, slot: _Slot) -> tuple[Tensor, Transfer]:
-        buffer = self._pool.take(slot.nbytes)
-        return buffer, self._file.read(slot.offset, buffer[: padded(slot.nbytes)])
+    def _start(self, extent: _Extent) -> tuple[Tensor, Transfer]:
+        buffer = self._pool.take(extent.nbytes)
+        return buffer, self._file.read(extent.offset, buffer[: padded(extent.nbytes)])
 
     def _range(self, key: str, buffer: Tensor, start: int, stop: int | None) -> tuple[int, Tensor]:
         """Return the offset in the file of a range, and the part of the buffer that it fills."""
-        slot = self._slots[key]
-        stop = slot.numel if stop is None else stop
-        if not 0 <= start <= stop <= slot.numel:
+        extent = self._extents[key]
+        stop = extent.numel if stop is None else stop
+        if not 0 <= start <= stop <= extent.numel:
             raise UsageError(
-                f"{key}: expected a range within {slot.numel:,} elements, found {start:,} to "
+                f"{key}: expected a range within {extent.numel:,} elements, found {start:,} to "
                 f"{stop:,}"
             )
-        if start * slot.dtype.itemsize % ALIGNMENT:
-            raise _misaligned("start", start, slot)
-        if buffer.dim() != 1 or buffer.dtype != slot.dtype or buffer.numel() < stop - start:
+        if start * extent.dtype.itemsize % ALIGNMENT:
+            raise _misaligned("start", start, extent)
+        if buffer.dim() != 1 or buffer.dtype != extent.dtype or buffer.numel() < stop - start:
             raise UsageError(
-                f"{key}: expected a buffer of one dim, {slot.dtype} and {stop - start:,} or more "
+                f"{key}: expected a buffer of one dim, {extent.dtype} and {stop - start:,} or more "
                 f"elements, found {buffer.dtype} of shape {tuple(buffer.shape)}"
             )
-        return slot.offset + start * slot.dtype.itemsize, buffer[: stop - start]
+        return extent.offset + start * extent.dtype.itemsize, buffer[: stop - start]
 
 
 def _copy(source: Tensor, copy: Tensor) -> Callable[[], object] | None:
-    """Copy a tensor to host memory; return what to wait for, or None when it is there."""
+    """Copy a tensor to host memory; return a function that waits for it, None if it is there."""
     if source.device.type == "cpu":
         copy.copy_(source)
         return None
@@ -351,9 +362,9 @@ def _copy(source: Tensor, copy: Tensor) -> Callable[[], object] | None:
     return event.synchronize
 
 
-def _misaligned(name: str, value: int, slot: _Slot) -> UsageError:
-    step = ALIGNMENT // slot.dtype.itemsize
+def _misaligned(name: str, value: int, extent: _Extent) -> UsageError:
+    step = ALIGNMENT // extent.dtype.itemsize
     return UsageError(
-        f"expected a {name} that is a multiple of {step} elements of {slot.dtype}, which are "
-        f"{ALIGNMENT} bytes, or a stop at the tensor's end, {slot.numel:,}; found {value:,}"
+        f"expected a {name} that is a multiple of {step} elements of {extent.dtype}, which are "
+        f"{ALIGNMENT} bytes, or a stop at the tensor's end, {extent.numel:,}; found {value:,}"
     )

@@ -1,4 +1,4 @@
-"""Aligned host memory, page-locked for accelerators, and a pool that hands it out again."""
+"""Aligned host memory, page-locked for accelerators, handed out again or back to the system."""
 
 import ctypes
 import mmap
@@ -13,12 +13,31 @@ from torch import Tensor
 from drivetrain.log import get_logger
 
 ALIGNMENT = 4096
-"""Bytes; what direct I/O asks of addresses, offsets and lengths on every common disk."""
+"""Bytes; direct I/O takes addresses, offsets and lengths that are multiples, on common disks."""
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: page-locked for every device of the process."""
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_LARGE = 1 << 20
+"""Bytes from which a block is mapped by itself, and given back to the system when it is freed."""
+
 _logger = get_logger(__name__)
+
+
+def give_back_memory() -> None:
+    """Make the C library give freed blocks of 1 MiB and more back to the system; glibc alone.
+
+    When large blocks are freed, glibc learns to keep such blocks, and does so once per thread: of a
+    model whose units come and go it keeps several times the memory in use. A run that offloads to a
+    disk has no memory to spare. The setting holds for the whole process, and goes over settings in
+    its environment.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt") and hasattr(library, "malloc_trim"):
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        library.mallopt(_M_TRIM_THRESHOLD, _LARGE)
+        library.malloc_trim(0)
 
 
 def padded(nbytes: int) -> int:
@@ -39,30 +58,30 @@ def aligned_empty(
     Args:
         numel: elements.
         dtype: of the elements.
-        page_locked: whether an accelerator shall copy from and to it asynchronously; where pages
-            cannot be locked it is plain memory, and a warning says so.
+        page_locked: whether accelerators shall copy asynchronously; where pages cannot be locked
+            the memory is plain, and a warning says so.
 
     Returns:
-        A tensor of shape (numel,). Its pages are not there in a forked child.
+        A tensor of shape (numel,). A forked child does not have its pages.
     """
     nbytes = numel * dtype.itemsize
-    return _tensor(_Region(nbytes, page_locked))[:nbytes].view(dtype)
+    return _tensor(_AlignedMapping(nbytes, page_locked))[:nbytes].view(dtype)
 
 
-class BufferPool:
+class AlignedPool:
     """Aligned memory that is handed out again as soon as no tensor lies in it any more.
 
-    A fresh mapping costs a page fault per page; one that was used before costs nothing.
+    A fresh mapping costs a page fault per page, a used one nothing.
 
     Args:
         page_locked: as in ``aligned_empty``.
-        spare: how many mappings that nobody uses are kept.
+        spare: how many free mappings are kept.
     """
 
     def __init__(self, *, page_locked: bool, spare: int = 4) -> None:
         self._page_locked = page_locked
         self._most = spare
-        self._spare: list[_Region] = []
+        self._spare: list[_AlignedMapping] = []
 
     def take(self, nbytes: int) -> Tensor:
         """Return an uninitialized uint8 tensor of ``padded(nbytes)`` bytes at an aligned address.
@@ -72,32 +91,32 @@ class BufferPool:
         return _tensor(self._region(padded(nbytes)), self._give_back)
 
     def clear(self) -> None:
-        """Give up the mappings that nobody uses, and keep none from now on."""
+        """Give up the free mappings, and keep none from now on."""
         self._most = 0
         self._spare.clear()
 
-    def _region(self, nbytes: int) -> "_Region":
+    def _region(self, nbytes: int) -> "_AlignedMapping":
         # No lock: a tensor may end, and give its memory back, while this very thread is in here.
         for region in tuple(self._spare):
             if len(region) == max(nbytes, ALIGNMENT):
                 with suppress(ValueError):  # another thread was faster
                     self._spare.remove(region)
                     return region
-        return _Region(nbytes, self._page_locked)
+        return _AlignedMapping(nbytes, self._page_locked)
 
-    def _give_back(self, region: "_Region") -> None:
+    def _give_back(self, region: "_AlignedMapping") -> None:
         self._spare.append(region)
         while len(self._spare) > self._most:
             with suppress(IndexError):
                 self._spare.pop(0)
 
 
-class _Region(mmap.mmap):
+class _AlignedMapping(mmap.mmap):
     """A private anonymous mapping; its pages are unlocked before it is unmapped."""
 
     _locked = False
 
-    def __new__(cls, nbytes: int, page_locked: bool) -> "_Region":
+    def __new__(cls, nbytes: int, page_locked: bool) -> "_AlignedMapping":
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         return super().__new__(cls, -1, max(padded(nbytes), ALIGNMENT), flags=flags)
 
@@ -117,9 +136,9 @@ class _Region(mmap.mmap):
             _runtime().cudaHostUnregister(self._address())
 
 
-def _tensor(region: _Region, give_back: Any = None) -> Tensor:
-    """Return a uint8 tensor over a whole mapping; ``give_back`` hears when its storage is gone."""
-    # Torch holds on to what it was given: this array lives exactly as long as the storage.
+def _tensor(region: _AlignedMapping, give_back: Any = None) -> Tensor:
+    """Return a uint8 tensor over a mapping; ``give_back`` is called when its storage is gone."""
+    # Torch holds a reference to this array exactly as long as the storage lives.
     holder = (ctypes.c_char * len(region)).from_buffer(region)
     if give_back is not None:
         weakref.finalize(holder, give_back, region).atexit = False
@@ -145,6 +164,6 @@ def _runtime() -> Any:
 
 
 def _forget_failure() -> None:
-    """Launch something: the runtime reports a failed call once more to the next launch."""
+    """Launch an operation: the runtime reports a failed call once more to the next launch."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")

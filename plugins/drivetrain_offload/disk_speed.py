@@ -1,4 +1,4 @@
-"""What a disk can do, measured with the code that the store ``nvme`` uses."""
+"""The speed of a disk, measured with the code that the store ``nvme`` uses."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drivetrain_offload.buffers import ALIGNMENT, aligned_empty
-from drivetrain_offload.files import DiskFile, Transfer
-from drivetrain_offload.nvme import MIB
+from drivetrain_offload.resources.buffers import ALIGNMENT, aligned_empty
+from drivetrain_offload.stores.files import DiskFile, Transfer
+from drivetrain_offload.stores.nvme import MIB
 
 ADAM_BYTES = 12
 """Per parameter and direction: master weight and two moments, 4 bytes each (ZeRO-Infinity, 3)."""
@@ -22,14 +22,14 @@ _CLOSE = 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """What was measured for one way of asking the disk.
+    """Bytes per second of a disk, for one size and number of requests.
 
     Attributes:
         request_mib: MiB of one request.
         threads: requests in flight, of reads and of writes each.
         read: bytes per second, reading alone.
         write: bytes per second, writing alone.
-        both: bytes per second of each, reading and writing at once as an optimizer step does.
+        both: bytes per second of each direction, at once as in an optimizer step.
     """
 
     request_mib: float
@@ -39,12 +39,12 @@ class Speed:
     both: float
 
     def step_s(self, parameters: float) -> float:
-        """Return the seconds that an Adam step waits for the disk at least."""
+        """Return the least seconds of an Adam step of so many parameters."""
         return ADAM_BYTES * parameters / self.both
 
 
 def measure(directory: Path, nbytes: int, request_mib: float, threads: int) -> Speed:
-    """Measure one way of asking the disk; its file is gone afterwards.
+    """Measure a disk with one size and number of requests; the file is gone afterwards.
 
     Args:
         directory: where the file lies.
@@ -86,19 +86,19 @@ def measure(directory: Path, nbytes: int, request_mib: float, threads: int) -> S
 
 
 def suggest(speeds: Sequence[Speed]) -> Speed:
-    """Return the way that reads and writes fastest at once, with few threads and small requests."""
+    """Return the fastest speed in both directions at once, by few threads and small requests."""
     enough = _CLOSE * max(speed.both for speed in speeds)
     good = [speed for speed in speeds if speed.both >= enough]
     return min(good, key=lambda speed: (speed.threads, speed.request_mib))
 
 
 def usable_bytes(asked: int, free: int) -> int:
-    """Return how many bytes to measure with: what was asked for, or most of the free room."""
+    """Return how many bytes to measure with: as many as asked for, or 9/10 of the free room."""
     return max(min(asked, free * 9 // 10) // (2 * ALIGNMENT) * (2 * ALIGNMENT), 2 * ALIGNMENT)
 
 
 def _seconds(file: DiskFile, start: Callable[[], list[Transfer]]) -> float:
-    """Return how long transfers take, to the disk and not to the page cache."""
+    """Return the seconds that transfers take, to the disk and not to the page cache."""
     file.forget()
     began = time.perf_counter()
     for transfer in start():
@@ -108,6 +108,6 @@ def _seconds(file: DiskFile, start: Callable[[], list[Transfer]]) -> float:
 
 
 def _parts(buffer: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield offsets of a range and what of one buffer is written to, or read from, each."""
+    """Yield the offsets in a range where a buffer is written or read, with its part there."""
     for at in range(start, stop, len(buffer)):
         yield at, buffer[: min(len(buffer), stop - at)]

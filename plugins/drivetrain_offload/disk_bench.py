@@ -1,4 +1,4 @@
-"""``drivetrain disk-bench``: measures a disk, and says how to use it and what a step will take."""
+"""``drivetrain disk-bench``: measures a disk, and suggests options and the time of a step."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from rich.table import Table
 from drivetrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from drivetrain_offload.bench import Speed
+    from drivetrain_offload.disk_speed import Speed
 
 GB = 1e9
 BILLION = 1e9
@@ -55,9 +55,9 @@ def disk_bench(
     An Adam step reads 12 bytes and writes 12 bytes per parameter and rank.
     """
     from drivetrain.log import progress
-    from drivetrain_offload.bench import measure, suggest, usable_bytes
-    from drivetrain_offload.directory import check_directory, file_system
-    from drivetrain_offload.nvme import MIB, NvmeConfig
+    from drivetrain_offload.disk_speed import measure, suggest, usable_bytes
+    from drivetrain_offload.stores.directory import check_directory, file_system
+    from drivetrain_offload.stores.nvme import MIB, NvmeConfig
 
     ways = [
         NvmeConfig(path=str(path), request_mib=request, threads=count)
@@ -88,7 +88,7 @@ def disk_bench(
 
 
 def _is_direct(directory: Path) -> bool:
-    from drivetrain_offload.files import DiskFile
+    from drivetrain_offload.stores.files import DiskFile
 
     file = DiskFile(directory, request_bytes=4096, threads=1)
     file.close()

@@ -1,4 +1,7 @@
-"""The store ``cpu``: keeps tensors in host memory, page-locked where an accelerator is there."""
+"""The store ``cpu``: tensors in host memory (ZeRO-Offload, Ren et al. 2021, section 4).
+
+Where there is an accelerator the memory is page-locked, so that copies go on beside computation.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.config.option import option
-from drivetrain_offload.buffers import aligned_empty, can_page_lock
-from drivetrain_offload.host_stepper import HostStepper
-from drivetrain_offload.rules import update_rule
-from drivetrain_offload.tiles import TILE_BYTES
+from drivetrain_offload.resources.buffers import aligned_empty, can_page_lock
+from drivetrain_offload.steps.rules import update_rule
+from drivetrain_offload.steps.steppers import HostStepper
+from drivetrain_offload.steps.tiles import TILE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +55,7 @@ class HostStore:
         return torch.device("cpu")
 
     def stepper(self, optimizer: Optimizer) -> HostStepper | None:
-        """Return what steps an optimizer's shards in host memory; to be closed by the caller.
+        """Return a stepper of an optimizer's shards in host memory; the caller closes it.
 
         Returns:
             None for optimizers that only torch can step; see ``rules.update_rule``.
@@ -63,15 +66,15 @@ class HostStore:
     def put(self, key: str, tensor: Tensor) -> None:
         """Keep a copy of a tensor under a key, in the memory that the key already has.
 
-        The copy from an accelerator is under way when this returns: the tensor may be changed or
-        freed in the order of the current stream, the copy is there for who fetches it.
+        A copy from an accelerator goes on after this returns: the tensor may be changed or freed in
+        the order of the current stream, and ``fetch`` waits for the copy.
         """
         kept = self._tensors.get(key)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            self._settle(key)
+            self._await_copy(key)  # before the memory that it writes to goes
             kept = self._tensors[key] = self._empty_like(tensor)
         if tensor.device.type == "cpu":
-            self._settle(key)
+            self._await_copy(key)  # else an older value could come after this one
             kept.copy_(tensor.detach())
         else:
             self._copy_from(tensor.detach(), kept, key)
@@ -79,10 +82,10 @@ class HostStore:
     def fetch(self, key: str) -> Tensor:
         """Return the kept tensor itself; raises KeyError when it was never put.
 
-        Asynchronous copies from it to an accelerator must be done before the key is put again
-        from host memory, or its last tensor goes.
+        Asynchronous copies of it to an accelerator must be done before the key is put again from
+        host memory, and before the last reference to it goes.
         """
-        self._settle(key)
+        self._await_copy(key)
         return self._tensors[key]
 
     def prefetch(self, keys: Iterable[str]) -> None:
@@ -93,7 +96,7 @@ class HostStore:
     def flush(self) -> None:
         """Wait for copies from accelerators that are still under way."""
         for key in tuple(self._copies):
-            self._settle(key)
+            self._await_copy(key)
 
     def close(self) -> None:
         """Drop every tensor."""
@@ -102,7 +105,7 @@ class HostStore:
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
         if not self._page_locked:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # else it could be written in inference mode alone
                 return torch.empty(tensor.shape, dtype=tensor.dtype)
         return aligned_empty(tensor.numel(), tensor.dtype, page_locked=True).view(tensor.shape)
 
@@ -110,13 +113,13 @@ class HostStore:
         stream = torch.accelerator.current_stream(tensor.device)
         earlier = self._copies.get(key)
         if earlier is not None:
-            earlier.wait(stream)
+            earlier.wait(stream)  # two streams may put one key: the later call's values stay
         kept.copy_(tensor, non_blocking=True)
         event = torch.Event(tensor.device)
         event.record(stream)
         self._copies[key] = event
 
-    def _settle(self, key: str) -> None:
+    def _await_copy(self, key: str) -> None:
         event = self._copies.pop(key, None)
         if event is not None:
             event.synchronize()

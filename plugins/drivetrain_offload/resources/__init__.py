@@ -1,0 +1,1 @@
+"""Memory and threads of the host, as stores and steps need them."""

@@ -1,0 +1,1 @@
+"""Optimizer steps on the CPU, over shards that a store keeps."""

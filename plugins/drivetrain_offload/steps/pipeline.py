@@ -1,0 +1,312 @@
+"""Steps over shards on a disk, tile by tile (ZeRO-Infinity, Rajbhandari et al. 2021, section 5).
+
+Tile i + 1 is read while tile i is updated and tile i - 1 is written. Three sets of buffers go
+round. One thread takes a set whose last tile is on the disk, and starts to read the next tile into
+it. Another thread waits for the values, updates them and starts to write them. The reading thread
+runs ahead over tiles of other shards, blocks and submissions, as far as there are sets. It waits
+for one thing more: before it reads a block again, the last step of this block must have given its
+writes to the disk, which keeps the order from there.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from drivetrain.errors import StorageError
+from drivetrain.store import Pending
+from drivetrain_offload.resources.buffers import aligned_empty, padded
+from drivetrain_offload.resources.threads import ThreadPool, computing_pool
+from drivetrain_offload.steps.rules import GroupStep
+from drivetrain_offload.steps.stepping import ShardWork, Then
+from drivetrain_offload.steps.tiles import Piece, Tiler
+
+SETS = 3
+"""Of buffers: one is read, one updated, one written."""
+
+
+class TileStore(Protocol):
+    """A store on a disk, as the pipeline sees it: ranges of tensors, by key.
+
+    Reads and writes of the same bytes take effect in the order of the calls.
+    """
+
+    def check(self) -> None:
+        """Return when the store can be used; raises otherwise."""
+
+    def read_into(self, key: str, buffer: Tensor, start: int, stop: int) -> Pending:
+        """Start to read the elements start to stop of a tensor into a buffer."""
+
+    def write_from(self, key: str, buffer: Tensor, start: int, stop: int) -> Pending:
+        """Start to write a buffer to the elements start to stop of a tensor."""
+
+
+class TilePart(NamedTuple):
+    """The range of one shard that lies in a tile.
+
+    Attributes:
+        work: the step of the shard.
+        first: the shard's first element in the range.
+        offset: where the range begins in the tile, in bytes.
+        nbytes: its length, without the padding of the shard's end to 4096 bytes.
+    """
+
+    work: ShardWork
+    first: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Tile:
+    """A range of a block's tensors on the disk: whole shards, and parts of the first and last.
+
+    Attributes:
+        kept: whether it has masters.
+        start: its first byte, a multiple of 4096.
+        stop: the byte after its last one, a multiple of 4096.
+        parts: the ranges of shards that lie in it.
+    """
+
+    kept: bool
+    start: int
+    stop: int
+    parts: list[TilePart] = field(default_factory=list)
+
+
+def cut(works: Sequence[ShardWork], tile_bytes: int) -> Iterator[Tile]:
+    """Cut the steps of a block into tiles.
+
+    Args:
+        works: steps of shards that begin at multiples of 4096 bytes; neighbors may share a tile.
+        tile_bytes: the longest tile, a multiple of 4096.
+    """
+    tile: Tile | None = None
+    for work in sorted(works, key=lambda work: work.shard.offset):
+        shard = work.shard
+        done = 0
+        while done < shard.nbytes:
+            at = shard.offset + done
+            if tile is None or not _goes_on(tile, at, shard.spec.kept, tile_bytes):
+                if tile is not None:
+                    yield tile
+                tile = Tile(shard.spec.kept, at, at)
+            room = tile_bytes - (tile.stop - tile.start)
+            nbytes = min(shard.nbytes - done, room)
+            first = done // shard.spec.dtype.itemsize
+            tile.parts.append(TilePart(work, first, at - tile.start, nbytes))
+            tile.stop += padded(nbytes)
+            done += nbytes
+    if tile is not None:
+        yield tile
+
+
+class TileBuffers:
+    """One set of buffers: one for each state, and one for masters.
+
+    Args:
+        nbytes: of each buffer.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._tensors: dict[str, Tensor] = {}
+        self._writes: list[Pending] = []
+
+    def provide(self, names: Sequence[str]) -> None:
+        """Make the buffers of these names that are not there yet."""
+        for name in names:
+            if name not in self._tensors:
+                self._tensors[name] = aligned_empty(self._nbytes, torch.uint8)
+
+    def read(self, store: TileStore, keys: Mapping[str, str], tile: Tile) -> list[Pending]:
+        """Start to fill the buffers with a tile, once their last tile is on the disk."""
+        for write in self._writes:
+            write.wait()
+        self._writes.clear()
+        reads: list[Pending] = []
+        try:
+            for name, key in keys.items():
+                reads.append(store.read_into(key, self._tensors[name], tile.start, tile.stop))
+        except BaseException:
+            await_end(reads)  # the disk still writes into these buffers
+            raise
+        return reads
+
+    def write(self, store: TileStore, keys: Mapping[str, str], tile: Tile) -> None:
+        """Start to write a tile."""
+        for name, key in keys.items():
+            write = store.write_from(key, self._tensors[name], tile.start, tile.stop)
+            self._writes.append(write)
+
+    def await_writes(self) -> None:
+        """Return when all writes are over, failed or not."""
+        await_end(self._writes)
+
+    def updates(self, keys: Mapping[str, str], tile: Tile) -> list[tuple[GroupStep, Piece]]:
+        """Return the updates of a tile, for ``Tiler.update_all``."""
+        return [self._update(keys, part) for part in tile.parts]
+
+    def _update(self, keys: Mapping[str, str], part: TilePart) -> tuple[GroupStep, Piece]:
+        dtype = part.work.shard.spec.dtype
+        here = slice(part.offset, part.offset + part.nbytes)
+        tensors = {name: self._tensors[name][here].view(dtype) for name in keys}
+        where = slice(part.first, part.first + part.nbytes // dtype.itemsize)
+        return part.work.step, part.work.piece(tensors, where)
+
+
+class PipelinedStep:
+    """A step of one block on its way through the pipeline.
+
+    Args:
+        keys: the keys of the tensors in the store, by their names; for tiles without masters
+            (False) and with masters (True).
+        tiles: the tiles of the block.
+        after: the block's step before this one, if there is one; its writes come before our reads.
+        then: called when masters and outputs in memory are there.
+
+    Attributes:
+        future: ends when ``then`` has returned.
+    """
+
+    def __init__(
+        self,
+        keys: Mapping[bool, Mapping[str, str]],
+        tiles: Iterable[Tile],
+        after: "Future[None] | None",
+        then: Then,
+    ) -> None:
+        self.keys = keys
+        self.tiles = tiles
+        self.after = after
+        self.then = then
+        self.future: Future[None] = Future()
+
+    def fail(self, error: BaseException) -> None:
+        """End the step with an error; the first error counts."""
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
+
+
+class TilePipeline:
+    """Takes steps in their order, on two threads beside those of store and tiler.
+
+    An error ends the pipeline: steps that are under way and later ones raise it, since states that
+    were half written are of no use.
+
+    Args:
+        store: where tensors are read and written.
+        tile_bytes: of each state in a tile, a multiple of 4096.
+        threads: how many compute; None means as many as torch uses in the calling thread.
+    """
+
+    def __init__(self, store: TileStore, tile_bytes: int, threads: int | None = None) -> None:
+        self._store = store
+        self._tiler = Tiler(threads)
+        self._reading = ThreadPool(1, "drivetrain-ahead")
+        self._updating = computing_pool(1, "drivetrain-step")
+        self._sets = [TileBuffers(tile_bytes) for _ in range(SETS)]
+        self._free: SimpleQueue[TileBuffers] = SimpleQueue()
+        for buffers in self._sets:
+            self._free.put(buffers)
+        self._error: BaseException | None = None
+
+    def provide(self, names: Sequence[str]) -> None:
+        """Make buffers for tensors of these names."""
+        for buffers in self._sets:
+            buffers.provide(names)
+
+    def submit(self, step: PipelinedStep) -> None:
+        """Take a step; returns at once.
+
+        Raises:
+            StorageError: a step or a write failed before.
+        """
+        self._check()
+        self._reading.submit(self._read, step)
+
+    def close(self) -> None:
+        """Let steps and writes end, and give up threads and buffers; may be called again."""
+        self._reading.shutdown()
+        self._updating.shutdown()
+        for buffers in self._sets:
+            buffers.await_writes()
+        self._sets.clear()
+        self._tiler.close()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise StorageError(
+                f"expected states on the disk that can be stepped, found that a step failed "
+                f"before: {self._error}"
+            ) from self._error
+        self._store.check()
+
+    def _read(self, step: PipelinedStep) -> None:
+        try:
+            if step.after is not None:
+                wait([step.after])
+            for tile in step.tiles:
+                self._read_tile(step, tile)
+            self._updating.submit(self._finish, step)
+        except BaseException as error:  # whoever waits for the step gets it
+            self._fail(step, error)
+
+    def _read_tile(self, step: PipelinedStep, tile: Tile) -> None:
+        buffers = self._free.get()
+        try:
+            self._check()
+            reads = buffers.read(self._store, step.keys[tile.kept], tile)
+        except BaseException:
+            self._free.put(buffers)
+            raise
+        self._updating.submit(self._update, step, tile, buffers, reads)
+
+    def _update(
+        self, step: PipelinedStep, tile: Tile, buffers: TileBuffers, reads: Sequence[Pending]
+    ) -> None:
+        try:
+            if not step.future.done():
+                for read in reads:
+                    read.wait()
+                keys = step.keys[tile.kept]
+                with torch.no_grad():
+                    self._tiler.update_all(buffers.updates(keys, tile))
+                buffers.write(self._store, keys, tile)
+        except BaseException as error:
+            self._fail(step, error)
+        finally:
+            # After an error reads may go on: the set is free only when the disk has left it alone.
+            await_end(read for read in reads if not read.done())
+            self._free.put(buffers)
+
+    def _finish(self, step: PipelinedStep) -> None:
+        if step.future.done():  # it failed
+            return
+        try:
+            if step.then is not None:
+                step.then()
+            step.future.set_result(None)
+        except BaseException as error:
+            self._fail(step, error)
+
+    def _fail(self, step: PipelinedStep, error: BaseException) -> None:
+        self._error = self._error or error
+        step.fail(error)
+
+
+def await_end(transfers: Iterable[Pending]) -> None:
+    """Return when transfers are over, failed or not."""
+    for transfer in transfers:
+        with contextlib.suppress(Exception):  # told elsewhere: by the step, or by the store's check
+            transfer.wait()
+
+
+def _goes_on(tile: Tile, at: int, kept: bool, tile_bytes: int) -> bool:
+    """Whether a shard at the byte ``at`` can go on in a tile."""
+    return at == tile.stop and kept is tile.kept and at - tile.start < tile_bytes
