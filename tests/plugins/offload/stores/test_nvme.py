@@ -170,7 +170,7 @@ def test_copies_on_their_way_take_bounded_memory(store, monkeypatch):
     assert started.wait(20)
     thread.join(0.2)
     assert thread.is_alive()
-    assert len(store._slots) == 5
+    assert len(store._extents) == 5
     gate.set()
     thread.join()
     for index in range(6):
