@@ -22,9 +22,6 @@ FILES_IN_CIRCLES = {
     "drivetrain.sharding.share",
     "drivetrain.sharding.slot",
     "drivetrain.sharding.unit",
-    "drivetrain_offload.nvme",
-    "drivetrain_offload.nvme_stepper",
-    "drivetrain_offload.pipeline",
 }
 FOLDERS_IN_CIRCLES = {
     "drivetrain.building",
@@ -34,8 +31,6 @@ FOLDERS_IN_CIRCLES = {
 }
 CLASSES_DEFINED_TWICE = {
     "Batch",
-    "Block",
-    "BufferPool",
     "Call",
     "Cut",
     "Division",
@@ -48,14 +43,11 @@ CLASSES_DEFINED_TWICE = {
     "Outcome",
     "Part",
     "Pending",
-    "Pipeline",
     "Place",
     "Plan",
-    "Pool",
     "Recorder",
     "Recording",
     "Reducer",
-    "Shard",
     "Share",
     "Slot",
     "Source",
@@ -65,8 +57,6 @@ CLASSES_DEFINED_TWICE = {
     "Worker",
     "_Kept",
     "_Loader",
-    "_Region",
-    "_Slot",
 }
 CROWDED_FOLDERS = {
     "src/drivetrain/facade",
