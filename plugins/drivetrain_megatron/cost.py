@@ -30,8 +30,8 @@ from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.strategy import Run
 from drivetrain_megatron.cell import data_parallel
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.layout import Layout
-from drivetrain_megatron.sent import Step
+from drivetrain_megatron.layout import CellLayout
+from drivetrain_megatron.sent import StepVolumes
 
 
 def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
@@ -51,14 +51,14 @@ def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
     if model.module is None:
         cost = kind.cost(options, _by_sizes(config, model, run), run)
         return replace(cost, uncounted=_uncounted(cost, run))
-    layout = Layout.of(config, model.module, run)
+    layout = CellLayout.of(config, model.module, run)
     cost = kind.cost(options, _part(model, layout), run)
     held = dict(cost.held)
     if copies := layout.copies():
         held["copies"] = sum(layout.local(s).nbytes for s in model.parameters if s.name in copies)
     sent = Counter(cost.sent)
     if model.inputs is not None:
-        sent += Step(config, model, layout, run).sent()
+        sent += StepVolumes(config, model, layout, run).sent()
         return Cost(held=held, sent=dict(sent), uncounted=cost.uncounted)
     return Cost(held=held, sent=dict(sent), uncounted=_uncounted(cost, run))
 
@@ -69,7 +69,7 @@ def _uncounted(cost: Cost, run: Run) -> Mapping[str, str]:
     return {**cost.uncounted, **dict.fromkeys(inside, "activations")}
 
 
-def _part(model: ModelSpec, layout: Layout) -> ModelSpec:
+def _part(model: ModelSpec, layout: CellLayout) -> ModelSpec:
     """Describe what a rank holds of a model."""
     return ModelSpec(
         tuple(layout.local(spec) for spec in model.parameters if layout.holds(spec.name)),

@@ -12,11 +12,11 @@ from drivetrain.strategy import Run
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.build import chosen_cut
-from drivetrain_megatron.pipeline.cut import Cut
+from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.other_stages import Tie, is_local, ties
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
 from drivetrain_megatron.plan.named import models_plan, users_plan
-from drivetrain_megatron.recording.examples import Inputs, inputs_for
+from drivetrain_megatron.recording.examples import ExampleInputs, inputs_for
 from drivetrain_megatron.recording.recorder import Recording, record
 
 
@@ -32,7 +32,7 @@ class Pipelined:
     """
 
     recording: Recording
-    cut: Cut
+    cut: StageCut
     ranks: int
     rank: int
 
@@ -55,7 +55,7 @@ class Pipelined:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CellLayout:
     """What one rank of a cell holds.
 
     Attributes:
@@ -72,7 +72,7 @@ class Layout:
     _owners: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: MegatronConfig, model: nn.Module, run: Run) -> "Layout":
+    def of(cls, config: MegatronConfig, model: nn.Module, run: Run) -> "CellLayout":
         """Plan as ``prepare`` would, but for a measured cut, which an estimated one stands for.
 
         Args:
@@ -87,7 +87,7 @@ class Layout:
         facts = {n: ParameterFacts(tuple(p.shape)) for n, p in named_parameters(model).items()}
         plan = pipeline = None
         if config.pp > 1:
-            inputs = found or Inputs()
+            inputs = found or ExampleInputs()
             recording = record(model, inputs.args, inputs.kwargs)
             chosen = replace(config, cut="cost") if config.cut == "profile" else config
             cut = chosen_cut(chosen, model, recording, inputs)

@@ -14,7 +14,7 @@ from drivetrain.cost import ModelSpec
 from drivetrain.strategy import Run
 from drivetrain_megatron import volumes
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.layout import Layout, Pipelined
+from drivetrain_megatron.layout import CellLayout, Pipelined
 from drivetrain_megatron.pipeline.batches import cut_batch
 from drivetrain_megatron.plan.derive import Derivation
 from drivetrain_megatron.plan.model import ModelPlan
@@ -22,7 +22,7 @@ from drivetrain_megatron.recording.calls import trace_calls
 from drivetrain_megatron.recording.recorder import record
 from drivetrain_megatron.recording.structure import TensorMeta
 from drivetrain_megatron.tensor.linear import features_of, is_linear
-from drivetrain_megatron.volumes import Activation, Line
+from drivetrain_megatron.volumes import Activation, RanksOfAxis
 
 Sent = Counter[tuple[str, str]]
 
@@ -40,7 +40,7 @@ class Forward:
     leaving: Sequence[Sequence[TensorMeta]]
 
 
-class Step:
+class StepVolumes:
     """An optimizer step of one rank.
 
     Args:
@@ -50,9 +50,11 @@ class Step:
         run: the run.
     """
 
-    def __init__(self, config: MegatronConfig, model: ModelSpec, layout: Layout, run: Run) -> None:
+    def __init__(
+        self, config: MegatronConfig, model: ModelSpec, layout: CellLayout, run: Run
+    ) -> None:
         self._config, self._model, self._layout, self._run = config, model, layout, run
-        self._line = Line(config.tp, run.mesh["tp"].rank)
+        self._line = RanksOfAxis(config.tp, run.mesh["tp"].rank)
 
     def sent(self) -> Sent:
         """Return the bytes by (axis, operation)."""

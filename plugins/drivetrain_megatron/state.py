@@ -282,7 +282,7 @@ _ABSENT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorHome:
     """Where a tensor is, and what it is like there.
 
     Attributes:
@@ -311,7 +311,7 @@ class WholeState:
             for name, t in state_tensors(model).items()
         }
 
-    def places(self, module: nn.Module) -> dict[str, Place]:
+    def places(self, module: nn.Module) -> dict[str, TensorHome]:
         """Return where each tensor is by now, by name. Collective over the pipeline."""
         state = state_tensors(module)
         shape = (self._axis.size, len(self._whole), 2)
@@ -326,10 +326,10 @@ class WholeState:
             rank = next(r for r, (dtype, _) in enumerate(by_rank) if dtype != _ABSENT)
             dtype, trainable = by_rank[rank]
             known = replace(facts, dtype=_DTYPES[dtype], trainable=bool(trainable))
-            found[facts.name] = Place(rank, known)
+            found[facts.name] = TensorHome(rank, known)
         return found
 
-    def broadcast(self, place: Place, mine: Tensor | None) -> Tensor:
+    def broadcast(self, place: TensorHome, mine: Tensor | None) -> Tensor:
         """Return one whole tensor on every rank of the pipeline.
 
         Args:

@@ -24,14 +24,14 @@ from drivetrain.strategy import Prepared, Run
 from drivetrain_megatron.cell import Around, ParameterFacts, advice
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
-from drivetrain_megatron.dropout.chain import Dropout, Source
+from drivetrain_megatron.dropout.chain import Dropout, MaskSource
 from drivetrain_megatron.original import Original
 from drivetrain_megatron.pipeline.build import PipelineBuilder
-from drivetrain_megatron.pipeline.levels import Pipeline
+from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.named import models_plan, users_plan
 from drivetrain_megatron.plan.report import describe
-from drivetrain_megatron.recording.examples import Inputs, inputs_for
+from drivetrain_megatron.recording.examples import ExampleInputs, inputs_for
 from drivetrain_megatron.same_batch import SameBatch
 from drivetrain_megatron.state import (
     GlobalShards,
@@ -64,12 +64,12 @@ class Megatron(Around):
         )
         self._tensor: TensorParallel | None = None
         self._facts: dict[str, ParameterFacts] = {}
-        source = Source(config.dropout_seed, run.mesh["dp"].rank)
+        source = MaskSource(config.dropout_seed, run.mesh["dp"].rank)
         self._dropout = Dropout(source, self._tp)
         self._source: SharedSource | None = None
         self._handles: list[RemovableHandle] = []
         self._builder = PipelineBuilder(config, run, self._pp) if config.pp > 1 else None
-        self._pipeline: Pipeline | None = None
+        self._pipeline: PipelinedModel | None = None
         self._synchronizing = True
         if unwise := advice(run.mesh):
             logger.announce(unwise)
@@ -97,7 +97,7 @@ class Megatron(Around):
         self._dropout.find(model, inputs)
         # The model is whole for the last time: a pipeline is planned before layers are divided.
         if self._builder is not None:
-            self._builder.plan(model, inputs or Inputs())
+            self._builder.plan(model, inputs or ExampleInputs())
         if self._tp.size > 1:
             self._divide_layers(model, optimizers, inputs)
         self._dropout.attach(model, counting=self._builder is None)
@@ -257,7 +257,7 @@ class Megatron(Around):
         self._pp.close()
 
     def _divide_layers(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], inputs: Inputs | None
+        self, model: nn.Module, optimizers: Sequence[Optimizer], inputs: ExampleInputs | None
     ) -> None:
         own = users_plan(model, self.config.plan) if self.config.plan else None
         self._tensor = TensorParallel(

@@ -61,14 +61,14 @@ class Activation:
         """Number of bytes."""
         return self.numel * self.itemsize
 
-    def shard(self, line: "Line") -> "Activation":
+    def shard(self, line: "RanksOfAxis") -> "Activation":
         """Return what a rank holds of it when tokens are divided."""
         start, stop = chunk_bounds(self.tokens, line.size)[line.rank]
         return replace(self, tokens=stop - start)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RanksOfAxis:
     """The ranks of an axis, seen from one of them.
 
     Attributes:
@@ -80,7 +80,9 @@ class Line:
     rank: int = 0
 
 
-def group(entering: Activation, leaving: Activation, line: Line, *, sharded: bool) -> Counter[str]:
+def group(
+    entering: Activation, leaving: Activation, line: RanksOfAxis, *, sharded: bool
+) -> Counter[str]:
     """Return the bytes by operation of a column-parallel and the row-parallel layer after it.
 
     Args:
@@ -98,12 +100,12 @@ def group(entering: Activation, leaving: Activation, line: Line, *, sharded: boo
     return found
 
 
-def whole(activation: Activation, line: Line) -> Counter[str]:
+def whole(activation: Activation, line: RanksOfAxis) -> Counter[str]:
     """Return the bytes of one sum over ranks: words that come in, or go out."""
     return all_reduce(activation.numel, activation.itemsize, line)
 
 
-def cross_entropy(targets: int, itemsize: int, line: Line) -> Counter[str]:
+def cross_entropy(targets: int, itemsize: int, line: RanksOfAxis) -> Counter[str]:
     """Return the bytes of the loss of divided logits; label smoothing adds a third of it.
 
     Args:
@@ -115,7 +117,7 @@ def cross_entropy(targets: int, itemsize: int, line: Line) -> Counter[str]:
     return Counter({operation: _STATISTICS * nbytes for operation, nbytes in each.items()})
 
 
-def joined(activation: Activation, line: Line) -> Counter[str]:
+def joined(activation: Activation, line: RanksOfAxis) -> Counter[str]:
     """Return the bytes of one end of the part of a model that works on shards of the sequence.
 
     The shards are joined after the last block, and those of the gradient before the first.
@@ -123,13 +125,13 @@ def joined(activation: Activation, line: Line) -> Counter[str]:
     return Counter({"all_gather": _by_tokens("all_gather", activation, line)})
 
 
-def all_reduce(numel: int, itemsize: int, line: Line) -> Counter[str]:
+def all_reduce(numel: int, itemsize: int, line: RanksOfAxis) -> Counter[str]:
     """Return the bytes of one all-reduce."""
     elements = sent_elements("all_reduce", numel, size=line.size, rank=line.rank)
     return Counter({"all_reduce": elements * itemsize})
 
 
-def _by_tokens(operation: Operation, activation: Activation, line: Line) -> int:
+def _by_tokens(operation: Operation, activation: Activation, line: RanksOfAxis) -> int:
     each = activation.rows * activation.width
     bounds = chunk_bounds(activation.tokens, line.size)
     elements = sent_elements(

@@ -16,7 +16,7 @@ from drivetrain import Accelerator
 from drivetrain.config import options_of
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.paper.simulate import UNIT_DURATIONS, simulate
-from drivetrain_megatron.pipeline.actions import Kind
+from drivetrain_megatron.pipeline.actions import ActionKind
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
 from drivetrain_megatron.plan.named import STYLES
 
@@ -70,7 +70,7 @@ def test_table_of_styles_holds_every_style():
 FOLDERS = ("", "recording", "tensor", "dropout", "plan", "pipeline", "paper")
 
 
-@pytest.mark.parametrize(("index", "folder"), enumerate(FOLDERS))
+@pytest.mark.parametrize(("index", "folder"), list(enumerate(FOLDERS)))
 def test_file_map_names_every_file(index, folder):
     shown = [n for row in rows("file | idea", index) for n in re.findall(r"\w+\.py", row[0])]
     files = {path.name for path in (PACKAGE / folder).glob("*.py")} - {"__init__.py"}
@@ -91,8 +91,8 @@ def test_formulas_of_schedules_are_those_of_the_simulator():
     table = rows("schedule | makespan | idle | most kept, in micro-batches")
     assert [name.strip("`") for name, *_ in table] == list(SCHEDULES)
     p, m, v = RANKS, MICRO_BATCHES, CHUNKS
-    forward = UNIT_DURATIONS[Kind.FORWARD]
-    values = {"p": p, "m": m, "v": v, "F": forward, "B": UNIT_DURATIONS[Kind.BACKWARD]}
+    forward = UNIT_DURATIONS[ActionKind.FORWARD]
+    values = {"p": p, "m": m, "v": v, "F": forward, "B": UNIT_DURATIONS[ActionKind.BACKWARD]}
     for name, makespan, idle, _ in table:
         found, _ = timeline(name.strip("`"))
         assert evaluated(makespan, values) == pytest.approx(found.makespan)

@@ -37,7 +37,7 @@ from drivetrain_megatron.dropout.dropouts import (
 )
 from drivetrain_megatron.dropout.functions import Dropping
 from drivetrain_megatron.dropout.masks import combine, keep_mask, mix
-from drivetrain_megatron.recording.examples import Inputs, example_inputs
+from drivetrain_megatron.recording.examples import ExampleInputs, example_inputs
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.behavior import Behavior, Surrounding, release, surround
 from drivetrain_megatron.tensor.compiled import uncompiled
@@ -51,7 +51,7 @@ _CHECK_BITS = 16
 _AFTER_SITE, _AFTER_BLOCK = 1, 2
 
 
-class Source(NamedTuple):
+class MaskSource(NamedTuple):
     """What tells the masks of one replica in one run from those of others.
 
     Attributes:
@@ -75,7 +75,7 @@ class Dropout:
         forwards: how many dropped something so far.
     """
 
-    def __init__(self, source: Source, ranks: Communicator) -> None:
+    def __init__(self, source: MaskSource, ranks: Communicator) -> None:
         self.layouts = Layouts()
         self._source = source
         self._ranks = ranks
@@ -88,7 +88,7 @@ class Dropout:
         self._handles: list[RemovableHandle] = []
         self._entered: dict[nn.Module, int] = {}
 
-    def find(self, model: nn.Module, inputs: Inputs | None) -> None:
+    def find(self, model: nn.Module, inputs: ExampleInputs | None) -> None:
         """Note which modules drop; the model is whole yet, and is not changed.
 
         Args:

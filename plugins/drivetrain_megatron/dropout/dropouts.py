@@ -33,7 +33,7 @@ class Site:
     index: int
 
 
-Layout: TypeAlias = Partition | TokenShards | None
+DropoutLayout: TypeAlias = Partition | TokenShards | None
 """What of a tensor a rank has: a share of heads or features, of tokens, or everything."""
 
 
@@ -47,9 +47,9 @@ class Layouts:
     """
 
     blocks: tuple[str, ...] = ()
-    found: dict[Site, Layout] = field(default_factory=dict)
+    found: dict[Site, DropoutLayout] = field(default_factory=dict)
 
-    def add(self, block: str, found: Mapping[Site, Layout]) -> None:
+    def add(self, block: str, found: Mapping[Site, DropoutLayout]) -> None:
         """Add what was found of a block; sites have names inside of it."""
         self.blocks = (*self.blocks, block)
         for site, layout in found.items():
@@ -76,7 +76,7 @@ def partition_of(site: Site, layouts: Layouts, ranks: Communicator) -> Partition
     return layout
 
 
-class Recorder:
+class DropoutRecorder:
     """Notes what dropouts of a module would see, and leaves them out.
 
     Args:
@@ -126,7 +126,7 @@ def dropping_modules(
         args: example inputs.
         kwargs: the same by name.
     """
-    recorder = Recorder(model)
+    recorder = DropoutRecorder(model)
     try:
         with without_values(model) as substitutes, recorder.watching(), torch.no_grad():
             model.train()

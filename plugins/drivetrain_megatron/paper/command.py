@@ -17,7 +17,7 @@ from drivetrain.errors import ConfigError
 from drivetrain_megatron.paper.draw import Gantt, picture_format, save_picture
 from drivetrain_megatron.paper.formulas import Formula, promised
 from drivetrain_megatron.paper.simulate import simulate
-from drivetrain_megatron.pipeline.actions import Kind, Schedule
+from drivetrain_megatron.pipeline.actions import ActionKind, Schedule
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
 from drivetrain_megatron.pipeline.timeline import Timeline, save_trace
 
@@ -60,20 +60,20 @@ class Durations:
         if not (math.isfinite(self.travel) and self.travel >= 0):
             raise ConfigError(f"--travel: expected 0 or more, found {self.travel:g}")
 
-    def per_chunk(self, chunks: int) -> dict[Kind, float]:
+    def per_chunk(self, chunks: int) -> dict[ActionKind, float]:
         """Return the durations of one of the chunks that a rank's layers are divided into."""
         weight = self.backward / 2 if self.weight is None else self.weight
         whole = {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.backward,
-            Kind.INPUT: self.backward - weight,
-            Kind.WEIGHT: weight,
+            ActionKind.FORWARD: self.forward,
+            ActionKind.BACKWARD: self.backward,
+            ActionKind.INPUT: self.backward - weight,
+            ActionKind.WEIGHT: weight,
         }
         return {kind: duration / chunks for kind, duration in whole.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedRun:
     """A schedule that was run on paper.
 
     Attributes:
@@ -183,7 +183,7 @@ def schedule(
 
 def run(
     name: str, pp: int, micro_batches: int, chunks: int | None, durations: Durations
-) -> Outcome:
+) -> SimulatedRun:
     """Run a schedule on paper; without ``chunks`` with as many as it has by default.
 
     Raises:
@@ -198,10 +198,10 @@ def run(
     made = make_schedule(name, pp, micro_batches, chunks)
     times = durations.per_chunk(chunks)
     timeline = simulate(made, times, travel=durations.travel)
-    return Outcome(made, timeline, _promise(promised(made, times), travel=durations.travel))
+    return SimulatedRun(made, timeline, _promise(promised(made, times), travel=durations.travel))
 
 
-def show(outcome: Outcome, title: str) -> None:
+def show(outcome: SimulatedRun, title: str) -> None:
     """Print a chart of a schedule, and its numbers."""
     timeline = outcome.timeline
     click.echo(title)
@@ -219,7 +219,7 @@ def show(outcome: Outcome, title: str) -> None:
         click.echo(f"{fact:8}  {text}")
 
 
-def compare(outcomes: Sequence[Outcome]) -> None:
+def compare(outcomes: Sequence[SimulatedRun]) -> None:
     """Print a table of schedules; kept is in micro-batches of all layers of a rank."""
     table = Table(
         "schedule", "chunks", "makespan", "idle", "most kept", "formula", box=None, pad_edge=False

@@ -15,7 +15,7 @@ from rich.style import Style
 from rich.text import Text
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.pipeline.actions import Action, Kind
+from drivetrain_megatron.pipeline.actions import Action, ActionKind
 from drivetrain_megatron.pipeline.timeline import Span, Timeline
 
 if TYPE_CHECKING:
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-COLORS: dict[Kind, tuple[str, str]] = {
-    Kind.FORWARD: ("#0072b2", "#56b4e9"),
-    Kind.BACKWARD: ("#b35000", "#f0a35e"),
-    Kind.INPUT: ("#9c4f7f", "#dfa9c8"),
-    Kind.WEIGHT: ("#00795a", "#66c9ab"),
+COLORS: dict[ActionKind, tuple[str, str]] = {
+    ActionKind.FORWARD: ("#0072b2", "#56b4e9"),
+    ActionKind.BACKWARD: ("#b35000", "#f0a35e"),
+    ActionKind.INPUT: ("#9c4f7f", "#dfa9c8"),
+    ActionKind.WEIGHT: ("#00795a", "#66c9ab"),
 }
 """Dark and light, told apart by people who see fewer colors (after Okabe and Ito)."""
 
 
-MEANINGS: dict[Kind, str] = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "gradient of inputs",
-    Kind.WEIGHT: "gradient of weights",
+MEANINGS: dict[ActionKind, str] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "gradient of inputs",
+    ActionKind.WEIGHT: "gradient of weights",
 }
 
 
@@ -120,7 +120,7 @@ class _Chart:
         spans = [span for rank in self._timeline.ranks for span in rank]
         used = {span.action.kind for span in spans}
         line = Text()
-        for kind in Kind:
+        for kind in ActionKind:
             if kind in used:
                 line.append(kind.value, self._style(Action(kind, 0, 0)))
                 line.append(f" {MEANINGS[kind]}  ")
@@ -294,7 +294,9 @@ def _paint_legend(figure: "Figure", timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
     used = {span.action.kind for rank in timeline.ranks for span in rank}
-    patches = [Patch(color=COLORS[kind][0], label=MEANINGS[kind]) for kind in Kind if kind in used]
+    patches = [
+        Patch(color=COLORS[kind][0], label=MEANINGS[kind]) for kind in ActionKind if kind in used
+    ]
     figure.legend(
         handles=patches, loc="outside lower center", ncols=max(len(patches), 1),
         fontsize=8, frameon=False,

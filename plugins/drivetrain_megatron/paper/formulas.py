@@ -6,7 +6,7 @@ All ranks compute as fast as each other, and messages take no time.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from drivetrain_megatron.pipeline.actions import Kind, Schedule
+from drivetrain_megatron.pipeline.actions import ActionKind, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Formula:
     value: float
 
 
-def promised(schedule: Schedule, durations: Mapping[Kind, float]) -> Formula | None:
+def promised(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula | None:
     """Return the makespan that is promised for a schedule, or None where no formula holds.
 
     Sources: GPipe and 1F1B: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.1; interleaved:
@@ -38,28 +38,28 @@ def promised(schedule: Schedule, durations: Mapping[Kind, float]) -> Formula | N
     return None if formula is None else formula(schedule, durations)
 
 
-def _whole(schedule: Schedule, durations: Mapping[Kind, float]) -> Formula:
+def _whole(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula:
     p, m = len(schedule.ranks), schedule.micro_batches
-    both = durations[Kind.FORWARD] + durations[Kind.BACKWARD]
+    both = durations[ActionKind.FORWARD] + durations[ActionKind.BACKWARD]
     return Formula("(m+p-1)(F+B)", (m + p - 1) * both)
 
 
-def _interleaved(schedule: Schedule, durations: Mapping[Kind, float]) -> Formula | None:
+def _interleaved(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula | None:
     p, m = len(schedule.ranks), schedule.micro_batches
     if m % p:
         return None
-    both = durations[Kind.FORWARD] + durations[Kind.BACKWARD]
+    both = durations[ActionKind.FORWARD] + durations[ActionKind.BACKWARD]
     return Formula("(m+(p-1)/v)(F+B)", (m * schedule.stages // p + p - 1) * both)
 
 
-def _zero_bubble(schedule: Schedule, durations: Mapping[Kind, float]) -> Formula | None:
+def _zero_bubble(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula | None:
     p, m = len(schedule.ranks), schedule.micro_batches
-    forward = durations[Kind.FORWARD]
-    equal = forward == durations[Kind.INPUT] == durations[Kind.WEIGHT]
+    forward = durations[ActionKind.FORWARD]
+    equal = forward == durations[ActionKind.INPUT] == durations[ActionKind.WEIGHT]
     return Formula("(3m+p-1)F", (3 * m + p - 1) * forward) if equal and m >= p else None
 
 
-_FORMULAS: dict[str, Callable[[Schedule, Mapping[Kind, float]], Formula | None]] = {
+_FORMULAS: dict[str, Callable[[Schedule, Mapping[ActionKind, float]], Formula | None]] = {
     "gpipe": _whole,
     "1f1b": _whole,
     "interleaved": _interleaved,

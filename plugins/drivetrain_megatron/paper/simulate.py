@@ -7,20 +7,23 @@ flows between stages. Receives wait; sends do not.
 from collections.abc import Mapping
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.actions import Action, Kind, Schedule, needs
+from drivetrain_megatron.pipeline.actions import Action, ActionKind, Schedule, needs
 from drivetrain_megatron.pipeline.timeline import Span, Timeline
 
-UNIT_DURATIONS: Mapping[Kind, float] = {
-    Kind.FORWARD: 1.0,
-    Kind.BACKWARD: 2.0,
-    Kind.INPUT: 1.0,
-    Kind.WEIGHT: 1.0,
+UNIT_DURATIONS: Mapping[ActionKind, float] = {
+    ActionKind.FORWARD: 1.0,
+    ActionKind.BACKWARD: 2.0,
+    ActionKind.INPUT: 1.0,
+    ActionKind.WEIGHT: 1.0,
 }
 """Backward multiplies matrices twice as often as forward, once for each of its halves."""
 
 
 def simulate(
-    schedule: Schedule, durations: Mapping[Kind, float] = UNIT_DURATIONS, *, travel: float = 0.0
+    schedule: Schedule,
+    durations: Mapping[ActionKind, float] = UNIT_DURATIONS,
+    *,
+    travel: float = 0.0,
 ) -> Timeline:
     """Run a schedule on paper.
 
@@ -72,12 +75,16 @@ def _ready(
 
 
 def _check_complete(schedule: Schedule) -> None:
-    halves = (Kind.INPUT, Kind.WEIGHT) if schedule.splits_backward else (Kind.BACKWARD,)
+    halves = (
+        (ActionKind.INPUT, ActionKind.WEIGHT)
+        if schedule.splits_backward
+        else (ActionKind.BACKWARD,)
+    )
     p = len(schedule.ranks)
     for rank, actions in enumerate(schedule.ranks):
         expected = {
             Action(kind, stage, micro_batch)
-            for kind in (Kind.FORWARD, *halves)
+            for kind in (ActionKind.FORWARD, *halves)
             for stage in range(rank, schedule.stages, p)
             for micro_batch in range(schedule.micro_batches)
         }

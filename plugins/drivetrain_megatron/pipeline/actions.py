@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """What is computed; the value is the letter that drawings and traces show."""
 
     FORWARD = "F"
@@ -24,12 +24,12 @@ class Kind(Enum):
     @property
     def returns(self) -> bool:
         """Whether it makes the gradient that the stage before needs."""
-        return self in (Kind.BACKWARD, Kind.INPUT)
+        return self in (ActionKind.BACKWARD, ActionKind.INPUT)
 
     @property
     def frees(self) -> bool:
         """Whether nothing of the micro-batch is kept afterwards."""
-        return self in (Kind.BACKWARD, Kind.WEIGHT)
+        return self in (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, order=False)
@@ -42,7 +42,7 @@ class Action:
         micro_batch: index of the micro-batch.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -69,7 +69,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are computed apart."""
-        return any(action.kind is Kind.WEIGHT for actions in self.ranks for action in actions)
+        return any(action.kind is ActionKind.WEIGHT for actions in self.ranks for action in actions)
 
 
 def needs(action: Action, stages: int) -> list[Action]:
@@ -84,9 +84,9 @@ def needs(action: Action, stages: int) -> list[Action]:
         that of the action.
     """
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
-    if kind is Kind.FORWARD:
+    if kind is ActionKind.FORWARD:
         return [Action(kind, stage - 1, micro_batch)] if stage else []
-    if kind is Kind.WEIGHT:
-        return [Action(Kind.INPUT, stage, micro_batch)]
-    own = Action(Kind.FORWARD, stage, micro_batch)
+    if kind is ActionKind.WEIGHT:
+        return [Action(ActionKind.INPUT, stage, micro_batch)]
+    own = Action(ActionKind.FORWARD, stage, micro_batch)
     return [own, Action(kind, stage + 1, micro_batch)] if stage + 1 < stages else [own]

@@ -17,9 +17,9 @@ from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.pipeline.cut import Cut, balanced, listed
-from drivetrain_megatron.pipeline.levels import Pipeline, Plan
-from drivetrain_megatron.pipeline.local import LocalStages, Parts
+from drivetrain_megatron.pipeline.cut import StageCut, balanced, listed
+from drivetrain_megatron.pipeline.levels import PipelinedModel, PipelinePlan
+from drivetrain_megatron.pipeline.local import LocalStages, StageParts
 from drivetrain_megatron.pipeline.profile import profile, scaled_edges
 from drivetrain_megatron.pipeline.stages import Split, split
 from drivetrain_megatron.pipeline.ties import SharedParameters
@@ -27,7 +27,7 @@ from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.pipeline.weights import WeightGradients
 from drivetrain_megatron.pipeline.worker import Forwards
-from drivetrain_megatron.recording.examples import Inputs
+from drivetrain_megatron.recording.examples import ExampleInputs
 from drivetrain_megatron.recording.recorder import Recording, record
 from drivetrain_megatron.tensor.compiled import Uncompiled
 
@@ -54,7 +54,7 @@ class PipelineBuilder:
         self._link = Link(
             run.mesh["pp"], run.traffic, run.world.device, run.world.timeout, self._stages
         )
-        self._planned: tuple[Recording, Cut] | None = None
+        self._planned: tuple[Recording, StageCut] | None = None
         self._split: Split | None = None
         self._shared: SharedParameters | None = None
         self._uncompiled = Uncompiled()
@@ -62,10 +62,10 @@ class PipelineBuilder:
         self._deferring: list[nn.Module] = []
         self._optimizers: tuple[Optimizer, ...] = ()
         self._handles: list[RemovableHandle] = []
-        self._pipeline: Pipeline | None = None
+        self._pipeline: PipelinedModel | None = None
         self.copied_buffers: frozenset[str] = frozenset()
 
-    def plan(self, model: nn.Module, inputs: Inputs) -> None:
+    def plan(self, model: nn.Module, inputs: ExampleInputs) -> None:
         """Record the whole model and decide where the stages begin.
 
         Raises:
@@ -75,7 +75,7 @@ class PipelineBuilder:
         cut = chosen_cut(self._config, model, recording, inputs)
         # A cut that was measured differs from rank to rank; the first one's counts.
         (bounds,) = broadcast_object_list([cut.bounds])
-        self._planned = recording, Cut(bounds)
+        self._planned = recording, StageCut(bounds)
 
     def split(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Leave the model what this rank's stages need, and the optimizers their parameters."""
@@ -107,20 +107,20 @@ class PipelineBuilder:
         if self._shared is not None:
             self._shared.materialize(source, self._run.world.device)
 
-    def start(self, model: nn.Module, inner: Strategy[Any], forwards: Forwards) -> Pipeline:
+    def start(self, model: nn.Module, inner: Strategy[Any], forwards: Forwards) -> PipelinedModel:
         """Take over the model's calls, after the data-parallel strategy has prepared it."""
         if self._split is None or self._shared is None:
             raise RuntimeError("split() comes before start()")
-        plan = Plan(
+        plan = PipelinePlan(
             self._config.schedule,
             self._config.micro_batches,
             windowed=self._run.accumulation > 1 and not self._config.micro_batches,
         )
         if self._config.schedule == "zb-h1":
             self._deferring = self._weights.attach_to(model)
-        parts = Parts(self._link, self._axis, self._shared, self._weights, forwards)
+        parts = StageParts(self._link, self._axis, self._shared, self._weights, forwards)
         stages = LocalStages(self._split, inner, parts, self._run.world.device)
-        pipeline = Pipeline(stages, plan, self._trace())
+        pipeline = PipelinedModel(stages, plan, self._trace())
         self._pipeline = pipeline
         for optimizer in self._optimizers:
             self.follow(optimizer)
@@ -161,8 +161,8 @@ class PipelineBuilder:
 
 
 def chosen_cut(
-    config: MegatronConfig, model: nn.Module, recording: Recording, inputs: Inputs
-) -> Cut:
+    config: MegatronConfig, model: nn.Module, recording: Recording, inputs: ExampleInputs
+) -> StageCut:
     """Return where the stages of a configuration begin.
 
     Raises:
@@ -195,7 +195,7 @@ def _keep(optimizer: Optimizer, here: set[int]) -> None:
         del optimizer.state[parameter]
 
 
-def stage_report(recording: Recording, cut: Cut, ranks: int) -> Mapping[int, str]:
+def stage_report(recording: Recording, cut: StageCut, ranks: int) -> Mapping[int, str]:
     """Return what each stage holds, in words."""
     costs = recording.costs()
     costs[0] += recording.between[0]

@@ -11,7 +11,7 @@ _INFINITE = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StageCut:
     """Where each stage begins.
 
     Attributes:
@@ -54,7 +54,7 @@ def balanced(
     costs: Sequence[float] | None = None,
     before: float | None = None,
     after: float | None = None,
-) -> Cut:
+) -> StageCut:
     """Return the cut with the smallest largest stage, and of those the most even one.
 
     The largest cost is found exactly by dynamic programming over contiguous cuts; a second pass
@@ -85,10 +85,10 @@ def balanced(
     largest = _Partition(costs, edges, closed, stages).smallest_largest()
     if largest == _INFINITE:
         raise _closed(stages, blocks, closed)
-    return Cut(_Partition(costs, edges, closed, stages).most_even(largest))
+    return StageCut(_Partition(costs, edges, closed, stages).most_even(largest))
 
 
-def listed(recording: Recording, stages: int, layout: Sequence[int]) -> Cut:
+def listed(recording: Recording, stages: int, layout: Sequence[int]) -> StageCut:
     """Return the cut that a user wrote down.
 
     Args:
@@ -122,7 +122,7 @@ def listed(recording: Recording, stages: int, layout: Sequence[int]) -> Cut:
     for bound in bounds[1:-1]:
         if bound in closed:
             raise _not_here(closed[bound], bound)
-    return Cut(bounds)
+    return StageCut(bounds)
 
 
 def _check_number(blocks: int, stages: int) -> None:

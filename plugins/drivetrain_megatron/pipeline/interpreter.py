@@ -9,14 +9,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from drivetrain_megatron.pipeline.actions import Action, Kind, Schedule
+from drivetrain_megatron.pipeline.actions import Action, ActionKind, Schedule
 from drivetrain_megatron.pipeline.timeline import Span
 from drivetrain_megatron.pipeline.transfer import Arrival, Direction, Link, Message, Meta
 
 Send = Callable[[Sequence[Tensor]], None]
 
 
-class Worker(Protocol):
+class ComputesActions(Protocol):
     """What the interpreter asks of a stage. Every method is about one micro-batch."""
 
     def input_metas(self, micro_batch: int) -> Sequence[Meta]:
@@ -47,7 +47,7 @@ class Interpreter:
         link: this rank's end of the pipeline.
     """
 
-    def __init__(self, stages: Mapping[int, Worker], count: int, link: Link) -> None:
+    def __init__(self, stages: Mapping[int, ComputesActions], count: int, link: Link) -> None:
         self._stages = stages
         self._count = count
         self._link = link
@@ -65,7 +65,7 @@ class Interpreter:
         return self.run_actions(schedule.ranks[rank])
 
     def run_actions(
-        self, actions: Sequence[Action], stages: Mapping[int, Worker] | None = None
+        self, actions: Sequence[Action], stages: Mapping[int, ComputesActions] | None = None
     ) -> list[Span]:
         """Run some actions in order; see ``run``.
 
@@ -107,7 +107,7 @@ class Interpreter:
         self._arrivals[message] = self._link.receive(message, metas(action.micro_batch))
 
     def _needed(self, action: Action) -> Message | None:
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             first = action.stage == 0
             return None if first else Message.input_of(action.stage, action.micro_batch)
         last = action.stage == self._count - 1
@@ -120,14 +120,14 @@ class Interpreter:
         given = self._arrivals.pop(message).wait() if message is not None else ()
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         start = time.perf_counter()
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             outputs = stage.forward(micro_batch, given)
             if action.stage + 1 < self._count:
                 self._link.send(Message.input_of(action.stage + 1, micro_batch), outputs)
-        elif action.kind is Kind.WEIGHT:
+        elif action.kind is ActionKind.WEIGHT:
             stage.backward_weight(micro_batch)
         else:
-            half = action.kind is Kind.INPUT
+            half = action.kind is ActionKind.INPUT
             run = stage.backward_input if half else stage.backward
             run(micro_batch, given, self._sender(action))
         return Span(action, start, time.perf_counter())

@@ -4,8 +4,8 @@ Three levels, chosen by what the loop does:
 
 - The loss is made outside of the model (L1, ``WholeBatch``): the call runs all forwards (GPipe),
   and the script makes one loss of the joined outputs.
-- Micro-batches are those of an accumulation window (L1b, ``Window``): each call is one forward,
-  each backward the one that 1F1B has next.
+- Micro-batches are those of an accumulation window (L1b, ``AccumulationWindow``): each call is one
+  forward, each backward the one that 1F1B has next.
 - The model makes its loss itself (L2), or a loss function is handed over (L3, both
   ``PromisedLoss``): ``accelerator.backward(loss)`` runs the whole schedule, and the loss has its
   value afterwards.
@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
-from drivetrain_megatron.pipeline.actions import Action, Kind
+from drivetrain_megatron.pipeline.actions import Action, ActionKind
 from drivetrain_megatron.pipeline.batches import MicroBatch, cut_batch, cut_from_graph, join_outputs
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.loss import (
-    Origin,
+    LossOrigin,
     PromisedLoss,
     origins_of,
     refuse_options,
@@ -56,7 +56,7 @@ class WholeBatch:
         self._worker = worker = stages.only
         self._numbers = range(first, first + len(batches))
         worker.batches |= dict(zip(self._numbers, batches, strict=True))
-        stages.act([Action(Kind.FORWARD, stages.rank, number) for number in self._numbers])
+        stages.act([Action(ActionKind.FORWARD, stages.rank, number) for number in self._numbers])
         outputs = [worker.outputs.pop(number) for number in self._numbers]
         # The script's loss begins a graph of its own, at leaves that stand for the roots of ours.
         self._leaves: list[Tensor] = []
@@ -67,7 +67,7 @@ class WholeBatch:
             self._leaves = [leaf for _, leaves, _ in cuts for leaf in leaves]
             self._roots = [roots for _, _, roots in cuts]
         self.output = join_outputs(outputs, batches)
-        self.origin = Origin()
+        self.origin = LossOrigin()
         self._nodes = self.origin.mark(self.output)
 
     def begin(self, loss: Tensor) -> None:
@@ -91,7 +91,7 @@ class WholeBatch:
             self._seed()
         worker.final = self._numbers[-1] if synchronize else None
         self._stages.act(
-            [Action(Kind.BACKWARD, self._stages.rank, number) for number in self._numbers]
+            [Action(ActionKind.BACKWARD, self._stages.rank, number) for number in self._numbers]
         )
 
     def _seed(self) -> None:
@@ -106,7 +106,7 @@ class WholeBatch:
             )
 
 
-class Window:
+class AccumulationWindow:
     """The calls of one accumulation window on this rank.
 
     Args:
@@ -119,7 +119,7 @@ class Window:
         self._started = 0
         self._waiting: list[int] = []  # numbers whose backward has not run
         self._asked = 0  # how many of them the script has asked for
-        self._origins: list[Origin] = []  # of those that it has not asked for
+        self._origins: list[LossOrigin] = []  # of those that it has not asked for
 
     def __len__(self) -> int:
         """Return how many calls wait for a backward of the script."""
@@ -130,14 +130,14 @@ class Window:
         worker, number = self._stages.only, self._started
         worker.batches[number] = batch
         self._started += 1
-        self._stages.act([Action(Kind.FORWARD, self._stages.rank, number)])
+        self._stages.act([Action(ActionKind.FORWARD, self._stages.rank, number)])
         self._waiting.append(number)
-        output, origin = worker.outputs.pop(number), Origin()
+        output, origin = worker.outputs.pop(number), LossOrigin()
         origin.mark(output)
         self._origins.append(origin)
         return output
 
-    def backward(self, loss: Tensor, origins: frozenset[Origin], synchronize: bool) -> None:
+    def backward(self, loss: Tensor, origins: frozenset[LossOrigin], synchronize: bool) -> None:
         """Run the backwards that 1F1B has next.
 
         Args:
@@ -164,7 +164,7 @@ class Window:
         numbers, self._waiting = self._waiting[:ready], self._waiting[ready:]
         self._asked -= ready
         worker.final = numbers[-1] if synchronize else None
-        self._stages.act([Action(Kind.BACKWARD, self._stages.rank, each) for each in numbers])
+        self._stages.act([Action(ActionKind.BACKWARD, self._stages.rank, each) for each in numbers])
         if synchronize:
             self._started = 0
 
@@ -177,7 +177,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PipelinePlan:
     """How a pipeline runs.
 
     Attributes:
@@ -191,7 +191,7 @@ class Plan:
     windowed: bool
 
 
-class Pipeline:
+class PipelinedModel:
     """The stages of this rank in the script's loop.
 
     Args:
@@ -200,12 +200,12 @@ class Pipeline:
         trace: keeps the times of each step; None to forget them.
     """
 
-    def __init__(self, stages: LocalStages, plan: Plan, trace: StepTrace | None) -> None:
+    def __init__(self, stages: LocalStages, plan: PipelinePlan, trace: StepTrace | None) -> None:
         self.stages = stages
         self._plan = plan
         self._trace = trace
-        self._window = Window(stages)
-        self._pending: dict[Origin, WholeBatch | PromisedLoss] = {}
+        self._window = AccumulationWindow(stages)
+        self._pending: dict[LossOrigin, WholeBatch | PromisedLoss] = {}
         self._started = 0
         self._synchronized = False
         self._unpublished: list[Tensor] = []
@@ -321,7 +321,7 @@ class Pipeline:
         if synchronize:
             self._end_step()
 
-    def _run(self, origins: frozenset[Origin], loss: Tensor, synchronize: bool) -> None:
+    def _run(self, origins: frozenset[LossOrigin], loss: Tensor, synchronize: bool) -> None:
         # In the order of the calls, which is the same on every rank.
         calls = [call for origin, call in self._pending.items() if origin in origins]
         whole = [call for call in calls if isinstance(call, WholeBatch)]

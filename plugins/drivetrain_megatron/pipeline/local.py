@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.strategy import Strategy
-from drivetrain_megatron.pipeline.actions import Action, Kind
+from drivetrain_megatron.pipeline.actions import Action, ActionKind
 from drivetrain_megatron.pipeline.batches import MicroBatch, join_outputs
 from drivetrain_megatron.pipeline.interpreter import Interpreter
 from drivetrain_megatron.pipeline.stages import Split, Stage
@@ -24,7 +24,7 @@ from drivetrain_megatron.recording.proxy import StageProxy
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StageParts:
     """What connects the stages of a pipeline, and what they share.
 
     Attributes:
@@ -61,7 +61,7 @@ class LocalStages:
     """
 
     def __init__(
-        self, split: Split, inner: Strategy[Any], parts: Parts, device: torch.device
+        self, split: Split, inner: Strategy[Any], parts: StageParts, device: torch.device
     ) -> None:
         self.inner = inner
         self.device = device
@@ -117,7 +117,7 @@ class LocalStages:
         for worker in workers.values():
             worker.batches = dict(enumerate(batches))
         actions = [
-            Action(Kind.FORWARD, stage, number)
+            Action(ActionKind.FORWARD, stage, number)
             for number in range(len(batches))
             for stage in sorted(workers)
         ]

@@ -1,7 +1,7 @@
 """The loss of a batch in a pipeline: of which calls it was made, and its value, made in backward.
 
 A script may make one loss of several calls of the model, and may run backwards in any order, so
-whatever comes out of a call knows the call (``Origin``).
+whatever comes out of a call knows the call (``LossOrigin``).
 
 L2: the model returns its loss. L3: the script hands a loss function over. Either way the loss of a
 batch is promised (``PromisedLoss``), and made while its backward runs, in any schedule. What each
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.actions import Action, Kind
+from drivetrain_megatron.pipeline.actions import Action, ActionKind
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.schedules import make_schedule
@@ -33,7 +33,7 @@ _KEY = "drivetrain_megatron.call"
 """Under which a node of autograd's graph keeps the call that it came out of."""
 
 
-class Origin:
+class LossOrigin:
     """One call of the model, known by its identity."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Origin:
 
 
 @contextmanager
-def running(origins: frozenset[Origin]) -> Iterator[None]:
+def running(origins: frozenset[LossOrigin]) -> Iterator[None]:
     """Context in which the pipeline itself runs the backward of calls."""
     with ExitStack() as stack:
         for origin in origins:
@@ -84,7 +84,7 @@ def running(origins: frozenset[Origin]) -> Iterator[None]:
         yield
 
 
-def origins_of(loss: Tensor) -> frozenset[Origin]:
+def origins_of(loss: Tensor) -> frozenset[LossOrigin]:
     """Return the calls that a loss was made of.
 
     Args:
@@ -106,7 +106,7 @@ def origins_of(loss: Tensor) -> frozenset[Origin]:
             "pipeline stage alone. Use the optimizer's weight_decay for a penalty, or add its "
             "gradient to each parameter.grad after backward()"
         )
-    return frozenset(origin for origin in found if isinstance(origin, Origin))
+    return frozenset(origin for origin in found if isinstance(origin, LossOrigin))
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
@@ -246,7 +246,7 @@ class PromisedLoss:
         self._made_outside = loss_of is not None
         self._autocast = _autocast(stages.device)
         self.loss: StageProxy = proxy_like((), dtype, stages.device, requires_grad=True)
-        self.origin = Origin()
+        self.origin = LossOrigin()
         self.origin.mark(self.loss)
 
     def backward(self, loss: Tensor, synchronize: bool, schedule: str) -> None:
@@ -286,7 +286,7 @@ class PromisedLoss:
         """Tell the worker of this rank's last backward that it is the one."""
         final = next(action for action in reversed(actions) if action.kind.frees)
         worker = self._stages.workers[final.stage]
-        if final.kind is Kind.WEIGHT:
+        if final.kind is ActionKind.WEIGHT:
             worker.final_weight = final.micro_batch
         else:
             worker.final = final.micro_batch

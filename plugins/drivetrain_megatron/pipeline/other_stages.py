@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain_megatron.pipeline.cut import Cut
+from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.recording.proxy import StageProxy, proxy_of
 from drivetrain_megatron.recording.recorder import Recording, Use
 
@@ -39,7 +39,7 @@ class Tie:
     copies: tuple[int, ...]
 
 
-def ties(recording: Recording, cut: Cut) -> tuple[Tie, ...]:
+def ties(recording: Recording, cut: StageCut) -> tuple[Tie, ...]:
     """Return the parameters that are used on several stages of a cut."""
     found = []
     for name, use in recording.parameters.items():
@@ -50,7 +50,7 @@ def ties(recording: Recording, cut: Cut) -> tuple[Tie, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProxyPlace:
     """Where a proxy stands or will stand.
 
     Attributes:
@@ -71,7 +71,7 @@ def is_local(use: Use, phases: Collection[int]) -> bool:
 
 def foreign_places(
     model: nn.Module, recording: Recording, phases: Collection[int], device: torch.device
-) -> list[Place]:
+) -> list[ProxyPlace]:
     """Return where proxies must stand for phases to run; nothing is changed.
 
     A buffer from which something follows without a parameter stays on every stage.
@@ -96,14 +96,14 @@ def foreign_places(
     return [place_of(model, name, device) for name in names]
 
 
-def place_of(model: nn.Module, full_name: str, device: torch.device) -> Place:
+def place_of(model: nn.Module, full_name: str, device: torch.device) -> ProxyPlace:
     """Return where a proxy can stand for a parameter or buffer."""
     prefix, _, name = full_name.rpartition(".")
     module = model.get_submodule(prefix)
-    return Place(module, name, proxy_of(getattr(module, name), device))
+    return ProxyPlace(module, name, proxy_of(getattr(module, name), device))
 
 
-def take_away(places: Iterable[Place]) -> None:
+def take_away(places: Iterable[ProxyPlace]) -> None:
     """Remove parameters and buffers from their modules; proxies stand in ``__dict__``."""
     for module, name, proxy in ((place.module, place.name, place.proxy) for place in places):
         module._parameters.pop(name, None)
@@ -112,7 +112,7 @@ def take_away(places: Iterable[Place]) -> None:
 
 
 @contextmanager
-def hidden(places: Iterable[Place]) -> Iterator[None]:
+def hidden(places: Iterable[ProxyPlace]) -> Iterator[None]:
     """Let proxies stand before parameters and buffers that stay; found first by attribute."""
     chosen = list(places)
     before = [place.module.__dict__.get(place.name) for place in chosen]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.pipeline.actions import Action, Kind, Schedule
+from drivetrain_megatron.pipeline.actions import Action, ActionKind, Schedule
 
 
 def gpipe(p: int, m: int) -> Schedule:
@@ -28,8 +28,8 @@ def gpipe(p: int, m: int) -> Schedule:
         m,
         tuple(
             (
-                *(Action(Kind.FORWARD, rank, i) for i in range(m)),
-                *(Action(Kind.BACKWARD, rank, i) for i in range(m)),
+                *(Action(ActionKind.FORWARD, rank, i) for i in range(m)),
+                *(Action(ActionKind.BACKWARD, rank, i) for i in range(m)),
             )
             for rank in range(p)
         ),
@@ -45,8 +45,8 @@ def one_forward_one_backward(p: int, m: int) -> Schedule:
         tuple(
             tuple(
                 _alternate(
-                    [Action(Kind.FORWARD, rank, i) for i in range(m)],
-                    [Action(Kind.BACKWARD, rank, i) for i in range(m)],
+                    [Action(ActionKind.FORWARD, rank, i) for i in range(m)],
+                    [Action(ActionKind.BACKWARD, rank, i) for i in range(m)],
                     ahead=p - rank - 1,
                 )
             )
@@ -70,9 +70,12 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
         tuple(
             tuple(
                 _alternate(
-                    [Action(Kind.FORWARD, c * p + rank, i) for c, i in _rounds(groups, range(v))],
                     [
-                        Action(Kind.BACKWARD, c * p + rank, i)
+                        Action(ActionKind.FORWARD, c * p + rank, i)
+                        for c, i in _rounds(groups, range(v))
+                    ],
+                    [
+                        Action(ActionKind.BACKWARD, c * p + rank, i)
                         for c, i in _rounds(groups, range(v - 1, -1, -1))
                     ],
                     ahead=(v - 1) * groups[0] + 2 * (p - rank - 1),
@@ -154,7 +157,7 @@ class _ZeroBubble:
     def __init__(self, p: int, m: int) -> None:
         self._p, self._m = p, m
         self._done: set[Action] = set()
-        self._counts = [dict.fromkeys(Kind, 0) for _ in range(p)]
+        self._counts = [dict.fromkeys(ActionKind, 0) for _ in range(p)]
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
         """Return what each rank did."""
@@ -171,19 +174,20 @@ class _ZeroBubble:
     def _choose(self, rank: int) -> Action | None:
         counts = self._counts[rank]
         forward, inputs, weights = (
-            Action(kind, rank, counts[kind]) for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+            Action(kind, rank, counts[kind])
+            for kind in (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
         )
-        begun = counts[Kind.FORWARD]
+        begun = counts[ActionKind.FORWARD]
         room = (
             begun < self._m
-            and begun - counts[Kind.INPUT] < self._p - rank
-            and begun - counts[Kind.WEIGHT] < self._p
+            and begun - counts[ActionKind.INPUT] < self._p - rank
+            and begun - counts[ActionKind.WEIGHT] < self._p
         )
         if room and self._arrived(forward, rank - 1):
             return forward
         if inputs.micro_batch < begun and self._arrived(inputs, rank + 1):
             return inputs
-        return weights if weights.micro_batch < counts[Kind.INPUT] else None
+        return weights if weights.micro_batch < counts[ActionKind.INPUT] else None
 
     def _arrived(self, action: Action, neighbor: int) -> bool:
         if not 0 <= neighbor < self._p:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.cut import Cut
+from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.other_stages import (
-    Place,
+    ProxyPlace,
     Tie,
     foreign_places,
     hidden,
@@ -56,7 +56,7 @@ class _Parts:
     blocks: tuple[nn.Module, ...]
     forward: Callable[..., Any]
     recording: Recording
-    cut: Cut
+    cut: StageCut
     gates: Gates
     shapes: Shapes
     device: torch.device
@@ -83,8 +83,8 @@ class Stage:
         parts: _Parts,
         index: int,
         tied: tuple[Tie, ...],
-        places: Sequence[Place],
-        outer: Mapping[str, Sequence[Place]],
+        places: Sequence[ProxyPlace],
+        outer: Mapping[str, Sequence[ProxyPlace]],
     ) -> None:
         self._parts = parts
         self._places = places
@@ -155,7 +155,7 @@ class Stage:
         conductor.finish()
         return StageOutput(conductor.sent, output)
 
-    def _not_before(self, blocks: range) -> list[Place]:
+    def _not_before(self, blocks: range) -> list[ProxyPlace]:
         """Return the parameters that stay out of sight until the pass reaches these blocks.
 
         A word embedding that is also the head on the last stage would be looked up there for
@@ -195,7 +195,7 @@ class Split:
 def split(
     model: nn.Module,
     recording: Recording,
-    cut: Cut,
+    cut: StageCut,
     owned: Sequence[int],
     device: torch.device | None = None,
 ) -> Split:
@@ -239,7 +239,7 @@ def split(
     return Split(parts, tuple(stages), tied)
 
 
-def _of_other_stages(parts: _Parts, stage: int, stages: int) -> list[Place]:
+def _of_other_stages(parts: _Parts, stage: int, stages: int) -> list[ProxyPlace]:
     """Return the places outside of blocks that only other stages of this rank use."""
     if stages == 1:
         return []
@@ -252,7 +252,7 @@ def _of_other_stages(parts: _Parts, stage: int, stages: int) -> list[Place]:
     ]
 
 
-def _outer_of(parts: _Parts, stage: int) -> dict[str, list[Place]]:
+def _outer_of(parts: _Parts, stage: int) -> dict[str, list[ProxyPlace]]:
     """Return where the parameters of a stage stand outside of blocks, by their first names."""
     phases, inside = parts.cut.phases(stage), parts.inside
     found = {

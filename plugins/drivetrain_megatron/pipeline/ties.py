@@ -16,7 +16,7 @@ from drivetrain.building import WeightSource, become
 from drivetrain_megatron.pipeline.other_stages import Tie
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
 
-Whole = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
+MadeWhole = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
 """Context in which parameters of this rank have their values."""
 
 
@@ -86,7 +86,7 @@ class SharedParameters:
             gradients.append(total)
         return parameters, gradients
 
-    def refresh(self, whole: Whole) -> None:
+    def refresh(self, whole: MadeWhole) -> None:
         """Give copies their owners' values.
 
         Args:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.pipeline.actions import Action, Kind
+from drivetrain_megatron.pipeline.actions import Action, ActionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Timeline:
         """Return how many micro-batches of its stages a rank keeps at most."""
         kept = most = 0
         for span in self.ranks[rank]:
-            kept += span.action.kind is Kind.FORWARD
+            kept += span.action.kind is ActionKind.FORWARD
             most = max(most, kept)
             kept -= span.action.kind.frees
         return most

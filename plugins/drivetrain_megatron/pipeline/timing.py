@@ -9,10 +9,10 @@ from torch import Tensor
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.pipeline.actions import Action, Kind
+from drivetrain_megatron.pipeline.actions import Action, ActionKind
 from drivetrain_megatron.pipeline.timeline import Span, Timeline, save_trace
 
-_KINDS = list(Kind)
+_KINDS = list(ActionKind)
 
 
 _COLUMNS = 5  # kind, stage, micro-batch, start, stop

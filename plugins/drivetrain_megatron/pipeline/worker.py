@@ -32,7 +32,7 @@ class Forwards(Protocol):
 
 
 @dataclass(slots=True)
-class _Kept:
+class _InFlight:
     """What is kept of a micro-batch until its backward.
 
     Attributes:
@@ -77,7 +77,7 @@ class StageWorker:
         self._weights = weights
         self._forwards = forwards
         self._device = device
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _InFlight] = {}
         self._returned: dict[int, list[Meta]] = {}
         self.batches: dict[int, MicroBatch] = {}
         self.outputs: dict[int, Any] = {}
@@ -131,7 +131,7 @@ class StageWorker:
         if grad:
             # Dtypes depend on autocast, and backward runs outside of it.
             self._returned[micro_batch] = self.output_metas(micro_batch)
-            self._kept[micro_batch] = _Kept(received, roots)
+            self._kept[micro_batch] = _InFlight(received, roots)
         return found.sent
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
@@ -202,7 +202,7 @@ class StageWorker:
         self.final = self.final_weight = None
         self._weights.clear()
 
-    def _taken(self, micro_batch: int) -> _Kept:
+    def _taken(self, micro_batch: int) -> _InFlight:
         self._returned.pop(micro_batch, None)
         return self._kept.pop(micro_batch)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, Number
-from drivetrain_megatron.plan.groups import Division, Group, find_groups, ways
+from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, SizeAttribute
+from drivetrain_megatron.plan.groups import GroupDivision, LayerGroup, find_groups, ways
 from drivetrain_megatron.plan.provenance import LinearUse, trace_linears
 from drivetrain_megatron.plan.trial import Trial, verify
 from drivetrain_megatron.tensor.linear import is_linear
@@ -38,7 +38,7 @@ class Derivation:
 
     plan: BlockPlan = field(default_factory=BlockPlan)
     refused: dict[str, str] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[LayerGroup] = field(default_factory=list)
     broken: str = ""
     untried: str = ""
 
@@ -101,7 +101,7 @@ class _Tryout:
 
 
 def _divide_group(
-    found: Derivation, group: Group, uses: Mapping[str, LinearUse], tryout: _Tryout
+    found: Derivation, group: LayerGroup, uses: Mapping[str, LinearUse], tryout: _Tryout
 ) -> None:
     """Add a group to what was found, in the first way that gives equal numbers."""
     if owners := _shared(tryout.trial.block, group):
@@ -118,7 +118,7 @@ def _divide_group(
     found.refused[group.row] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
 
 
-def _shared(block: nn.Module, group: Group) -> list[str]:
+def _shared(block: nn.Module, group: LayerGroup) -> list[str]:
     """Return the names of modules that share a parameter of a group; empty if none is shared."""
     owners = [(id(p), name) for name, m in block.named_modules() for p in m.parameters(False)]
     for member in (*group.columns, group.row):
@@ -142,7 +142,7 @@ def _with_fewest_numbers(plan: BlockPlan, tryout: _Tryout) -> BlockPlan:
 
 
 def _attempts(
-    block: nn.Module, group: Group, division: Division, sequence_parallel: bool
+    block: nn.Module, group: LayerGroup, division: GroupDivision, sequence_parallel: bool
 ) -> Iterator[GroupPlan]:
     """Yield plans for a division: which numbers of the block's code change, and where it begins."""
     entrances = [""]
@@ -167,8 +167,8 @@ def _attempts(
 
 
 def _changes(
-    block: nn.Module, group: Group, division: Division
-) -> Iterator[tuple[Mapping[Number, tuple[int, ...]], int | None]]:
+    block: nn.Module, group: LayerGroup, division: GroupDivision
+) -> Iterator[tuple[Mapping[SizeAttribute, tuple[int, ...]], int | None]]:
     """Yield what to change in how the block's code counts: nothing, attributes, reshapes, or both.
 
     Code that splits by an attribute may reshape to the sizes of its input: that needs both.
@@ -183,17 +183,21 @@ def _changes(
             yield numbers, place
 
 
-def _choices(found: Mapping[Number, tuple[int, ...]]) -> list[Mapping[Number, tuple[int, ...]]]:
+def _choices(
+    found: Mapping[SizeAttribute, tuple[int, ...]],
+) -> list[Mapping[SizeAttribute, tuple[int, ...]]]:
     """Return which attributes to change: none, one, or all."""
     alone = [{number: values} for number, values in found.items()]
     return [{}, *alone, *([found] if len(found) > 1 else [])]
 
 
-def _numbers(block: nn.Module, group: Group, division: Division) -> dict[Number, tuple[int, ...]]:
+def _numbers(
+    block: nn.Module, group: LayerGroup, division: GroupDivision
+) -> dict[SizeAttribute, tuple[int, ...]]:
     """Return the attributes that count a divided size, and what they are on each rank."""
     owners = {_parent(name) for name in (*group.columns, group.row)} | {_common(group.columns)}
     return {
-        Number(owner, attribute): division.numbers[value]
+        SizeAttribute(owner, attribute): division.numbers[value]
         for owner in sorted(owners)
         if not is_linear(block.get_submodule(owner))
         for attribute, value in _counts(block.get_submodule(owner))

@@ -20,7 +20,7 @@ from drivetrain_megatron.tensor.sequence import Edges
 from drivetrain_megatron.tensor.shared_input import enter_group
 
 
-class Number(NamedTuple):
+class SizeAttribute(NamedTuple):
     """Where a module keeps a size that its code counts with.
 
     Attributes:
@@ -52,7 +52,7 @@ class GroupPlan:
     row: str
     inputs: Partition
     entrance: str = ""
-    numbers: Mapping[Number, tuple[int, ...]] = field(default_factory=dict)
+    numbers: Mapping[SizeAttribute, tuple[int, ...]] = field(default_factory=dict)
     sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     place: int | None = None
 

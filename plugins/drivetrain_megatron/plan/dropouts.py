@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.dropout.dropouts import Layout, Recorder, Site, open_attentions
+from drivetrain_megatron.dropout.dropouts import (
+    DropoutLayout,
+    DropoutRecorder,
+    Site,
+    open_attentions,
+)
 from drivetrain_megatron.plan.divide import BlockPlan, divide
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.plan.trial import Trial, is_close, run_block
@@ -23,7 +28,7 @@ from drivetrain_megatron.tensor.sequence import Edges, TokenShards
 
 def find_layouts(
     trial: Trial, plan: BlockPlan, ranks: int, tokens: TokenShards | None
-) -> dict[Site, Layout]:
+) -> dict[Site, DropoutLayout]:
     """Return how the ranks divide what a block drops elements of, by site inside of the block.
 
     Args:
@@ -42,7 +47,7 @@ def find_layouts(
         if divided:
             divide(block, plan, edges)
         open_attentions(block, communicator)
-        recorder = Recorder(block)
+        recorder = DropoutRecorder(block)
         with recorder.watching():
             run_block(block, trial.call, trial.seeds, edges)
         return recorder.seen
@@ -70,7 +75,7 @@ def find_layouts(
 
 def _candidates(
     block: nn.Module, plan: BlockPlan, ranks: int, tokens: TokenShards | None, whole: Tensor
-) -> Iterator[Layout]:
+) -> Iterator[DropoutLayout]:
     """Yield how the ranks may have divided a tensor."""
     yield None
     if tokens is not None and whole.dim() >= -tokens.dim:
@@ -96,7 +101,9 @@ def _scaled(partition: Partition, dim: int, count: int) -> Partition | None:
     return Partition(dim, count, tuple(tuple((int(a), int(b)) for a, b in mine) for mine in ranges))
 
 
-def _fits(layout: Layout, expected: Sequence[Tensor], seen: Sequence[Sequence[Tensor]]) -> bool:
+def _fits(
+    layout: DropoutLayout, expected: Sequence[Tensor], seen: Sequence[Sequence[Tensor]]
+) -> bool:
     """Whether each rank saw its share of what the whole block saw, in every call."""
     if any(len(mine) != len(expected) for mine in seen):
         return False

@@ -15,7 +15,7 @@ from drivetrain_megatron.tensor.partition import Partition, even, grouped_heads,
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """Layers that are divided together.
 
     Attributes:
@@ -28,7 +28,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class GroupDivision:
     """One way to divide a group.
 
     Attributes:
@@ -43,7 +43,7 @@ class Division:
     numbers: Mapping[int, tuple[int, ...]]
 
 
-def find_groups(uses: Mapping[str, LinearUse]) -> list[Group]:
+def find_groups(uses: Mapping[str, LinearUse]) -> list[LayerGroup]:
     """Return the groups of a block.
 
     A layer that others feed becomes their row, unless one of them, or it, is in a group already.
@@ -51,19 +51,19 @@ def find_groups(uses: Mapping[str, LinearUse]) -> list[Group]:
     query (LoRA) is a column with it, not a pair by itself. Layers that are called more than once in
     a block stay whole.
     """
-    groups: list[Group] = []
+    groups: list[LayerGroup] = []
     taken: set[str] = set()
     for use in sorted(uses.values(), key=lambda use: -len(use.fed_by)):
         members = {*use.fed_by, use.name}
         once = all(uses[name].calls == 1 for name in members)
         if use.fed_by and once and not members & taken:
-            groups.append(Group(tuple(name for name in uses if name in use.fed_by), use.name))
+            groups.append(LayerGroup(tuple(name for name in uses if name in use.fed_by), use.name))
             taken |= members
     order = list(uses)
     return sorted(groups, key=lambda group: order.index(group.row))
 
 
-def ways(group: Group, uses: Mapping[str, LinearUse], ranks: int) -> Iterator[Division]:
+def ways(group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int) -> Iterator[GroupDivision]:
     """Yield the ways to divide a group that its shapes allow, the most specific first.
 
     Raises:
@@ -87,7 +87,7 @@ class _Segment:
     size: int
 
 
-def _segments(group: Group, uses: Mapping[str, LinearUse]) -> list[_Segment]:
+def _segments(group: LayerGroup, uses: Mapping[str, LinearUse]) -> list[_Segment]:
     """Return the projections of a group: a packed layer has several."""
     found = []
     for name in group.columns:
@@ -98,7 +98,9 @@ def _segments(group: Group, uses: Mapping[str, LinearUse]) -> list[_Segment]:
     return found
 
 
-def _by_queries(group: Group, uses: Mapping[str, LinearUse], ranks: int) -> Iterator[Division]:
+def _by_queries(
+    group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int
+) -> Iterator[GroupDivision]:
     """Divide grouped-query attention: some projections have the row's width, others fewer heads."""
     width = uses[group.row].inputs
     segments = _segments(group, uses)
@@ -119,7 +121,9 @@ def _by_queries(group: Group, uses: Mapping[str, LinearUse], ranks: int) -> Iter
     yield _assembled(segments, {width: q, min(sizes): kv}, q, numbers)
 
 
-def _by_heads(group: Group, uses: Mapping[str, LinearUse], ranks: int) -> Iterator[Division]:
+def _by_heads(
+    group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int
+) -> Iterator[GroupDivision]:
     """Divide by heads: each projection has the row's width, or a multiple of it inside a head."""
     width = uses[group.row].inputs
     segments = _segments(group, uses)
@@ -138,7 +142,9 @@ def _by_heads(group: Group, uses: Mapping[str, LinearUse], ranks: int) -> Iterat
             yield _assembled(segments, {**whole, **parts}, row, numbers)
 
 
-def _by_features(group: Group, uses: Mapping[str, LinearUse], ranks: int) -> Iterator[Division]:
+def _by_features(
+    group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int
+) -> Iterator[GroupDivision]:
     """Divide features that are independent of each other, as those of an activation are."""
     width = uses[group.row].inputs
     segments = _segments(group, uses)
@@ -152,7 +158,7 @@ def _assembled(
     partitions: Mapping[int, Partition],
     row: Partition,
     numbers: Mapping[int, tuple[int, ...]],
-) -> Division:
+) -> GroupDivision:
     """Return the division in which projections of one size are divided alike."""
     layers: dict[str, list[Partition]] = {}
     for segment in segments:
@@ -160,7 +166,7 @@ def _assembled(
     columns = {
         name: parts[0] if len(parts) == 1 else joined(parts) for name, parts in layers.items()
     }
-    return Division(columns, row, numbers)
+    return GroupDivision(columns, row, numbers)
 
 
 def _local(

@@ -17,7 +17,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.naming import named_parameters
 from drivetrain_megatron.cell import ParameterFacts
-from drivetrain_megatron.dropout.dropouts import Layout, Layouts, Site, open_attentions
+from drivetrain_megatron.dropout.dropouts import DropoutLayout, Layouts, Site, open_attentions
 from drivetrain_megatron.plan.derive import Derivation, derive
 from drivetrain_megatron.plan.divide import BlockPlan, cut, divide, facts_of
 from drivetrain_megatron.plan.dropouts import find_layouts
@@ -33,7 +33,7 @@ from drivetrain_megatron.plan.named import (
 from drivetrain_megatron.plan.trial import make_trial
 from drivetrain_megatron.plan.vocabulary_layers import by_words, find_vocabulary, words_of
 from drivetrain_megatron.recording.calls import Call, Calls, trace_calls
-from drivetrain_megatron.recording.examples import Inputs
+from drivetrain_megatron.recording.examples import ExampleInputs
 from drivetrain_megatron.tensor.attention import keep_padded
 from drivetrain_megatron.tensor.compiled import Uncompiled, uncompiled
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
@@ -92,7 +92,7 @@ class TensorParallel:
         self._model: nn.Module | None = None
         self._uncompiled = Uncompiled()
 
-    def plan(self, model: nn.Module, inputs: Inputs | None) -> ModelPlan:
+    def plan(self, model: nn.Module, inputs: ExampleInputs | None) -> ModelPlan:
         """Return how a model is divided; it is not changed.
 
         Args:
@@ -169,7 +169,7 @@ class TensorParallel:
         """
         if self._tokens is None or not self._blocks:
             return
-        region = _Region(self._ranks, self._tokens)
+        region = _SequenceRegion(self._ranks, self._tokens)
         first, last = self._blocks[0][1], self._blocks[-1][1]
         self._handles.append(first.register_forward_pre_hook(region.enter, with_kwargs=True))
         self._handles.append(last.register_forward_hook(region.leave))
@@ -218,7 +218,7 @@ class TensorParallel:
 
     def _of_blocks(self, calls: Calls) -> ModelPlan:
         """Return how repeated blocks are divided: those of one kind alike."""
-        known: dict[Any, tuple[Derivation, Mapping[Site, Layout]]] = {}
+        known: dict[Any, tuple[Derivation, Mapping[Site, DropoutLayout]]] = {}
         plan = ModelPlan(sharded=self._tokens is not None)
         for name, each in calls.blocks:
             block = uncompiled(each)
@@ -250,7 +250,7 @@ class TensorParallel:
 
     def _tried(
         self, block: nn.Module, call: Call, layers: set[str] | None, tokens: TokenShards | None
-    ) -> tuple[Derivation, Mapping[Site, Layout]]:
+    ) -> tuple[Derivation, Mapping[Site, DropoutLayout]]:
         """Return how a block is divided, and what its dropouts see then."""
         try:
             trial = make_trial(block, call)
@@ -331,7 +331,7 @@ def _if_given(
     return lambda gradient: None if gradient is None else function(gradient)
 
 
-class _Region:
+class _SequenceRegion:
     """The part of a model in which activations are shards of the sequence."""
 
     def __init__(self, ranks: Communicator, tokens: TokenShards) -> None:

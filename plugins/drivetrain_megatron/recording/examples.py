@@ -18,7 +18,7 @@ _ROWS, _LENGTH = 2, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class ExampleInputs:
     """Inputs of a model's forward.
 
     Attributes:
@@ -30,7 +30,7 @@ class Inputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def inputs_for(config: MegatronConfig, model: nn.Module) -> Inputs | None:
+def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None:
     """Return the example inputs that dividing a model takes.
 
     Args:
@@ -55,7 +55,7 @@ def inputs_for(config: MegatronConfig, model: nn.Module) -> Inputs | None:
         return None
 
 
-def example_inputs(model: nn.Module) -> Inputs:
+def example_inputs(model: nn.Module) -> ExampleInputs:
     """Return inputs that a model's forward accepts.
 
     ``model.dummy_inputs`` (a Hugging Face convention) is what the model's author says, so it comes
@@ -82,7 +82,7 @@ def example_inputs(model: nn.Module) -> Inputs:
     for what, guess in _guesses(model):
         error = _refused(model, guess)
         if error is None:
-            return Inputs((guess,))
+            return ExampleInputs((guess,))
         needed = needed or (error if isinstance(error, ValuesNeededError) else None)
         failures.append(f"{what}: {type(error).__name__}: {str(error).strip()[:200]}")
     if needed is not None:
@@ -95,13 +95,13 @@ def example_inputs(model: nn.Module) -> Inputs:
     )
 
 
-def _as_inputs(given: Any) -> Inputs:
+def _as_inputs(given: Any) -> ExampleInputs:
     if isinstance(given, Mapping):
-        return Inputs((), dict(given))
+        return ExampleInputs((), dict(given))
     if isinstance(given, list | tuple):
-        return Inputs(tuple(given))
+        return ExampleInputs(tuple(given))
     if isinstance(given, Tensor):
-        return Inputs((given,))
+        return ExampleInputs((given,))
     raise UsageError(
         f"expected model.dummy_inputs to be a dict, a tuple or a tensor, found a "
         f"{type(given).__name__}: set it to the arguments of the model's forward"

@@ -20,12 +20,12 @@ _LOOK = 4
 """Operations in a row after which it is worth a look whether the values have come by now."""
 
 
-class Later:
+class LazyValue:
     """A value that is known now, or follows from others, or is still to come.
 
     Args:
         function: makes the value from the arguments; None when another stage sends it.
-        args: arguments, in which ``Later`` objects stand for tensors.
+        args: arguments, in which ``LazyValue`` objects stand for tensors.
         kwargs: the same by name.
     """
 
@@ -39,7 +39,9 @@ class Later:
         self._depth: int
         self._function = function
         self._args, self._kwargs = tuple(args), dict(kwargs or {})
-        parents = [leaf for leaf in _leaves((self._args, self._kwargs)) if isinstance(leaf, Later)]
+        parents = [
+            leaf for leaf in _leaves((self._args, self._kwargs)) if isinstance(leaf, LazyValue)
+        ]
         for parent in parents:
             if parent._depth > _LOOK:
                 parent.value()
@@ -78,7 +80,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _valued(value: Any) -> Any:
-    if isinstance(value, Later):
+    if isinstance(value, LazyValue):
         found = value.value()
         # A copy, since an operation in place must not change what others follow from.
         return _MISSING if found is None else _copied(found)
@@ -93,7 +95,7 @@ def _copied(found: Any) -> Any:
     return found.clone() if isinstance(found, Tensor) else found
 
 
-def slope(of: Later, by: Later) -> Tensor:
+def slope(of: LazyValue, by: LazyValue) -> Tensor:
     """Return the derivative of a value to come by another one that it follows from.
 
     Args:
@@ -116,7 +118,7 @@ def slope(of: Later, by: Later) -> Tensor:
     return slopes[0]
 
 
-def _at(of: Later, by: Later, point: Tensor) -> Any:
+def _at(of: LazyValue, by: LazyValue, point: Tensor) -> Any:
     """Return a value with another one assumed; None if it does not follow from known ones."""
     if of is by:
         return point
@@ -126,7 +128,7 @@ def _at(of: Later, by: Later, point: Tensor) -> Any:
 
     def valued(value: Any) -> Any:
         nonlocal missing
-        if isinstance(value, Later):
+        if isinstance(value, LazyValue):
             found = _at(value, by, point)
             missing = missing or found is None
             return found

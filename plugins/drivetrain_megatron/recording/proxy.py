@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.recording.lazy import Later, slope
+from drivetrain_megatron.recording.lazy import LazyValue, slope
 from drivetrain_megatron.recording.refusals import refuse_assignment, refuse_backward, refuse_write
 from drivetrain_megatron.recording.shapes_of_ops import (
     Facts,
@@ -58,7 +58,7 @@ class StageProxy(Tensor):
     work: int
     phases: frozenset[int]
     origins: frozenset[object]
-    _later: Later | None
+    _later: LazyValue | None
 
     def __new__(cls, facts: Facts, requires_grad: bool = False, work: int = 0) -> "StageProxy":
         """Make one without a known expression; a 0-d one may get its value later."""
@@ -72,7 +72,7 @@ class StageProxy(Tensor):
         )
         self.facts, self.work, self.phases = facts, work, frozenset()
         self.origins = frozenset()
-        self._later = None if facts.shape else Later()
+        self._later = None if facts.shape else LazyValue()
         return self
 
     def __init__(self, facts: Facts, requires_grad: bool = False, work: int = 0) -> None:
@@ -183,7 +183,7 @@ def resolve(proxy: StageProxy, value: Tensor) -> None:
             f"expected a value of shape {proxy.facts.shape} for a proxy, found one of "
             f"{tuple(value.shape)}: give the value of this very tensor"
         )
-    later = proxy._later = proxy._later or Later()
+    later = proxy._later = proxy._later or LazyValue()
     later.settle(value.detach().to(proxy.facts.dtype).clone())
 
 
@@ -281,13 +281,13 @@ def _remember(
     if any(not isinstance(t, StageProxy) and t.numel() > _SMALL for t in tensors):
         return
 
-    later = Later(func, _stand_in(tuple(args)), _stand_in(dict(kwargs)))
+    later = LazyValue(func, _stand_in(tuple(args)), _stand_in(dict(kwargs)))
     if isinstance(result, StageProxy):
         result._later = later
     elif isinstance(result, list | tuple):
         for i, item in enumerate(result):
             if isinstance(item, StageProxy):
-                item._later = Later(operator.getitem, (later, i))
+                item._later = LazyValue(operator.getitem, (later, i))
 
 
 def _stand_in(value: Any) -> Any:

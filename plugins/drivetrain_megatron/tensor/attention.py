@@ -24,7 +24,7 @@ from drivetrain_megatron.tensor.products import Product, as_computed, row_produc
 from drivetrain_megatron.tensor.sequence import Edges
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """What a caller asks for beside query, key and value, as ``nn.MultiheadAttention`` has it."""
 
     key_padding_mask: Tensor | None = None
@@ -54,7 +54,7 @@ class HeadAttention(Behavior):
         Raises:
             UsageError: a mask has the wrong shape, or the input is a nested tensor.
         """
-        call = Call(*args, **kwargs)
+        call = AttentionCall(*args, **kwargs)
         _check_call(query, call)
         q, k, v = self._entered(query, key, value)
         is_batched = q.dim() == 3
@@ -94,7 +94,7 @@ class HeadAttention(Behavior):
             for x, weight, b in zip((q, k, v), weights, biases, strict=True)
         ]
 
-    def _mask(self, call: Call, q: Tensor, sources: int) -> Tensor | None:
+    def _mask(self, call: AttentionCall, q: Tensor, sources: int) -> Tensor | None:
         """Return what is added to the scores, broadcastable to (N, h, L, S)."""
         batch, _, targets, _ = q.shape
         mask = None
@@ -125,7 +125,9 @@ class HeadAttention(Behavior):
         x = row_product(x, weight, Product(self.edges.ranks, sequence=self.edges.sequence))
         return x if bias is None else x + bias
 
-    def _shown(self, weights: Tensor | None, call: Call, is_batched: bool) -> Tensor | None:
+    def _shown(
+        self, weights: Tensor | None, call: AttentionCall, is_batched: bool
+    ) -> Tensor | None:
         """Return the weights of all heads, (N, H, L, S), or their mean, (N, L, S)."""
         if weights is None:
             return None
@@ -206,7 +208,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
 
 
-def _is_hint_enough(call: Call) -> bool:
+def _is_hint_enough(call: AttentionCall) -> bool:
     """Whether attention may use its own causal mask: as torch, not for padding or weights."""
     return call.is_causal and call.key_padding_mask is None and not call.need_weights
 
@@ -235,7 +237,7 @@ def _attended_unseen(
     )
 
 
-def _check_call(query: Tensor, call: Call) -> None:
+def _check_call(query: Tensor, call: AttentionCall) -> None:
     if query.is_nested:
         raise UsageError(
             "expected padded batches, found a nested tensor; make the encoder with "

@@ -20,7 +20,7 @@ from drivetrain.errors import UsageError
 from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.partition import Partition
 
-Outcome: TypeAlias = Literal["none", "sum", "mean"]
+LossReduction: TypeAlias = Literal["none", "sum", "mean"]
 
 
 class Terms(NamedTuple):
@@ -39,7 +39,7 @@ class Terms(NamedTuple):
     partition: Partition
     weight: Tensor | None = None
     ignore_index: int = -100
-    reduction: Outcome = "mean"
+    reduction: LossReduction = "mean"
     label_smoothing: float = 0.0
 
 

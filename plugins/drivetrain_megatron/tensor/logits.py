@@ -24,10 +24,10 @@ from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
 from drivetrain_megatron.tensor.operators import gather, gathered, is_outline, outlined
 from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.writing import Call
+from drivetrain_megatron.tensor.writing import TorchCall
 
 
-class Cut(NamedTuple):
+class VocabularyCut(NamedTuple):
     """How the last dim is cut over which ranks."""
 
     ranks: Communicator
@@ -42,10 +42,10 @@ class ShardedLogits(Tensor):
     """Logits (..., words) of which this rank holds its words; make one with ``of``."""
 
     _local: Tensor
-    _cut: Cut
+    _cut: VocabularyCut
 
     @staticmethod
-    def __new__(cls: type["ShardedLogits"], local: Tensor, cut: Cut) -> "ShardedLogits":
+    def __new__(cls: type["ShardedLogits"], local: Tensor, cut: VocabularyCut) -> "ShardedLogits":
         """Wrap this rank's words, outside of autograd."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, (*local.shape[:-1], cut.partition.size), dtype=local.dtype, device=local.device
@@ -67,7 +67,7 @@ class ShardedLogits(Tensor):
             return local
         if is_outline(local):
             return outlined(local, -1, partition.size)
-        return _Wrap.apply(local, Cut(ranks, partition))  # type: ignore[no-any-return,no-untyped-call]
+        return _Wrap.apply(local, VocabularyCut(ranks, partition))  # type: ignore[no-any-return,no-untyped-call]
 
     def local(self) -> Tensor:
         """Return this rank's words, shape (..., local words)."""
@@ -99,7 +99,7 @@ class ShardedLogits(Tensor):
     ) -> Any:
         """Answer from facts, write, stay cut, compute the loss, or gather and go on."""
         kwargs = kwargs or {}
-        call = Call(func, args, kwargs)
+        call = TorchCall(func, args, kwargs)
         name = call.name
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -145,7 +145,7 @@ class ShardedLogits(Tensor):
 
 class _Wrap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, cut: Cut) -> Tensor:
+    def forward(ctx: Any, local: Tensor, cut: VocabularyCut) -> Tensor:
         ctx.cut = cut
         return ShardedLogits(local, cut)
 
@@ -199,7 +199,7 @@ def _logits_in(value: Any) -> list["ShardedLogits"]:
     return [each for each in tree_leaves(value) if isinstance(each, ShardedLogits)]
 
 
-def _write(call: Call, written: Sequence[ShardedLogits]) -> Any:
+def _write(call: TorchCall, written: Sequence[ShardedLogits]) -> Any:
     """Do what a call does to logits: to all words, of which this rank keeps its own.
 
     The shares are changed in place, so whatever views them, or is viewed by them, has the values.
@@ -235,7 +235,7 @@ def _unwritable(name: str) -> UsageError:
     )
 
 
-Kept = Callable[[Any, ShardedLogits, Sequence[Any], Mapping[str, Any]], Tensor | None]
+KeptDivided = Callable[[Any, ShardedLogits, Sequence[Any], Mapping[str, Any]], Tensor | None]
 """Computes a function of logits from shares: (function, logits, arguments, options), or None."""
 
 
@@ -367,7 +367,7 @@ _FACTS = frozenset({
 })
 
 
-_KEPT: dict[str, Kept] = {
+_KEPT: dict[str, KeptDivided] = {
     **dict.fromkeys((
         "float", "double", "half", "bfloat16", "contiguous", "detach", "clone", "data", "neg",
         "__neg__", "tanh", "cpu", "cuda",

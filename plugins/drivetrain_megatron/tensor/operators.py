@@ -83,7 +83,7 @@ def reduce_scatter(tensor: Tensor, ranks: Communicator, partition: Partition) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingSum:
     """A tensor that is still on its way.
 
     Attributes:
@@ -100,14 +100,14 @@ class Pending:
         return self.finish()
 
 
-def start_sum(own: Tensor, ranks: Communicator) -> Pending:
+def start_sum(own: Tensor, ranks: Communicator) -> PendingSum:
     """Start to sum a contiguous tensor over ranks, in place: nobody else may hold it."""
-    return Pending(ranks.all_reduce(own), lambda: own)
+    return PendingSum(ranks.all_reduce(own), lambda: own)
 
 
 def start_scattered_sum(
     tensor: Tensor, ranks: Communicator, partition: Partition, *, own: bool = False
-) -> Pending:
+) -> PendingSum:
     """Start to sum over ranks, each of which gets its share.
 
     Args:
@@ -123,7 +123,7 @@ def start_scattered_sum(
     handle = ranks.reduce_scatter(buffer.view(-1), chunks=_chunks(buffer, partition))
     share = buffer[start:stop].movedim(0, partition.dim)
     # A copy, so that the share does not keep the whole buffer alive.
-    return Pending(handle, lambda: share.clone(memory_format=torch.contiguous_format))
+    return PendingSum(handle, lambda: share.clone(memory_format=torch.contiguous_format))
 
 
 def gathered(

@@ -13,7 +13,7 @@ from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.shards import Part
 
-Range: TypeAlias = tuple[int, int]
+IndexRange: TypeAlias = tuple[int, int]
 """A half-open range of indices, (start, stop)."""
 
 
@@ -37,7 +37,7 @@ class Partition:
 
     dim: int
     size: int
-    ranges: tuple[tuple[Range, ...], ...]
+    ranges: tuple[tuple[IndexRange, ...], ...]
 
     def __post_init__(self) -> None:
         edge = 0
@@ -71,7 +71,7 @@ class Partition:
         return flat == sorted(flat) and sum(self.local_sizes) == self.size
 
     @functools.cached_property
-    def bounds(self) -> tuple[Range, ...]:
+    def bounds(self) -> tuple[IndexRange, ...]:
         """Where each rank's share lies among the shares of all ranks, one after the other."""
         return tuple(itertools.pairwise(itertools.accumulate(self.local_sizes, initial=0)))
 

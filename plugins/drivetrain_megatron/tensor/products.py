@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from drivetrain.collectives import Communicator
 from drivetrain_megatron.tensor.operators import (
-    Pending,
+    PendingSum,
     gather,
     gathered,
     is_outline,
@@ -130,7 +130,7 @@ class _ColumnProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         product: Product = ctx.product
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        pending: Pending | None = None
+        pending: PendingSum | None = None
         if needs_x:
             own = product.input_grad(grad, weight)
             if product.sequence is None:

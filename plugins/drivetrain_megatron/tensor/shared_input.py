@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from drivetrain_megatron.tensor.behavior import behavior_of
 from drivetrain_megatron.tensor.operators import (
-    Pending,
+    PendingSum,
     gathered,
     is_outline,
     start_scattered_sum,
@@ -34,7 +34,7 @@ from drivetrain_megatron.tensor.weight_grad import deferral_of, rows_of
 _KEY = "_drivetrain_later"
 
 
-class Later(NamedTuple):
+class DeferredProduct(NamedTuple):
     """What a layer needs to leave the gradient of its weight for later.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Sum:
     def __init__(self, edges: Edges, sequence: Partition | None) -> None:
         self.edges = edges
         self.sequence = sequence
-        self.pending: Pending | None = None
+        self.pending: PendingSum | None = None
 
 
 def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
@@ -85,14 +85,14 @@ def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
 
 def grouped_product(x: Tensor, layer: Any) -> Tensor | None:
     """Return a layer's product of what ``enter_group`` returned; None if it is anything else."""
-    later: Later | None = getattr(x, _KEY, {}).get(id(layer))
+    later: DeferredProduct | None = getattr(x, _KEY, {}).get(id(layer))
     if later is None or not torch.is_grad_enabled():
         return None
     x, weight, bias = as_computed(x, layer.weight.detach(), layer.bias)
     return _InputNow.apply(x, later.token, weight, bias, later.product)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _later(layer: nn.Module, whole: Tensor, edges: Edges) -> Later:
+def _later(layer: nn.Module, whole: Tensor, edges: Edges) -> DeferredProduct:
     behavior: Any = behavior_of(layer)
     product = Product(
         edges.ranks, behavior.transposed, deferral=deferral_of(behavior.keeper, layer)
@@ -100,7 +100,7 @@ def _later(layer: nn.Module, whole: Tensor, edges: Edges) -> Later:
     # Not the weight's own extent: it may be elsewhere until the layer runs.
     outputs = behavior.outputs.local_size(edges.ranks.rank)
     token: Tensor = _WeightLater.apply(layer.weight, whole, outputs, product)  # type: ignore[no-untyped-call]
-    return Later(token, product)
+    return DeferredProduct(token, product)
 
 
 class _Wait(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
-class Call(NamedTuple):
+class TorchCall(NamedTuple):
     """A call of torch's, as ``__torch_function__`` gets it."""
 
     func: Callable[..., Any]

@@ -19,7 +19,7 @@ from drivetrain.testing.huggingface import ARCHITECTURES, WIDTH, logits_of, toke
 from drivetrain.traffic import Traffic
 from drivetrain_megatron import Megatron, volumes
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.volumes import Activation, Line
+from drivetrain_megatron.volumes import Activation, RanksOfAxis
 
 ROWS, TOKENS = 4, 7
 TRANSFORMERS = pytest.mark.parametrize("name", ["llama", "gpt2", "encoder"])
@@ -147,7 +147,7 @@ def check_sent(name, **options):
 def test_formulas_are_those_of_the_papers():
     """8 A (t-1)/t per layer, whole or in shards, wherever ranks divide the sizes."""
     for ranks in (2, 4, 8):
-        line = Line(ranks)
+        line = RanksOfAxis(ranks)
         a = Activation(rows=3, tokens=16, width=8, itemsize=2)
         share = a.nbytes * (ranks - 1) // ranks
         for sharded in (False, True):
@@ -164,21 +164,23 @@ def test_formulas_of_a_large_layer():
     """An 8-billion-parameter Llama in bf16 on 8 ranks: 235 MB per layer and micro-batch."""
     a = Activation(rows=1, tokens=4096, width=4096, itemsize=2)
     for sharded in (False, True):
-        layer = 2 * volumes.group(a, a, Line(8), sharded=sharded).total()
+        layer = 2 * volumes.group(a, a, RanksOfAxis(8), sharded=sharded).total()
         assert layer == 8 * 4096 * 4096 * 2 * 7 // 8 == 234_881_024
 
 
 def test_formulas_of_one_rank_are_zero():
     a = Activation(rows=1, tokens=5, width=3, itemsize=4)
-    assert volumes.group(a, a, Line(1), sharded=True).total() == 0
-    assert volumes.cross_entropy(5, 4, Line(1)).total() == 0
+    assert volumes.group(a, a, RanksOfAxis(1), sharded=True).total() == 0
+    assert volumes.cross_entropy(5, 4, RanksOfAxis(1)).total() == 0
 
 
 def test_ranks_together_send_what_a_ring_sends():
     """Where sizes are indivisible some ranks send a little less; the sum is that of the formula."""
     a = Activation(rows=2, tokens=7, width=5, itemsize=1)
     for ranks in (2, 3, 4, 9):
-        each = [volumes.group(a, a, Line(ranks, r), sharded=True).total() for r in range(ranks)]
+        each = [
+            volumes.group(a, a, RanksOfAxis(ranks, r), sharded=True).total() for r in range(ranks)
+        ]
         assert sum(each) == 4 * a.nbytes * (ranks - 1)
 
 
@@ -237,7 +239,7 @@ def test_bytes_of_a_window():
 
 def test_layers_and_few_others_are_all_there_is():
     """The statement in full, from shapes alone: layers, words in and out, cross entropy."""
-    line, layers = Line(2), 2
+    line, layers = RanksOfAxis(2), 2
     cost = planned("llama", layers, ranks=2, tp=2)
     a = Activation(ROWS, TOKENS, WIDTH, 8)
     expected = 2 * layers * volumes.group(a, a, line, sharded=False).total()

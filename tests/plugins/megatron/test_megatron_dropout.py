@@ -16,7 +16,7 @@ from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.runtime.mesh import Axis
 from drivetrain.testing.huggingface import bert, encoder, gpt2, logits_of, token_batch
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.dropout.chain import Dropout, Source
+from drivetrain_megatron.dropout.chain import Dropout, MaskSource
 from drivetrain_megatron.dropout.dropouts import Site
 from drivetrain_megatron.dropout.functions import Dropping
 
@@ -94,7 +94,7 @@ def counting(model, replica=0, seed=0):
     """Let a model of one process drop by the same masks, without the strategy."""
     axis = Axis(name="tp", size=1, rank=0, ranks=(0,), hosts=("here",))
     dropout = Dropout(
-        Source(seed, replica), SoloCommunicator(axis, Traffic(), timedelta(seconds=9))
+        MaskSource(seed, replica), SoloCommunicator(axis, Traffic(), timedelta(seconds=9))
     )
     dropout.find(model, None)
     dropout.attach(model)

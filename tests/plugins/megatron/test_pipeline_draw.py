@@ -13,7 +13,7 @@ from rich.console import Console
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.paper.draw import Gantt, save_picture
 from drivetrain_megatron.paper.simulate import simulate
-from drivetrain_megatron.pipeline.actions import Action, Kind
+from drivetrain_megatron.pipeline.actions import Action, ActionKind
 from drivetrain_megatron.pipeline.schedules import make_schedule
 from drivetrain_megatron.pipeline.timeline import Span, Timeline, save_trace, to_trace
 
@@ -21,10 +21,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 MEASURED = Timeline(
     (
         (
-            Span(Action(Kind.FORWARD, 0, 0), 5.0, 5.013),
-            Span(Action(Kind.FORWARD, 0, 12), 5.02, 5.1),
+            Span(Action(ActionKind.FORWARD, 0, 0), 5.0, 5.013),
+            Span(Action(ActionKind.FORWARD, 0, 12), 5.02, 5.1),
         ),
-        (Span(Action(Kind.INPUT, 1, 0), 5.013, 5.0131),),
+        (Span(Action(ActionKind.INPUT, 1, 0), 5.013, 5.0131),),
         (),
     )
 )
@@ -212,7 +212,7 @@ def test_trace_has_one_row_per_rank_and_microseconds(tmp_path):
 def test_trace_of_a_schedule_holds_every_action():
     shown = timeline("interleaved", v=2)
     events = [e for e in to_trace(shown)["traceEvents"] if e["ph"] == "X"]
-    kinds = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
+    kinds = {"forward": ActionKind.FORWARD, "backward": ActionKind.BACKWARD}
     found = {Action(kinds[e["cat"]], e["args"]["stage"], e["args"]["micro_batch"]) for e in events}
     assert found == {span.action for rank in shown.ranks for span in rank}
     assert len(events) == 4 * 2 * 8 * 2

@@ -7,11 +7,11 @@ import pytest
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.paper.formulas import promised
 from drivetrain_megatron.paper.simulate import UNIT_DURATIONS, simulate
-from drivetrain_megatron.pipeline.actions import Action, Kind, Schedule, needs
+from drivetrain_megatron.pipeline.actions import Action, ActionKind, Schedule, needs
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
 from drivetrain_megatron.pipeline.timeline import Span, Timeline
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
 RANKS, MICRO_BATCHES = range(1, 9), range(1, 17)
 UNEVEN = {F: 1.25, B: 3.5, I: 1.5, W: 2.0}
 CASES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), *(("interleaved", v) for v in range(1, 5))]
@@ -25,7 +25,7 @@ def by_hand(*ranks, stages=None, micro_batches=1):
     """Make a schedule of ranks that are written as ("F0@0", ...)."""
     parsed = [
         [
-            Action(Kind(text[0]), int(text.split("@")[1]), int(text[1:].split("@")[0]))
+            Action(ActionKind(text[0]), int(text.split("@")[1]), int(text[1:].split("@")[0]))
             for text in rank
         ]
         for rank in ranks
