@@ -7,18 +7,18 @@ VLDB 2020. The idea in five lines:
 2. Gradients are views of flat buckets; autograd's fresh gradient is moved in by one copy.
 3. A bucket whose gradients are all there starts its all-reduce while backward goes on.
 4. The first synchronised backward observes in which order gradients come; buckets follow it.
-5. At the end buckets with missing gradients are sent with zeros: every rank sends every bucket.
+5. At the end buckets with missing gradients are sent with zeros, so ranks send the same buckets.
 
 With P parameters of b bytes, N ranks: sent per rank and optimizer step 2 (N-1)/N b (P + number of
 parameters), received the same; held: parameters, gradients and optimizer state, all whole. The
-trailing element per parameter tells all ranks whether any rank had a gradient for it.
+trailing element of each parameter tells all ranks whether any rank had a gradient for it.
 
 ==================== ================================================================
 config.py            the knobs
 strategy.py          ``Ddp``: the contract
-reducer.py           hooks, readiness, launching and settling of buckets (steps 2-5)
+reducer.py           hooks, readiness, launch and end of buckets (steps 2-5)
 cost.py              bytes held and sent
-compression/         what crosses the wire instead of the bucket: nothing less, half, low rank
+compression/         a bucket on the wire: whole (plain.py), in half precision, of low rank
 ==================== ================================================================
 """
 

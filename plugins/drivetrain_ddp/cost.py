@@ -1,4 +1,4 @@
-"""What data parallelism costs: everything is held whole, gradients cross the wire once around."""
+"""The cost of data parallelism: all is held whole, gradients go once around the ring."""
 
 from drivetrain.collectives import sent_elements
 from drivetrain.cost import Cost, ModelSpec
@@ -15,8 +15,8 @@ def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, size: in
     """Return the bytes held per rank, and those sent by rank 0 in one optimizer step.
 
     The step has one synchronised backward and, for the buffers, one training forward before it.
-    Buckets are those of reverse registration order; the observed order moves at most the rounding
-    of the ring's chunks. PowerSGD counts as started.
+    Buckets are laid out in reverse registration order; the observed order changes no more than the
+    rounding of the ring's chunks. PowerSGD counts as started.
 
     Args:
         config: the knobs.

@@ -1,4 +1,4 @@
-"""Averages gradients over ranks while backward runs: hooks, readiness, launching, settling.
+"""Averages gradients over ranks while backward runs (Li et al., VLDB 2020, section 3.2).
 
 Source: Li et al. 2020, "PyTorch Distributed", section 3.2 (buckets, and overlap with backward).
 One synchronised backward is a round::
@@ -6,11 +6,11 @@ One synchronised backward is a round::
     first hook          begin: count down from all parameters of every bucket
     each hook           move the fresh gradient into its bucket, count down
     bucket at zero      launch it, and those after it that are complete: always in bucket order
-    end of backward     flush: zeros for what is missing, launch the rest, wait, settle
+    end of backward     flush: zeros for missing gradients, launch the rest, wait for the sums
 
 The end of backward is noticed by a callback of the autograd engine, by ``Ddp.backward``, or at the
-latest before the optimizer steps; the first of them ends the round. A round that an exception cut
-short is ended when the next one begins, so that every rank has sent every bucket.
+latest before the optimizer steps; the first of the three ends the round. A round that an exception
+cut short is ended when the next round begins, so that every rank has sent every bucket.
 
 An eager round multiplies each gradient by 1/N in the pass that moves it into its bucket. The first
 round, which observes the order, and every round of a model under reentrant checkpointing, where a
@@ -32,16 +32,16 @@ from drivetrain_ddp.compression import CommunicationHook, Exchange
 from drivetrain_ddp.config import DdpConfig
 
 
-class Slot:
+class BucketSlot:
     """One parameter's place in the buckets; it outlives a change of the buckets.
 
     Attributes:
         index: position in registration order among the trainable parameters.
         name: the parameter's name, for messages.
         parameter: the parameter.
-        view: where its gradient lives.
-        bucket: which bucket that is in.
-        place: which of the bucket's views.
+        view: the range of the bucket that holds its gradient, in the parameter's shape.
+        bucket: the bucket of the view.
+        place: index of the view in the bucket.
         round: the round in which its gradient last came.
     """
 
@@ -54,10 +54,14 @@ class Slot:
         self.round = 0
         self.place = 0
         self.view: Tensor
-        self.bucket: _Round
+        self.bucket: _BucketRound
 
     def adopt(self, grad: Tensor | None, scale: float = 1.0) -> None:
-        """Make the bucket's view the parameter's gradient, with the values of ``grad`` x scale."""
+        """Make the bucket's view the parameter's gradient, with the values of ``grad`` x scale.
+
+        Raises:
+            UsageError: the gradient is sparse, or part of an autograd graph.
+        """
         if grad is None:
             return
         if grad.requires_grad or grad.layout is not torch.strided:
@@ -70,13 +74,13 @@ class Slot:
         if scale == 1.0:
             self.view.copy_(grad)
         else:
-            torch.mul(grad, scale, out=self.view)  # one pass over memory
+            torch.mul(grad, scale, out=self.view)  # copy and average in one pass over memory
         self.parameter.grad = self.view
 
 
 @dataclass(slots=True)
-class _Round:
-    """A bucket and how far it is in the current round.
+class _BucketRound:
+    """A bucket and its progress in the current round.
 
     Attributes:
         bucket: the flat tensor and its views.
@@ -87,19 +91,19 @@ class _Round:
     """
 
     bucket: Bucket
-    slots: list[Slot]
+    slots: list[BucketSlot]
     pending: int
     missing: list[int]
     exchange: Exchange | None = None
 
 
-class Reducer:
+class BucketReducer:
     """Owns the buckets and the parameter hooks of one model.
 
     Args:
         parameters: the model's parameters by name, in registration order.
         communicator: the data-parallel axis.
-        hook: what is sent for a bucket.
+        hook: the compression of buckets on the wire.
         config: bucket sizes.
     """
 
@@ -124,10 +128,10 @@ class Reducer:
         self._trainable: list[bool] | None = None
         self.refresh()
 
-    # --- what is reduced ---
+    # --- the buckets ---
 
     def refresh(self) -> None:
-        """Follow changes of ``requires_grad``; every rank must make the same ones."""
+        """Follow changes of ``requires_grad``, which must be the same on every rank."""
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable == self._trainable:
             return
@@ -136,7 +140,7 @@ class Reducer:
         self._trainable = trainable
         chosen = [index for index, wanted in enumerate(trainable) if wanted]
         self._slots = [
-            Slot(place, self._names[index], self._parameters[index])
+            BucketSlot(place, self._names[index], self._parameters[index])
             for place, index in enumerate(chosen)
         ]
         self._handles = [on_gradient(slot.parameter, self._make_hook(slot)) for slot in self._slots]
@@ -146,7 +150,7 @@ class Reducer:
         self._build()
 
     def close(self) -> None:
-        """Take the hooks off; gradients stay where they are, a round cut short is given up."""
+        """Take the hooks off and give up a round that was cut short; gradients stay in buckets."""
         self.rounds.give_up()
         self._detach()
 
@@ -156,7 +160,7 @@ class Reducer:
         self._handles = []
 
     def _build(self) -> None:
-        self._buckets: list[_Round] = []
+        self._buckets: list[_BucketRound] = []
         self._hook.forget()
         parameters = [slot.parameter for slot in self._slots]
         layouts = plan_buckets(
@@ -169,15 +173,15 @@ class Reducer:
         for layout in layouts:
             slots = [self._slots[member] for member in layout.members]
             bucket = Bucket(layout, [slot.parameter for slot in slots])
-            state = _Round(bucket, slots, 0, [])
+            state = _BucketRound(bucket, slots, 0, [])
             self._buckets.append(state)
             for place, (slot, view) in enumerate(zip(slots, bucket.views, strict=True)):
                 slot.bucket, slot.place, slot.view = state, place, view
 
     # --- during backward ---
 
-    def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
-        """Return a parameter's hook: a closure, since it runs once per parameter and step."""
+    def _make_hook(self, slot: BucketSlot) -> Callable[[Tensor], None]:
+        """Return a parameter's hook: a closure, the cheapest call for each parameter and step."""
 
         def ready(parameter: Tensor) -> None:
             if not self.synchronizing:
@@ -208,7 +212,7 @@ class Reducer:
             state.missing.clear()
             state.exchange = None
 
-    def _count_down(self, slot: Slot) -> None:
+    def _count_down(self, slot: BucketSlot) -> None:
         if slot.round == self.rounds.count:
             return
         slot.round = self.rounds.count
@@ -217,8 +221,12 @@ class Reducer:
         if not slot.bucket.pending and self._eager:
             self._launch_complete()
 
-    def _came_again(self, slot: Slot) -> None:
-        """A gradient grew after it was complete: only a round that sends all at its end may."""
+    def _came_again(self, slot: BucketSlot) -> None:
+        """Note that a gradient grew after it came; then buckets are sent at the end of backward.
+
+        Raises:
+            UsageError: the gradient's bucket may be on its way already.
+        """
         self.rounds.reentrant = True
         if self._eager:
             raise UsageError(
@@ -228,13 +236,14 @@ class Reducer:
             )
 
     def _launch_complete(self) -> None:
+        # In bucket order, not in order of completion: all ranks must send the same sequence.
         while self._launched < len(self._buckets):
             state = self._buckets[self._launched]
             if state.pending:
                 return
             self._launch(state)
 
-    def _launch(self, state: _Round) -> None:
+    def _launch(self, state: _BucketRound) -> None:
         if state.pending:
             self._fill(state)
         if not self._eager:
@@ -245,8 +254,8 @@ class Reducer:
         self._launched += 1
         state.exchange = self._hook.start(state.bucket, state.missing, self._communicator)
 
-    def _fill(self, state: _Round) -> None:
-        """Complete a bucket: what earlier micro-batches left counts, nothing at all is zero."""
+    def _fill(self, state: _BucketRound) -> None:
+        """Complete a bucket: a gradient of earlier micro-batches counts, a missing one is zero."""
         scale = self._scale if self._eager else 1.0
         for slot in state.slots:
             if slot.round == self.rounds.count:
@@ -266,11 +275,11 @@ class Reducer:
         for state in self._buckets[self._launched :]:
             self._launch(state)
         for state in self._buckets:
-            self._settle(state)
+            self._await_sum(state)
         if self._observing:
             self._observe()
 
-    def _settle(self, state: _Round) -> None:
+    def _await_sum(self, state: _BucketRound) -> None:
         if state.exchange is None:
             return
         state.exchange.finish()
@@ -278,12 +287,12 @@ class Reducer:
             return
         flags = state.bucket.flags.tolist()
         for place in state.missing:
-            # Without a gradient on any rank it stays None: an optimizer must not move it.
+            # Without a gradient on any rank the gradient stays None: optimizers must not step.
             if flags[place] != 0:
                 state.slots[place].parameter.grad = state.slots[place].view
 
     def _observe(self) -> None:
-        """Agree on rank 0's order for the next rounds; one bucket per kind has no order."""
+        """Agree on rank 0's order for the next rounds; one bucket per dtype needs no order."""
         self._observing = False
         kinds = {(slot.parameter.dtype, slot.parameter.device) for slot in self._slots}
         if len(self._buckets) == len(kinds):

@@ -1,4 +1,4 @@
-"""The strategy ``ddp``: replicas whose gradients are averaged while backward runs."""
+"""The strategy ``ddp``: replicas that average gradients during backward (Li et al., VLDB 2020)."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from drivetrain.strategy import Prepared, Run, Strategy
 from drivetrain_ddp.compression import choose_hook
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_ddp.cost import estimate
-from drivetrain_ddp.reducer import Reducer
+from drivetrain_ddp.reducer import BucketReducer
 
 
 class Ddp(Strategy[DdpConfig]):
@@ -46,7 +46,9 @@ class Ddp(Strategy[DdpConfig]):
             run.mesh["dp"], run.traffic, run.world.device, run.world.timeout
         )
         self._alone = self._communicator.size == 1
-        self._reducer = Reducer([], self._communicator, choose_hook(config, run.precision), config)
+        self._reducer = BucketReducer(
+            [], self._communicator, choose_hook(config, run.precision), config
+        )
         self._handles: list[RemovableHandle] = []
 
     @classmethod
@@ -60,7 +62,7 @@ class Ddp(Strategy[DdpConfig]):
         self._state = ReplicatedState(model, optimizers)
         replicate([*model.parameters(), *model.buffers()], self._communicator, "replicate model")
         parameters = [] if self._alone else list(named_parameters(model).items())
-        self._reducer = Reducer(
+        self._reducer = BucketReducer(
             parameters,
             self._communicator,
             choose_hook(self.config, self.run.precision),
@@ -87,7 +89,7 @@ class Ddp(Strategy[DdpConfig]):
         rounds = self._reducer.rounds.count
         loss.backward(**options)  # type: ignore[no-untyped-call]
         if self._reducer.rounds.count == rounds:
-            self._reducer.rounds.take_part()  # the loss reached no parameter here; others may wait
+            self._reducer.rounds.take_part()  # no parameter got a gradient; other ranks may wait
         else:
             self._reducer.rounds.finish()
 
@@ -105,14 +107,14 @@ class Ddp(Strategy[DdpConfig]):
         *,
         only: Collection[nn.Parameter] | None = None,
     ) -> Tensor:
-        """Scale the gradients to a norm of at most max_norm; equal on all ranks as it stands."""
+        """Scale the gradients to a norm of at most max_norm; all ranks have the same ones."""
         gradients = list(self.gradients(only))
         norm = global_norm(gradients, norm_type, device=self.run.world.device)
         clip_(gradients, norm, max_norm)
         return norm
 
     def shards(self) -> Iterator[Shard]:
-        """Yield this rank's share of the tensors, balanced by bytes."""
+        """Yield the tensors that this rank saves; ranks share them out evenly by bytes."""
         return self._state.shards(self._communicator.rank, self._communicator.size)
 
     def load(self, reader: Reader) -> None:
@@ -121,7 +123,7 @@ class Ddp(Strategy[DdpConfig]):
 
     @classmethod
     def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:
-        """Return what ``drivetrain_ddp.cost`` works out."""
+        """Return the estimate of ``drivetrain_ddp.cost``."""
         return estimate(config, model, run.precision, run.mesh["dp"].size)
 
     @contextmanager
@@ -142,7 +144,11 @@ class Ddp(Strategy[DdpConfig]):
             self.backward(zero)
 
     def catch_up(self, source: int) -> None:
-        """Take over parameters, buffers and optimizer state of one rank."""
+        """Take over parameters, buffers and optimizer state of one rank.
+
+        Raises:
+            UsageError: some ranks have optimizer state that others lack.
+        """
         tensors = self._state.tensors()
         index = self.run.mesh["dp"].ranks.index(source)
         count = torch.tensor([len(tensors), -len(tensors)], device=self.run.world.device)
@@ -166,7 +172,7 @@ class Ddp(Strategy[DdpConfig]):
     def _before_forward(self) -> None:
         if self._alone or not self._reducer.synchronizing:
             return
-        self._reducer.rounds.finish()  # what an exception in backward cut short
+        self._reducer.rounds.finish()  # a round that an exception in backward cut short
         self._reducer.refresh()
         if self.config.buffers == "broadcast":
             replicate(self._model.buffers(), self._communicator, "buffers before forward")

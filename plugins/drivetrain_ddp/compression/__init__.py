@@ -1,4 +1,4 @@
-"""What crosses the wire for a bucket: ``plain`` all, ``cast`` a dtype, ``powersgd`` low rank."""
+"""A bucket on the wire: ``plain`` whole, ``cast`` in another dtype, ``powersgd`` of low rank."""
 
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.precision import Precision
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def choose_hook(config: DdpConfig, precision: Precision) -> CommunicationHook:
-    """Return the hook that the configuration names, or the one that sends the policy's dtype.
+    """Return the hook that the configuration names, or a cast to the policy's dtype.
 
     Raises:
         ConfigError: a hook and ``dtypes.reduce`` are both set.

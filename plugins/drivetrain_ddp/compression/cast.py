@@ -16,7 +16,7 @@ def wire_dtype(name: str) -> torch.dtype:
 
 
 def narrowing(dtype: torch.dtype) -> Callable[[torch.dtype], torch.dtype]:
-    """Return the rule of a hook: wider gradients go in its dtype, others as they are."""
+    """Return a rule for ``CastHook``: narrow wider gradients to this dtype, leave others."""
 
     def on_wire(given: torch.dtype) -> torch.dtype:
         return given if given.is_complex or given.itemsize <= dtype.itemsize else dtype

@@ -1,4 +1,4 @@
-"""The interface between the reducer and what it sends for a bucket."""
+"""The interface between the reducer and the compression of buckets on the wire."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ class CommunicationHook(ABC):
         """Return the bytes that rank 0 of ``size`` ranks sends for a bucket, per optimizer step."""
 
     def held(self, layout: BucketLayout) -> int:
-        """Return the bytes that the hook keeps for a bucket between steps."""
+        """Return the bytes that the hook holds for a bucket between steps."""
         return 0
 
     def forget(self) -> None:
-        """Drop what is kept per bucket: the buckets are about to change."""
+        """Drop the state of every bucket: the buckets are about to change."""
         return

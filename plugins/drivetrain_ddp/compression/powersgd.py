@@ -1,8 +1,9 @@
-"""PowerSGD: a matrix crosses the wire as two thin factors, what is lost is added next time.
+"""PowerSGD (Vogels et al., NeurIPS 2019): a matrix crosses the wire as two thin factors.
 
 Paper: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization", NeurIPS 2019, algorithms 1 and 2. For a gradient as a matrix M (n, m),
-the error E and the factor Q (m, r) of the step before (the warm start)::
+Distributed Optimization", NeurIPS 2019, algorithms 1 and 2. The error of the approximation is added
+to the next gradient. For a gradient as a matrix M (n, m), the error E and the factor Q (m, r) of
+the step before (the warm start)::
 
     M <- M + E                      error feedback
     P <- mean over ranks of M Q     (n, r), sent
@@ -37,7 +38,7 @@ class _Matrix:
         view: the gradient in the bucket, as (n, m).
         p: (n, r), a view of the bucket's P factors.
         q: (m, r), a view of the bucket's Q factors.
-        error: (n, m), what earlier steps did not send.
+        error: (n, m), the part of earlier gradients that no step has sent.
     """
 
     place: int
@@ -49,7 +50,7 @@ class _Matrix:
 
 @dataclass(slots=True)
 class _Memory:
-    """What PowerSGD keeps for one bucket between steps: factors, errors, and the rest as one."""
+    """The state of one bucket between steps: factors and errors; the rest as one flat tensor."""
 
     ps: Tensor
     qs: Tensor
@@ -86,10 +87,11 @@ class _LowRank:
         self._restore()
         handle.wait()
         for matrix in self._memory.matrices:
-            self._settle(matrix)
+            self._write_sum(matrix)
 
-    def _settle(self, matrix: _Matrix) -> None:
+    def _write_sum(self, matrix: _Matrix) -> None:
         approximation = matrix.p @ matrix.q.T
+        # P Q' approximates the sum of M over the ranks; 1/N of it stands for this rank's M.
         if matrix.place not in self._absent:
             torch.sub(
                 matrix.view, approximation, alpha=1.0 / self._communicator.size, out=matrix.error
@@ -149,7 +151,7 @@ class PowerSgdHook(CommunicationHook):
         self._steps.clear()
 
     def _compressed(self, layout: BucketLayout) -> list[int]:
-        """Return the places of the gradients that are worth compressing."""
+        """Return the places of the gradients whose factors are smaller than the matrix."""
         if layout.dtype not in (torch.float32, torch.float64):
             return []  # factors of half-precision gradients would be noise
         places = []
@@ -162,7 +164,7 @@ class PowerSgdHook(CommunicationHook):
         return places
 
     def _numels(self, layout: BucketLayout) -> tuple[int, int, int]:
-        """Return the elements of all P, of all Q, and of what is sent whole."""
+        """Return the elements of all P, of all Q, and of the tensors that are sent whole."""
         shapes = [_matrix_shape(layout.shapes[place]) for place in self._compressed(layout)]
         ps = sum(rows for rows, _ in shapes) * self._rank
         qs = sum(columns for _, columns in shapes) * self._rank
@@ -173,7 +175,7 @@ class PowerSgdHook(CommunicationHook):
         ps, qs, rest = self._numels(bucket.layout)
         flat = bucket.flat
         memory = _Memory(flat.new_empty(ps), flat.new_empty(qs), flat.new_empty(rest))
-        # The same start on every rank, without a message.
+        # A fixed seed gives every rank the same start without a message.
         generator = torch.Generator().manual_seed(0)
         memory.qs.copy_(torch.randn(qs, generator=generator, dtype=flat.dtype))
         start_p = start_q = 0
