@@ -36,7 +36,7 @@ from ddp_step import Gpt, loss_of, sent_bytes
 from torch import Tensor, nn
 
 from drivetrain.config import LaunchConfig
-from drivetrain_launch.heap import heap_variables
+from drivetrain_launch.ranks.placement import heap_variables
 
 Step = Callable[[Tensor], Tensor]
 AT_END: list[Callable[[], object]] = []

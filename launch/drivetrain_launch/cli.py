@@ -1,8 +1,7 @@
 """The command group ``drivetrain``: finds the subcommand, and turns every error into an exit code.
 
-Subcommands are imported when they are called, so that ``drivetrain --help`` neither imports torch
-nor a plugin. Some are ours; plugins add others by entry point, and a broken one of theirs is an
-error only for who calls it.
+Subcommands are imported when they are called, so that ``drivetrain --help`` imports neither torch
+nor a plugin. Plugins add commands by entry point; a broken one is an error only when it is called.
 """
 
 import difflib
@@ -31,7 +30,7 @@ COMMANDS = {
 
 
 class Commands(click.Group):
-    """A group whose commands are our modules named ``NAME_command``, and those of plugins.
+    """A group whose commands are our modules in ``commands``, and those of plugins.
 
     A plugin's command cannot take the place of one of ours.
     """
@@ -48,7 +47,7 @@ class Commands(click.Group):
             ConfigError: the plugin that provides it is broken.
         """
         if cmd_name in COMMANDS:
-            module = importlib.import_module(f"drivetrain_launch.{cmd_name}_command")
+            module = importlib.import_module(f"drivetrain_launch.commands.{cmd_name}")
             ours: click.Command = module.command
             return ours
         registry = commands()
@@ -98,7 +97,7 @@ def run(arguments: Sequence[str]) -> int:
         click.echo(f"error: {error}", err=True)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output, such as head, has left: nothing more to say to it.
+        # The reader of our output, such as head, has left.
         sys.stderr.close()
         return 1
     return code if isinstance(code, int) else 0

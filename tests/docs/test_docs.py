@@ -15,8 +15,8 @@ from drivetrain import errors, registry
 from drivetrain.config import RunConfig, options_of
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group, run
-from drivetrain_launch.failure import KILLED
-from drivetrain_launch.options import FLAGS
+from drivetrain_launch.commands.options import FLAGS
+from drivetrain_launch.ranks.failure import KILLED
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])

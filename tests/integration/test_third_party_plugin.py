@@ -74,7 +74,7 @@ def test_the_wizard_offers_it_and_asks_its_question(python):
     code = (
         "import json\n"
         "from drivetrain.registry import strategies\n"
-        "from drivetrain_launch.wizard import Wizard\n"
+        "from drivetrain_launch.commands.wizard import Wizard\n"
         "wizard = Wizard(strategies())\n"
         "titles = {c.value: c.title for c in wizard.current.choices}\n"
         "wizard.answer('flat')\n"

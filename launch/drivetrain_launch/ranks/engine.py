@@ -1,7 +1,7 @@
 """Starts the ranks of this host with torch's elastic agent, watches them, and ends them all.
 
-The agent runs in this process. What is added to it: a private rendezvous, quick stops, a report of
-the first failure of every attempt, and the promise that no process is left at the end.
+The agent runs in this process. This module adds a private rendezvous, quick stops, a report of the
+first failure of every attempt, and the promise that no process is left at the end.
 """
 
 import functools
@@ -22,18 +22,18 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drivetrain.config import LaunchConfig
 from drivetrain.errors import PreflightError
-from drivetrain_launch.failure import report
-from drivetrain_launch.logs import PREFIX, RankLogs
-from drivetrain_launch.place import LOOPBACK, Endpoint, address_towards, interface_of
-from drivetrain_launch.rendezvous import rendezvous
+from drivetrain_launch.ranks.failure import report
+from drivetrain_launch.ranks.logs import PREFIX, RankLogs
+from drivetrain_launch.ranks.placement import LOOPBACK, Endpoint, address_towards, interface_of
+from drivetrain_launch.ranks.rendezvous import rendezvous
 
 STOP_S = 5
 """How long a rank has after another one failed, or after Ctrl-C, before it is killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What this host runs.
+class HostJob:
+    """The work of this host: a script, and the number and environment of its ranks.
 
     Attributes:
         arguments: ``(SCRIPT, ...)`` or ``("-m", MODULE, ...)``.
@@ -50,8 +50,8 @@ class Job:
     private: Path
 
 
-def run_ranks(job: Job) -> int:
-    """Run the job to its end and return the exit code; no process of it is left.
+def run_ranks(job: HostJob) -> int:
+    """Run a job to its end and return the exit code; none of its processes is left.
 
     Raises:
         PreflightError: the hosts cannot meet.
@@ -85,8 +85,8 @@ class Agent(LocalElasticAgent):
     """torch's agent, with quick stops and a report of each failed attempt.
 
     Args:
-        spec: the ranks and how they meet.
-        logs: where their output goes.
+        spec: the ranks, and the rendezvous where they meet.
+        logs: the files of their output.
     """
 
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs) -> None:
@@ -100,7 +100,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self.started.update(pids.values())
-        # The agent gives a rank 30 s to end after another one failed: too long to look at.
+        # The agent gives a rank 30 s to end after another rank failed: too long for a user to wait.
         context = self._pcontext
         if context is not None:
             context.close = functools.partial(_close, context.close)  # type: ignore[method-assign]
@@ -121,7 +121,7 @@ def _close(close: Any, death_sig: signal.Signals | None = None, timeout: int = 3
     close(death_sig, timeout if patient else min(timeout, STOP_S))
 
 
-def _spec(job: Job, address: str) -> WorkerSpec:
+def _spec(job: HostJob, address: str) -> WorkerSpec:
     # "$" is doubled because the agent substitutes ${local_rank} and the like in arguments; -P keeps
     # the working directory from hiding modules of the standard library.
     script = (argument.replace("$", "$$") for argument in job.arguments)
@@ -129,7 +129,7 @@ def _spec(job: Job, address: str) -> WorkerSpec:
         role="default",
         local_world_size=job.ranks,
         entrypoint=sys.executable,
-        args=("-P", "-u", "-m", "drivetrain_launch.worker", str(os.getpid()), *script),
+        args=("-P", "-u", "-m", "drivetrain_launch.ranks.worker", str(os.getpid()), *script),
         rdzv_handler=rendezvous(job.launch, address),
         max_restarts=job.launch.max_restarts,
         monitor_interval=0.1,
@@ -137,8 +137,8 @@ def _spec(job: Job, address: str) -> WorkerSpec:
     )
 
 
-def _set_environment(job: Job) -> str:
-    """Set what the agent reads and the ranks inherit; return this host's address for the others."""
+def _set_environment(job: HostJob) -> str:
+    """Set the variables of agent and ranks; return this host's address for the other hosts."""
     os.environ.update(job.variables)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     address = LOOPBACK
@@ -151,7 +151,7 @@ def _set_environment(job: Job) -> str:
 
 
 def _quiet_agent() -> None:
-    """Silence the agent's own log: this file says what the user needs, once."""
+    """Silence the agent's own log: this module reports a failure, once."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -164,7 +164,7 @@ def _ignore_signals() -> None:
 
 
 def _kill_leftovers(started: set[int]) -> None:
-    """Kill what the ranks left behind: each rank leads a session, so its processes are known."""
+    """Kill processes that ranks left behind; they are in the session that each rank leads."""
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
         try:

@@ -18,7 +18,7 @@ from drivetrain.config import (
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
-from drivetrain_launch.wizard import STRATEGY_KEY, Wizard
+from drivetrain_launch.commands.wizard import STRATEGY_KEY, Wizard
 
 DOWN = "\x1b[B"
 UP = "\x1b[A"

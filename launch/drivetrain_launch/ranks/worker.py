@@ -1,7 +1,7 @@
 """One rank: runs the user's script as ``__main__`` and reports how it ended.
 
-Started by the agent as ``python -m drivetrain_launch.worker PARENT (SCRIPT | -m MODULE) [ARGS]``.
-Imports nothing heavy, and not torch: what the script does not import is not loaded.
+The agent starts ``python -m drivetrain_launch.ranks.worker PARENT (SCRIPT | -m MODULE) [ARGS]``.
+This module imports nothing heavy, and not torch: a script that needs no torch does not load it.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from drivetrain.errors import CollectiveError, DrivetrainError
 
 INTERRUPTED = 130
 LINGER_S = 1.0
-"""A rank that lost a peer waits this long, so that the peer's own error comes first."""
+"""A rank that lost a peer waits this long before it ends: the peer's own error comes first."""
 
 LOST_PEER = (
     "connection closed by peer",
@@ -35,7 +35,7 @@ LOST_PEER = (
     "remote process exited",
     "failed to recv, got 0 bytes",
 )
-"""What gloo, NCCL and TCPStore say when another rank is gone."""
+"""Words in the errors of gloo, NCCL and TCPStore when another rank is gone."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -82,14 +82,14 @@ def run(arguments: list[str]) -> int:
 
 
 LAST_WORK_S = 0.05
-"""How long the end of a script waits for gloo's threads, as ``World`` does for groups it joins."""
+"""How long the end of a script waits for gloo's threads, as ``World`` does for its own groups."""
 
 
 def leave_process_group() -> None:
-    """Destroy the process group of a script that ended well without doing so itself.
+    """Destroy the process group of a script that ended well and left the group open.
 
-    Threads that python's end waits for are over: one may have saved a checkpoint. So is what the
-    library sends at its end.
+    It runs after python has joined the script's threads, one of which may have saved a checkpoint,
+    and after the library's last messages.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -131,7 +131,7 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from."""
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__
@@ -140,7 +140,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def script_frames(frames: TracebackType | None) -> TracebackType | None:
     """Drop the frames of this file and of runpy from the top: the user's script comes first.
 
-    None when no frame of the script is left, as for one that does not compile.
+    None when no frame of the script is left: the script did not compile.
     """
     hidden = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
     kept = frames
@@ -162,7 +162,7 @@ def leave(code: int) -> NoReturn:
 
 
 def write_error_file(error: BaseException, text: str, collateral: bool) -> None:
-    """Write what torch's ``record`` writes, and the exact time, for the agent to read."""
+    """Write an error for the agent, in the form of torch's ``record``, with the exact time."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

@@ -11,7 +11,7 @@ from drivetrain.config import Layer, dump_yaml, read_file
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
-from drivetrain_launch.options import resolve_command_line, source_options
+from drivetrain_launch.commands.options import resolve_command_line, source_options
 
 DEFAULT_PATH = Path("drivetrain.yaml")
 
@@ -50,7 +50,7 @@ def command(ctx: click.Context, use_default: bool, output: Path | None) -> int:
 @source_options()
 def show(config: str | None, assignments: tuple[str, ...]) -> None:
     """Show every key with its value and where that came from."""
-    from drivetrain_launch.preview import show_configuration
+    from drivetrain_launch.commands.preview import show_configuration
 
     show_configuration(resolve_command_line(config, assignments))
 
@@ -79,21 +79,21 @@ def write_defaults(output: Path | None) -> int:
 
 
 def ask(output: Path) -> int:
-    """Run the wizard on this terminal, and write what it found."""
-    from drivetrain_launch.prompts import ask_all, ask_where
-    from drivetrain_launch.wizard import Wizard
+    """Run the wizard on this terminal, and write the configuration."""
+    from drivetrain_launch.commands.prompts import ask_all, ask_where
+    from drivetrain_launch.commands.wizard import Wizard
 
     values = ask_all(Wizard(strategies()))
     path = ask_where(values, output)
     write(path, dump_yaml(values), replace=True)
-    # What was written is what a run will read: a mistake of ours must show here, not there.
+    # Read the file as a run will: a mistake of ours must show here, and not in the run.
     resolve(read_file(path), find_config=strategies().find_config)
     click.echo(f"wrote {path}\nrun: drivetrain launch --config {shlex.quote(str(path))} train.py")
     return 0
 
 
 def write(path: Path, text: str, *, replace: bool) -> None:
-    """Write a whole file, or leave what was there.
+    """Write a whole file; after an error the file is as it was.
 
     Raises:
         ConfigError: the file exists and may not be replaced, or cannot be written.

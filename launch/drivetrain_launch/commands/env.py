@@ -14,7 +14,7 @@ import psutil
 
 from drivetrain._version import __version__
 from drivetrain.registry import Registry, commands, stores, strategies, trackers
-from drivetrain_launch.place import cores
+from drivetrain_launch.ranks.placement import cores
 
 PREFIXES = ("NCCL_", "GLOO_", "OMP_", "TORCH_", "DRIVETRAIN_")
 """Variables outside these families are never shown: they may hold tokens."""
@@ -112,7 +112,7 @@ def describe_plugins(registry: Registry) -> str:
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the known families, without any whose name sounds like a secret."""
+    """Return the variables of the known families whose names do not sound like a secret."""
     return {
         name: value
         for name, value in sorted(environment.items())

@@ -14,20 +14,20 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
-from drivetrain_launch.heap import heap_variables
-from drivetrain_launch.options import (
+from drivetrain_launch.commands.options import (
     GroupedCommand,
     GroupedOption,
     knob_flags,
     resolve_command_line,
     source_options,
 )
-from drivetrain_launch.place import (
+from drivetrain_launch.ranks.placement import (
     Endpoint,
     accelerators,
     check_hosts,
     check_port,
     cores,
+    heap_variables,
     local_ranks,
     threads,
 )
@@ -84,7 +84,7 @@ def command(
     resolved = resolve_command_line(config, assignments, flags)
     check_hosts(resolved.run.launch)
     if dry_run:
-        from drivetrain_launch.preview import preview
+        from drivetrain_launch.commands.preview import preview
 
         preview(resolved)
         return 0
@@ -160,7 +160,7 @@ def make_log_dir(path: Path) -> None:
 
 def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:
     from drivetrain.runtime.world import CONFIG_VARIABLE
-    from drivetrain_launch.engine import Job, run_ranks
+    from drivetrain_launch.ranks.engine import HostJob, run_ranks
 
     settings = resolved.run.launch
     available = 0 if settings.device == "cpu" else accelerators()
@@ -176,7 +176,7 @@ def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:
     if limit is not None:
         variables["OMP_NUM_THREADS"] = limit
     return run_ranks(
-        Job(
+        HostJob(
             arguments=arguments,
             ranks=ranks,
             launch=settings,

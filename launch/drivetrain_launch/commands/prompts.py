@@ -7,7 +7,7 @@ import questionary
 
 from drivetrain.config import dump_yaml
 from drivetrain.errors import ConfigError
-from drivetrain_launch.wizard import Question, Wizard
+from drivetrain_launch.commands.wizard import Question, Wizard
 
 BACK = "<"
 _BACK_CHOICE = "back to the question before"

@@ -110,7 +110,10 @@ def test_slow_traceback_still_wins_over_the_lost_connection(sandbox):
 )
 def test_rank_exits_as_its_script_does(sandbox, line, code):
     done = subprocess.run(
-        [sys.executable, "-m", "drivetrain_launch.worker", str(os.getpid()), sandbox.script(line)],
+        [
+            *(sys.executable, "-m", "drivetrain_launch.ranks.worker"),
+            *(str(os.getpid()), sandbox.script(line)),
+        ],
         cwd=sandbox.folder, env=sandbox.environment(), capture_output=True, text=True,
         timeout=60, check=False,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """How the ranks find each other: a store on loopback on one host, host 0 on several.
 
-torch's own single-host store listens on every interface, and its agent reuses one store over
-restarts, so restarted ranks read the addresses of dead ones. Here each attempt has a store of its
-own, and on one host nobody else can reach it.
+torch's own single-host store listens on every interface, and its agent uses one store for all
+attempts, so that restarted ranks read the addresses of dead ranks. Here each attempt has a store of
+its own; with a single host, no other machine can reach it.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from drivetrain.config import LaunchConfig
 from drivetrain.errors import ConfigError, PreflightError
 from drivetrain.runtime.loopback import loopback_store
-from drivetrain_launch.place import LOOPBACK, Endpoint
+from drivetrain_launch.ranks.placement import LOOPBACK, Endpoint
 
 LOOPBACK_BACKEND = "drivetrain-loopback"
 RUN_ID = "drivetrain"

@@ -5,7 +5,7 @@ import stat
 import subprocess
 import sys
 
-from drivetrain_launch.place import interface_of
+from drivetrain_launch.ranks.placement import interface_of
 
 COLLECT = """
 import json, os, sys

@@ -1,7 +1,8 @@
-"""Where each rank's output goes: rank 0 to the console, errors of the others too, all to files.
+"""The files and the console to which each rank's output goes.
 
-Rank 0 writes to the console itself, so its progress bars work. The error stream of the others is
-written to a file that torch's agent follows, each line with its rank in front.
+Rank 0 writes to the console itself, so that its progress bars work. The other ranks write their
+errors to files, from which torch's agent copies each line to the console, the rank in front. With a
+folder for logs, every stream of every rank is kept there.
 """
 
 from pathlib import Path
@@ -54,7 +55,7 @@ class RankLogs(LogsSpecs):
 
 
 def _keep(destination: LogsDest, local_rank: int, rank: int, folder: Path) -> None:
-    """Write both streams to files, and show those that the console would have."""
+    """Write both streams to files, and copy to the console as ``_console`` does."""
     out, err = (str(folder / f"rank-{rank}.{stream}.log") for stream in ("stdout", "stderr"))
     destination.stdouts[local_rank], destination.stderrs[local_rank] = out, err
     destination.tee_stderrs[local_rank] = err

@@ -4,10 +4,10 @@ from typing import Any
 
 import click
 
-from drivetrain_launch.launch_command import launch
-from drivetrain_launch.options import GroupedCommand, GroupedOption, resolve_command_line
+from drivetrain_launch.commands.launch import launch
+from drivetrain_launch.commands.options import GroupedCommand, GroupedOption, resolve_command_line
 
-MODULE = "drivetrain_launch.selfcheck"
+MODULE = "drivetrain_launch.commands.selfcheck"
 
 
 @click.command(

@@ -24,8 +24,8 @@ FEATURES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run computed.
+class SelfcheckResult:
+    """The losses and weights of one training run.
 
     Attributes:
         losses: mean loss of each global batch, shape (STEPS,).
@@ -55,7 +55,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def train_spread(accelerator: Accelerator) -> Outcome:
+def train_spread(accelerator: Accelerator) -> SelfcheckResult:
     """Train on all ranks through the library."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -72,10 +72,10 @@ def train_spread(accelerator: Accelerator) -> Outcome:
         name: weight.detach().float().cpu()
         for name, weight in accelerator.get_state_dict(model).items()
     }
-    return Outcome(torch.stack(losses), weights)
+    return SelfcheckResult(torch.stack(losses), weights)
 
 
-def train_alone(ranks: int, device: torch.device) -> Outcome:
+def train_alone(ranks: int, device: torch.device) -> SelfcheckResult:
     """Train on the same global batches in this process, with plain torch."""
     model = build().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -87,10 +87,10 @@ def train_alone(ranks: int, device: torch.device) -> Outcome:
         optimizer.zero_grad()
         losses.append(loss.detach().cpu())
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
-    return Outcome(torch.stack(losses), weights)
+    return SelfcheckResult(torch.stack(losses), weights)
 
 
-def compare(first: Outcome, second: Outcome) -> float:
+def compare(first: SelfcheckResult, second: SelfcheckResult) -> float:
     """Return the largest difference; infinite when the runs cannot be compared."""
     if first.weights.keys() != second.weights.keys() or len(first.losses) != len(second.losses):
         return float("inf")

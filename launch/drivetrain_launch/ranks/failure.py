@@ -1,7 +1,7 @@
 """Which rank failed first, and how the user is told.
 
-When one rank fails, its neighbours lose their connections and fail too, and the agent stops the
-rest: only the first one is worth reading.
+When one rank fails, its neighbors lose their connections and fail too, and the agent stops the
+rest: only the first failure is worth reading.
 """
 
 import signal
@@ -14,7 +14,7 @@ KILLED = 6
 """Exit code of the launcher when a signal killed the first failing rank."""
 
 SAME_MOMENT_S = 5.0
-"""Errors this close together may have one cause: a lost peer is then never taken for it."""
+"""Errors this close together may have one cause; a lost connection is never taken for the cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +25,11 @@ class Failure:
         rank: its global rank.
         pid: its process id.
         code: its exit code; -N when signal N killed it.
-        time: seconds since the epoch; when the rank wrote its error, else when its end was noticed.
+        time: of the rank's error, or else of the moment when its end was noticed; seconds since the
+            epoch.
         summary: the last line of the traceback, or "".
         traceback: the traceback, or "".
-        collateral: whether it only failed because another rank did.
+        collateral: whether it failed because another rank failed.
     """
 
     rank: int

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from drivetrain.errors import ConfigError
-from drivetrain_launch.options import FLAGS, command_line_layer
+from drivetrain_launch.commands.options import FLAGS, command_line_layer
 
 
 def test_help_does_not_import_torch_and_is_quick(sandbox):

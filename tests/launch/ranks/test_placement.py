@@ -1,21 +1,22 @@
-"""Where ranks go: how many, with how many threads, at which address; and who failed first."""
+"""Where ranks go: how many, with how many threads, at which address; and the heap of each."""
 
 import socket
-from types import SimpleNamespace
 
 import pytest
 
 from drivetrain.config import LaunchConfig
 from drivetrain.errors import ConfigError, PreflightError
-from drivetrain_launch.failure import Failure, first, report
-from drivetrain_launch.place import (
+from drivetrain_launch.ranks.placement import (
     Endpoint,
     address_towards,
     check_port,
+    heap_variables,
     interface_of,
     local_ranks,
     threads,
 )
+
+HEAP = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 @pytest.mark.parametrize(
@@ -79,29 +80,41 @@ def test_busy_port_is_refused_and_a_free_one_is_not():
     check_port(Endpoint("127.0.0.1", port))
 
 
-def failure(rank, time, *, collateral=False, code=1):
-    return Failure(rank=rank, pid=1, code=code, time=time, collateral=collateral)
+@pytest.fixture
+def heap_not_set(monkeypatch):
+    for name in HEAP:
+        monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.usefixtures("heap_not_set")
+def test_freed_memory_stays_on_the_cpu_only():
+    assert set(heap_variables(LaunchConfig(), accelerators=0)) == set(HEAP[:2])
+    assert not heap_variables(LaunchConfig(), accelerators=2)
+    assert not heap_variables(LaunchConfig(keep_memory=False), accelerators=0)
+
+
+@pytest.mark.usefixtures("heap_not_set")
 @pytest.mark.parametrize(
-    ("failures", "rank"),
-    [
-        ([failure(0, 10.0), failure(1, 9.5)], 1),
-        ([failure(0, 10.0, collateral=True), failure(1, 10.5)], 1),
-        ([failure(0, 10.0, collateral=True), failure(1, 100.0)], 0),
-        ([failure(0, 10.0, collateral=True), failure(1, 9.0, collateral=True)], 1),
-    ],
+    ("name", "value"),
+    [(HEAP[0], "65536"), (HEAP[1], "1"), (HEAP[2], "glibc.malloc.arena_max=1")],
 )
-def test_first_failure(failures, rank):
-    assert first(failures).rank == rank
+def test_heap_settings_of_the_user_stay(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert not heap_variables(LaunchConfig(), accelerators=0)
 
 
-def test_rank_that_the_agent_stopped_is_not_the_first():
-    stopped = SimpleNamespace(message="Signal 15", exitcode=-15, pid=10, timestamp=5)
-    error = {"message": "ValueError: x", "extraInfo": {"py_callstack": "TB", "time": 6.5}}
-    raised = SimpleNamespace(message=error, exitcode=1, pid=11, timestamp=6)
-    text, code = report({0: stopped, 1: raised})
-    assert text.startswith("rank 1 failed first")
-    assert "\n  TB\n" in text
-    assert text.endswith("stopped with it: rank 0")
-    assert code == 1
+@pytest.mark.usefixtures("heap_not_set")
+def test_other_tunables_are_no_heap_settings(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.pthread.rseq=0")
+    assert heap_variables(LaunchConfig(), accelerators=0)
+
+
+@pytest.mark.usefixtures("heap_not_set")
+def test_ranks_get_the_variables_of_the_heap(sandbox):
+    script = sandbox.script(f"import os; print([os.environ.get(name) for name in {HEAP!r}])")
+    done = sandbox.launch("--nproc-per-node", "1", "--cpu", script)
+    assert done.stdout == "['33554432', '1099511627776', None]\n", done.stderr
+    done = sandbox.launch(
+        "--nproc-per-node", "1", "--cpu", "--set", "launch.keep_memory=false", script
+    )
+    assert done.stdout == "[None, None, None]\n", done.stderr

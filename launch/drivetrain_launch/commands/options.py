@@ -1,7 +1,7 @@
 """The options of ``drivetrain launch``: each is a knob of the schema, with a flag for its name.
 
-Help text and default come from the ``option()`` declarations; what the user typed becomes one layer
-of configuration whose origins quote the command line.
+Help text and default come from the ``option()`` declarations; the words on the command line become
+one layer of configuration, whose origins quote them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,9 +26,9 @@ class Flag:
         group: heading under which ``--help`` shows it.
         key: dotted key of the knob.
         names: spellings, the usual one first.
-        value: what the flag sets when it takes no argument; None when it takes one.
-        metavar: what stands for the argument in the help; "" makes it of the knob's type.
-        help: the help text; "" takes the knob's.
+        value: of the knob, for a flag without an argument; None for a flag that takes one.
+        metavar: stands for the argument in the help; "" is derived from the knob's type.
+        help: the help text; "" is the knob's own.
     """
 
     group: str
@@ -125,7 +125,7 @@ def resolve_command_line(
     Args:
         config: path of the YAML file, or None.
         assignments: the ``--set`` options.
-        flags: what click found for each flag's parameter.
+        flags: click's values, by the flags' parameters.
 
     Raises:
         ConfigError: the file, a value or a key is wrong, or two options contradict each other.

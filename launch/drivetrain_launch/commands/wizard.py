@@ -1,7 +1,7 @@
-"""The wizard without a terminal: which questions there are, what an answer means, how to go back.
+"""The wizard without a terminal: its questions, the meaning of answers, and the way back.
 
-Questions come from ``option(question=...)`` of the core's configuration and of the chosen
-strategy's, a stranger's included. Drawing them is the business of ``prompts``.
+Questions come from ``option(question=...)`` in the configuration of the core and of the chosen
+strategy, which may be a stranger's. ``prompts`` draws them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +18,8 @@ STRATEGY_KEY = "strategy.name"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One answer to pick: its value and the line that shows it."""
+class AnswerChoice:
+    """An answer to pick: its value, and the line of text that shows it."""
 
     value: Any
     title: str
@@ -31,17 +31,17 @@ class Question:
 
     Attributes:
         key: dotted key of the knob that the answer sets.
-        text: what is asked.
+        text: the question.
         help: one sentence about the knob.
         choices: the answers to pick from; empty when the answer is typed.
-        default: the answer that Enter gives.
+        default: the answer when the user presses Enter.
     """
 
     key: str
     text: str
     help: str
     default: Any
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[AnswerChoice, ...] = ()
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Wizard:
 
     @property
     def current(self) -> Question | None:
-        """The question to ask next; None when all are answered."""
+        """The next question; None when all are answered."""
         questions = list(self._questions())
         return questions[self._position] if self._position < len(questions) else None
 
@@ -129,7 +129,7 @@ class Wizard:
         default = self.answers.get(STRATEGY_KEY) or self.registry.default()
         ordered = sorted(names, key=lambda name: name != default)
         choices = tuple(
-            Choice(name, f"{name}: {self.registry.load(name).summary}") for name in ordered
+            AnswerChoice(name, f"{name}: {self.registry.load(name).summary}") for name in ordered
         )
         return Question(
             key=STRATEGY_KEY,
@@ -144,7 +144,7 @@ class Wizard:
         return {STRATEGY_KEY: name} if name else {}
 
     def _check(self, answers: Mapping[str, Any]) -> None:
-        """Let the schema judge a value, without the place in a file that it has not got yet."""
+        """Let the schema judge a value; its errors name no place in a file, since there is none."""
         nested: dict[str, Any] = {}
         for key, value in answers.items():
             put(nested, key, value)
@@ -156,11 +156,11 @@ class Wizard:
 
 
 def _question(knob: Option, key: str, default: Any) -> Question:
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[AnswerChoice, ...] = ()
     if knob.type is bool:
-        choices = (Choice(True, "yes"), Choice(False, "no"))
+        choices = (AnswerChoice(True, "yes"), AnswerChoice(False, "no"))
     elif knob.choices and not _takes_numbers(knob):
-        choices = tuple(Choice(value, str(value)) for value in knob.choices)
+        choices = tuple(AnswerChoice(value, str(value)) for value in knob.choices)
     return Question(key=key, text=knob.question, help=knob.help, default=default, choices=choices)
 
 

@@ -1,4 +1,4 @@
-"""``launch --dry-run``: the resolved configuration, the mesh, and what a rank would pay."""
+"""``launch --dry-run``: the resolved configuration, the mesh, and the cost on a rank."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,13 @@ from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, find_strategy
 from drivetrain.traffic import Traffic
-from drivetrain_launch.place import accelerators, cores, local_ranks
-from drivetrain_launch.tables import mebibytes, show_table
+from drivetrain_launch.commands.tables import mebibytes, show_table
+from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 
 LAYERS = 1000
 LAYER_SHAPE = (1000, 1000)
 EXAMPLE = "1e9 parameters in fp32 (1000 tensors of 1000 x 1000) with Adam"
-"""The model whose cost is shown: the dry run never sees the user's own."""
+"""The model whose cost is shown: a dry run does not load the user's model."""
 
 
 def preview(resolved: Resolved) -> None:
@@ -48,7 +48,7 @@ def preview(resolved: Resolved) -> None:
 
 
 def show_configuration(resolved: Resolved) -> None:
-    """Print every knob with its value and where that came from."""
+    """Print every knob with its value and the origin of the value."""
     rows = [(key, _text(value), origin.text) for key, value, origin in resolved.rows()]
     show_table("Configuration", ("key", "value", "origin"), rows)
 
@@ -70,7 +70,7 @@ def plan(resolved: Resolved, ranks: int) -> Run:
 
 
 def example_model() -> ModelSpec:
-    """Describe the model that every strategy's cost is shown for."""
+    """Describe the model for which a strategy's cost is shown."""
     return ModelSpec(
         tuple(
             TensorSpec(f"layers.{index}.weight", LAYER_SHAPE, torch.float32, True)

@@ -1,0 +1,36 @@
+"""``drivetrain env``: the facts of this machine, and no secret among them."""
+
+import json
+
+import torch
+
+import drivetrain
+from drivetrain_launch.commands.env import cgroup_memory, shown_variables
+
+
+def test_env_describes_the_machine(command):
+    code, out, _ = command("env", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["drivetrain"] == drivetrain.__version__
+    assert "toy" in facts["plugins"]["drivetrain.strategies"]
+    assert facts["machine"]["cores"] >= 1
+    code, out, _ = command("env")
+    assert out.startswith("### versions\n\n- drivetrain: ")
+
+
+def test_env_shows_known_variables_and_no_secret(command, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "canary")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    _, out, _ = command("env")
+    assert "- NCCL_DEBUG: INFO" in out
+    assert "canary" not in out
+    assert shown_variables({"TORCH_API_KEY": "x", "PATH": "y", "GLOO_A": "z"}) == {"GLOO_A": "z"}
+
+
+def test_cgroup_limit_is_read_and_no_limit_is_said(tmp_path):
+    for name, text in (("v1", "9223372036854771712\n"), ("max", "max\n"), ("v2", "2147483648\n")):
+        (tmp_path / name).write_text(text)
+    assert cgroup_memory((tmp_path / "v2",)) == "2.0 GiB"
+    assert cgroup_memory((tmp_path / "v1", tmp_path / "max", tmp_path / "none")) == "none"

@@ -1,0 +1,39 @@
+"""``drivetrain test``: passes where ranks train correctly, and notices where they do not."""
+
+import torch
+
+from drivetrain_launch.commands import selfcheck
+from drivetrain_launch.commands.selfcheck import SelfcheckResult, compare
+
+
+def test_self_check_passes_on_two_ranks(sandbox):
+    done = sandbox.run("test", "--strategy", "toy", "--cpu", "--nproc-per-node", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ok: 2 ranks on cpu and one process differ by ")
+
+
+def test_self_check_notices_a_strategy_that_does_not_average(sandbox):
+    # A sitecustomize of our own breaks the strategy in every rank.
+    broken = sandbox.folder / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        "import os\n"
+        "if 'RANK' in os.environ:\n"
+        "    import toy_spread\n"
+        "    toy_spread.Toy.backward = lambda self, loss, **options: loss.backward(**options)\n"
+    )
+    path = f"{broken}:{sandbox.environment()['PYTHONPATH']}"
+    done = sandbox.run("test", "--strategy", "toy", "--cpu", env={"PYTHONPATH": path})
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("MISMATCH: 2 ranks on cpu and one process differ by ")
+
+
+def test_comparison_takes_nan_and_missing_weights_for_a_mismatch():
+    good = SelfcheckResult(torch.zeros(2), {"w": torch.ones(3)})
+    assert compare(good, good) == 0
+    assert compare(good, SelfcheckResult(torch.zeros(2), {})) == float("inf")
+    assert compare(good, SelfcheckResult(torch.tensor([0.0, float("nan")]), good.weights)) == float(
+        "inf"
+    )
+    assert compare(good, SelfcheckResult(torch.zeros(2), {"w": torch.ones(3) + 0.25})) == 0.25
+    assert selfcheck.TOLERANCE < 0.25
