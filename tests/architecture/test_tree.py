@@ -38,7 +38,6 @@ CLASSES_DEFINED_TWICE = {
     "Part",
     "Place",
     "Recording",
-    "Reducer",
     "Share",
     "Slot",
     "Use",
