@@ -14,7 +14,7 @@ lies between the blocks along the sequence (sequence parallelism). From the bott
 ``products``      matrix products with what they send inside of them
 ``shared_input``  layers that share an input, which enters once, overlapped
 ``vocabulary``    where a word of a vocabulary that is cut over ranks is
-``embedding``     embeddings cut by words or by features
+``embedding``     embeddings cut by words
 ``cross_entropy`` the loss of logits that are cut over the vocabulary
 ``writing``       which tensors a call of torch writes into
 ``logits``        the tensor that a head cut over the vocabulary returns

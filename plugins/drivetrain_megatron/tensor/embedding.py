@@ -1,7 +1,7 @@
-"""Embeddings cut over ranks: by words, each rank looking up its own, or by features.
+"""Embeddings cut over ranks by words (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
-Cut by words (Shoeybi et al. 2019, arXiv 1909.08053, section 3), a rank gives zeros for the words of
-others, and the sum over ranks has every word once. The cut may be uneven, a rank may have no word.
+A rank looks its own words up and gives zeros for the words of others, so that the sum over ranks
+has every word once. The cut may be uneven, and a rank may have no word.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
-from drivetrain_megatron.tensor.operators import gather, is_outline
+from drivetrain_megatron.tensor.operators import is_outline
 from drivetrain_megatron.tensor.partition import Partition
 from drivetrain_megatron.tensor.sequence import Edges
 
@@ -51,26 +51,6 @@ class VocabularyEmbedding(Behavior):
         return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-@dataclass(frozen=True)
-class FeatureEmbedding(Behavior):
-    """An embedding with this rank's features of every word, the columns of the weight.
-
-    Attributes:
-        edges: what goes out.
-        features: how they are cut, in dim -1 of the output.
-    """
-
-    edges: Edges
-    features: Partition
-
-    def forward(self, module: Any, words: Tensor) -> Tensor:
-        """Return the features of words (...) as (..., features), or a shard of their sequence."""
-        if not is_outline(words, module.weight):
-            vocabulary.check(words, module.num_embeddings, "words")
-        own = nn.functional.embedding(words, module.weight, module.padding_idx)
-        return self.edges.shard(gather(own, self.edges.ranks, self.features))
-
-
 def attach_vocabulary(module: nn.Module, edges: Edges, words: Partition) -> None:
     """Let an embedding with this rank's rows compute as such.
 
@@ -80,16 +60,6 @@ def attach_vocabulary(module: nn.Module, edges: Edges, words: Partition) -> None
     vocabulary.range_of(words, edges.ranks.rank)
     _check(module)
     attach(module, VocabularyEmbedding(edges, words))
-
-
-def attach_features(module: nn.Module, edges: Edges, features: Partition) -> None:
-    """Let an embedding with this rank's columns compute as such.
-
-    Raises:
-        ConfigError: the module is no embedding, or one with an option that needs the whole weight.
-    """
-    _check(module)
-    attach(module, FeatureEmbedding(edges, features))
 
 
 def _check(module: nn.Module) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
 from drivetrain_megatron.tensor.logits import ShardedLogits
-from drivetrain_megatron.tensor.operators import gather, scatter
 from drivetrain_megatron.tensor.partition import Partition
 from drivetrain_megatron.tensor.products import Product, as_computed, column_product, row_product
 from drivetrain_megatron.tensor.sequence import Edges
@@ -56,7 +55,6 @@ class ColumnLinear(Behavior):
         edges: what comes in.
         outputs: how the output features are cut, in dim -1 of the output.
         transposed: whether the weight is (in, out), as that of ``Conv1D``.
-        gather_output: whether every rank gets all output features.
         logits: whether the output is a tensor of global shape that knows its loss, see ``logits``.
         keeper: who may want gradients of weight and bias later.
     """
@@ -64,16 +62,13 @@ class ColumnLinear(Behavior):
     edges: Edges
     outputs: Partition
     transposed: bool = False
-    gather_output: bool = False
     logits: bool = False
     keeper: Keeper | None = None
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        """Return the local output features, or all of them, shape (..., features)."""
+        """Return the local output features, shape (..., features)."""
         out = self._product(module, x)
-        if self.logits:
-            return ShardedLogits.of(out, self.edges.ranks, self.outputs)
-        return gather(out, self.edges.ranks, self.outputs) if self.gather_output else out
+        return ShardedLogits.of(out, self.edges.ranks, self.outputs) if self.logits else out
 
     def _product(self, module: Any, x: Tensor) -> Tensor:
         if (out := grouped_product(x, module)) is not None:
@@ -94,20 +89,16 @@ class RowLinear(Behavior):
         edges: what goes out.
         inputs: how the input features are cut, in dim -1 of the input.
         transposed: whether the weight is (in, out), as that of ``Conv1D``.
-        split_input: whether the input has all features, equal on all ranks, and is cut here.
         keeper: who may want the gradient of the weight later.
     """
 
     edges: Edges
     inputs: Partition
     transposed: bool = False
-    split_input: bool = False
     keeper: Keeper | None = None
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the whole output, or this rank's shard of its sequence, shape (..., out)."""
-        if self.split_input:
-            x = scatter(x, self.edges.ranks, self.inputs)
         x, weight, bias = as_computed(x, module.weight, module.bias)
         deferral = deferral_of(self.keeper, module)
         product = Product(self.edges.ranks, self.transposed, self.edges.sequence, deferral)
@@ -121,7 +112,6 @@ def attach_column(
     edges: Edges,
     outputs: Partition,
     *,
-    gather_output: bool = False,
     logits: bool = False,
 ) -> None:
     """Let a linear layer with this rank's output features compute as such.
@@ -130,18 +120,16 @@ def attach_column(
         ConfigError: the module is no linear layer, or one with a forward of its own.
     """
     transposed = _is_transposed(module)
-    attach(module, ColumnLinear(edges, outputs, transposed, gather_output, logits))
+    attach(module, ColumnLinear(edges, outputs, transposed, logits))
 
 
-def attach_row(
-    module: nn.Module, edges: Edges, inputs: Partition, *, split_input: bool = False
-) -> None:
+def attach_row(module: nn.Module, edges: Edges, inputs: Partition) -> None:
     """Let a linear layer with this rank's input features compute as such.
 
     Raises:
         ConfigError: the module is no linear layer, or one with a forward of its own.
     """
-    attach(module, RowLinear(edges, inputs, _is_transposed(module), split_input))
+    attach(module, RowLinear(edges, inputs, _is_transposed(module)))
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain_megatron.tensor.operators import copy, gather, reduce, reduce_scatter, scatter
+from drivetrain_megatron.tensor.operators import copy, gather, reduce, reduce_scatter
 from drivetrain_megatron.tensor.partition import Partition, even
 
 
@@ -95,11 +95,6 @@ class Edges:
         if sequence is None:
             return reduce(x, self.ranks)
         return reduce_scatter(x, self.ranks, sequence)
-
-    def shard(self, x: Tensor) -> Tensor:
-        """Return what is outside of something that is the same on all ranks."""
-        sequence = self.sequence
-        return x if sequence is None else scatter(x, self.ranks, sequence)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Edges":
         return self  # communicators have threads and groups

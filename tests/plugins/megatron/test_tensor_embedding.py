@@ -1,4 +1,4 @@
-"""Embeddings cut by words and by features: lookups, gradients, padding, words that do not exist."""
+"""Embeddings cut by words: lookups, gradients, padding, words that do not exist."""
 
 import copy
 
@@ -12,7 +12,7 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.plan.thread_ranks import run_emulated
-from drivetrain_megatron.tensor.embedding import attach_features, attach_vocabulary
+from drivetrain_megatron.tensor.embedding import attach_vocabulary
 from drivetrain_megatron.tensor.operators import gather
 from drivetrain_megatron.tensor.partition import even, packed
 from drivetrain_megatron.tensor.sequence import Edges, TokenShards
@@ -39,48 +39,41 @@ def example(vocabulary, padding):
     return module, words
 
 
-def attached(module, size, by, ranks, tokens=None):
+def attached(module, size, ranks, tokens=None):
     """Return a divided copy and how to cut the whole weight's gradient."""
     module = copy.deepcopy(module)
     edges = Edges(ranks, tokens)
-    if by == "words":
-        partition = even(0, module.num_embeddings, size)
-        attach_vocabulary(module, edges, partition)
-    else:
-        partition = even(1, HIDDEN, size)
-        attach_features(module, edges, even(-1, HIDDEN, size))
+    partition = even(0, module.num_embeddings, size)
+    attach_vocabulary(module, edges, partition)
     module.weight.data = partition.take(module.weight.data, ranks.rank)
     return module, partition
 
 
 @each_size
-@pytest.mark.parametrize("by", ["words", "features"])
 @pytest.mark.parametrize(
     ("vocabulary", "padding"), [(97, None), (97, 0), (97, 96), (97, 50), (3, None), (3, -1)]
 )
-def test_lookups_equal_one_process(size, by, vocabulary, padding):
+def test_lookups_equal_one_process(size, vocabulary, padding):
     whole, words = example(vocabulary, padding)
     expected = whole(words)
     grad = torch.randn_like(expected)
     expected.backward(grad)
 
     def body(ranks):
-        module, partition = attached(whole, size, by, ranks)
+        module, partition = attached(whole, size, ranks)
         out = module(words)
         close(out, expected)
         assert out.requires_grad
         out.backward(grad)
         close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
-        once = {"words": "all_reduce", "features": "all_gather"}[by]
-        assert calls(ranks) == ({} if size == 1 else {once: 1})
+        assert calls(ranks) == ({} if size == 1 else {"all_reduce": 1})
         return ranks.traffic.total()
 
     sent = sum(run_emulated(size, body))
-    assert sent == {"words": 2, "features": 1}[by] * expected.numel() * 8 * (size - 1)
+    assert sent == 2 * expected.numel() * 8 * (size - 1)
 
 
-@pytest.mark.parametrize("by", ["words", "features"])
-def test_shards_of_the_sequence(by):
+def test_shards_of_the_sequence():
     whole, words = example(97, 5)
     expected = whole(words)
     grad = torch.randn_like(expected)
@@ -89,7 +82,7 @@ def test_shards_of_the_sequence(by):
 
     def body(ranks):
         tokens = TokenShards()
-        module, partition = attached(whole, 4, by, ranks, tokens)
+        module, partition = attached(whole, 4, ranks, tokens)
         with tokens.of(TOKENS):
             out = module(words)
         close(out, shards.take(expected, ranks.rank))
@@ -100,12 +93,11 @@ def test_shards_of_the_sequence(by):
     run_emulated(4, body)
 
 
-@pytest.mark.parametrize("by", ["words", "features"])
-def test_words_that_do_not_exist_raise(by):
+def test_words_that_do_not_exist_raise():
     whole, words = example(97, None)
 
     def body(ranks):
-        module, _ = attached(whole, 2, by, ranks)
+        module, _ = attached(whole, 2, ranks)
         for wrong in (97, -1):
             with pytest.raises(UsageError, match=rf"words from 0 to 96, found .* {wrong}"):
                 module(torch.tensor([wrong]))
@@ -117,11 +109,10 @@ def test_words_that_do_not_exist_raise(by):
 @pytest.mark.parametrize(
     "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
 )
-@pytest.mark.parametrize("attach", [attach_vocabulary, attach_features])
-def test_options_that_need_the_whole_weight_are_refused(options, attach):
+def test_options_that_need_the_whole_weight_are_refused(options):
     def body(ranks):
         with pytest.raises(ConfigError, match=f"without {next(iter(options))}"):
-            attach(nn.Embedding(8, 4, **options), Edges(ranks), even(0, 8, 2))
+            attach_vocabulary(nn.Embedding(8, 4, **options), Edges(ranks), even(0, 8, 2))
 
     run_emulated(2, body)
 
@@ -142,7 +133,7 @@ def test_real_ranks_do_the_same():
     ranks = connect(Mesh.build({"tp": 4}, world)["tp"], Traffic(), world.device, world.timeout)
     whole, words = example(97, 50)
     whole(words).square().sum().backward()
-    module, partition = attached(whole, 4, "words", ranks)
+    module, partition = attached(whole, 4, ranks)
     module(words).square().sum().backward()
     close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
     assert calls(ranks) == {"all_reduce": 1}

@@ -122,34 +122,6 @@ def test_column_then_row_equals_one_process(size, kind, sharded):
 
 
 @each_size
-@each_kind
-def test_gathered_outputs_and_split_inputs(size, kind):
-    """As ``colwise_gather_output`` and ``rowwise_split_input`` of transformers' plans."""
-    whole = nn.Sequential(layer(kind, HIDDEN, FFN, 1), nn.Softmax(-1), layer(kind, FFN, HIDDEN, 2))
-    models = [copy.deepcopy(whole) for _ in range(size)]
-    x = x_of().requires_grad_()
-    expected = whole(x)
-    expected.square().sum().backward()
-    for partition in (even(-1, FFN, size), packed(-1, (FFN // 2,) * 2, size)):
-
-        def body(ranks, partition=partition):
-            model = copy.deepcopy(models[ranks.rank])
-            first = cut(model[0], partition, ranks.rank, "out")
-            second = cut(model[2], even(-1, FFN, size), ranks.rank, "in")
-            attach_column(model[0], Edges(ranks), partition, gather_output=True)
-            attach_row(model[2], Edges(ranks), even(-1, FFN, size), split_input=True)
-            x_here = x.detach().clone().requires_grad_()
-            out = model(x_here)
-            close(out, expected)
-            out.square().sum().backward()
-            close(x_here.grad, x.grad)
-            check_gradients(model[0], whole[0], first)
-            check_gradients(model[2], whole[2], second)
-
-        run_emulated(size, body)
-
-
-@each_size
 @pytest.mark.parametrize("kind", ["linear", "conv1d", "no bias"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -280,12 +252,12 @@ def test_the_module_stays_the_users():
             seen = []
             module.register_forward_hook(lambda *_, seen=seen: seen.append(1))
             cut(module, even(-1, FFN, 2), ranks.rank, "out")
-            attach_column(module, Edges(ranks), even(-1, FFN, 2), gather_output=True)
+            attach_column(module, Edges(ranks), even(-1, FFN, 2))
             assert isinstance(module, original)
             assert type(module).__name__ == original.__name__
             assert repr(module) == text
             assert module.weight is weight
-            out = module(x_of())
+            out = gather(module(x_of()), ranks, even(-1, FFN, 2))
             assert seen == [1]
             with pytest.raises(UsageError, match="detach"):
                 attach_column(module, Edges(ranks), even(-1, FFN, 2))
@@ -300,18 +272,18 @@ def test_the_module_stays_the_users():
 
 def test_copies_compute_with_the_same_ranks_and_pickles_are_ordinary():
     whole = layer("linear", HIDDEN, FFN, 1)
-    expected = whole(x_of())
+    expected, by = whole(x_of()), even(-1, FFN, 2)
 
     def body(ranks):
         module = copy.deepcopy(whole)
-        cut(module, even(-1, FFN, 2), ranks.rank, "out")
-        attach_column(module, Edges(ranks), even(-1, FFN, 2), gather_output=True)
+        cut(module, by, ranks.rank, "out")
+        attach_column(module, Edges(ranks), by)
         twin = copy.deepcopy(nn.ModuleList([module]))[0]
         assert twin.weight is not module.weight
         assert behavior_of(twin) is behavior_of(module)
-        close(twin(x_of()), expected)
+        close(gather(twin(x_of()), ranks, by), expected)
         assert copy.copy(module).weight is module.weight
-        close(copy.copy(module)(x_of()), expected)
+        close(gather(copy.copy(module)(x_of()), ranks, by), expected)
         back = pickle.loads(pickle.dumps(module))
         assert type(back) is nn.Linear
         assert behavior_of(back) is None
