@@ -1,8 +1,8 @@
 """Megatron: tensor, sequence and pipeline parallelism for an unmodified model.
 
 ``tensor/`` divides the layers of a block over the axis ``tp``, ``pipeline/`` divides the blocks
-over the axis ``pp``. What is left on a rank, its cell, is trained by any data-parallel strategy on
-the axis ``dp``, found by name.
+over the axis ``pp``. The ranks that share one replica are a cell. Its parameters are trained by any
+data-parallel strategy on the axis ``dp``, found by name.
 """
 
 from typing import TYPE_CHECKING, Any

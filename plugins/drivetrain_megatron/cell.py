@@ -1,6 +1,7 @@
-"""A cell: the ranks that share one replica, the strategy inside of it, and its parameters.
+"""A cell: the ranks that share one replica, with a data-parallel strategy inside.
 
-What a cell does not do itself, the data-parallel strategy inside does.
+``Around`` hands everything that ``Megatron`` does not do itself to that strategy;
+``ParameterFacts`` says how the ranks of a cell hold a parameter.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -34,7 +35,7 @@ def data_parallel(config: MegatronConfig) -> tuple[type[Strategy[Any]], Any]:
 
 
 def advice(mesh: Mesh) -> str:
-    """Return what is wrong with how axes lie on hosts; empty if nothing is.
+    """Return why the order of axes makes tensor-parallel ranks wait for a network; else "".
 
     Tensor parallelism waits for its neighbors several times in each block, pipelines once per
     stage, data parallelism once per step: the first belongs inside of a host (Narayanan et al.
@@ -52,7 +53,7 @@ def advice(mesh: Mesh) -> str:
 
 
 class Around(Strategy[MegatronConfig]):
-    """What a cell's ranks leave to the data-parallel strategy of the configuration."""
+    """The methods of a cell that its data-parallel strategy carries out."""
 
     def __init__(self, config: MegatronConfig, run: Run) -> None:
         super().__init__(config, run)
@@ -83,7 +84,7 @@ class Around(Strategy[MegatronConfig]):
         self._inner.catch_up(source)
 
     def progress(self) -> Mapping[str, int]:
-        """Return what the strategy counts."""
+        """Return the counters of the data-parallel strategy."""
         return self._inner.progress()
 
     def resume(self, progress: Mapping[str, int]) -> None:
@@ -91,7 +92,7 @@ class Around(Strategy[MegatronConfig]):
         self._inner.resume(progress)
 
     def names(self) -> Mapping[int, str]:
-        """Return names of what optimizers hold, by identity."""
+        """Return the names of the tensors that optimizers hold, by ``id``."""
         return self._inner.names()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -114,7 +115,7 @@ class ParameterFacts:
     partial: bool = False
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of what one rank of the axis holds."""
+        """Return the shape of the part that one rank of the axis holds."""
         if self.partition is None:
             return self.shape
         sizes = list(self.shape)
@@ -122,6 +123,6 @@ class ParameterFacts:
         return tuple(sizes)
 
     def saves(self, rank: int) -> bool:
-        """Whether this rank of the axis is the one that saves what it holds."""
+        """Whether this rank saves its part: the first of the axis that holds it."""
         first = 0 if self.partition is None else self.partition.first_holder(rank)
         return rank == first

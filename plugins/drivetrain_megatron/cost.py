@@ -1,7 +1,7 @@
-"""What a cell of tensor- and pipeline-parallel ranks costs, on top of its data-parallel strategy.
+"""The cost of one rank of a cell: bytes held between steps, and bytes sent in a step.
 
-The data-parallel strategy is asked about the part of the model that a rank holds; what the ranks
-of a cell send each other is added.
+The data-parallel strategy is asked about the part of the model that a rank holds; the messages
+inside of the cell are added.
 
 Exact, where ``ModelSpec.module`` is given:
 
@@ -17,7 +17,7 @@ Estimates otherwise:
 
 - without ``module``, tensors of two dims or more count as divided over tp along the first, others
   as whole, and stages as consecutive parameters of equal bytes;
-- without ``inputs``, what is sent over tp and pp is left out, since it grows with the batch:
+- without ``inputs``, bytes over tp and pp are left out, since they grow with the batch:
   ``Cost.uncounted`` says so.
 """
 
@@ -64,13 +64,13 @@ def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
 
 
 def _uncounted(cost: Cost, run: Run) -> Mapping[str, str]:
-    """Return what is not counted of a cell about whose inputs nothing is known."""
+    """Return which traffic is missing in a cost for which no inputs were given, by axis."""
     inside = [axis for axis in ("tp", "pp") if run.mesh[axis].size > 1]
     return {**cost.uncounted, **dict.fromkeys(inside, "activations")}
 
 
 def _part(model: ModelSpec, layout: CellLayout) -> ModelSpec:
-    """Describe what a rank holds of a model."""
+    """Return the part of a model that a rank holds."""
     return ModelSpec(
         tuple(layout.local(spec) for spec in model.parameters if layout.holds(spec.name)),
         tuple(spec for spec in model.buffers if layout.keeps(spec.name)),
@@ -79,7 +79,7 @@ def _part(model: ModelSpec, layout: CellLayout) -> ModelSpec:
 
 
 def _by_sizes(config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
-    """Describe what a rank holds of a model of which only sizes are known."""
+    """Return an estimate of the part that a rank holds, from the sizes of parameters alone."""
     total = sum(spec.nbytes for spec in model.parameters)
     stages = config.pp * config.chunks
     parameters, before = [], 0

@@ -1,7 +1,7 @@
-"""What the user's model and optimizers were before the cell divided them: names, shapes, holders.
+"""The user's model and optimizers before the cell divided them: names, shapes, holders.
 
-A rank has a part of them only. A checkpoint of another model must not pass because what differs
-belongs to other cells' parts, so it is compared with this.
+A rank has a part of them only. A checkpoint is compared with this record of the whole: a difference
+in a part that other ranks hold is found too.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,8 @@
 """Checks that the ranks of a cell got the same batch: they compute one replica's step together.
 
 A loader that gives every process rows of its own, as data parallelism wants, makes a cell compute
-nonsense without a word. So the first forwards compare what came in. It costs an all-reduce of 16
-bytes per axis and reads the batch once; only ranks that differ exchange more.
+nonsense without a word. So the ranks compare digests of their batches in the first forwards: an
+all-reduce of 16 bytes per axis, and one pass over the batch. Only ranks that differ exchange more.
 """
 
 import ctypes
@@ -21,9 +21,8 @@ from drivetrain.runtime.world import World
 FORWARDS = 2
 """How many forwards of each kind are checked: a loader that is wrong is wrong at once."""
 
-
 _TEXT_BYTES = 8192
-"""What a rank tells of its batch when batches differ; the rest is cut off."""
+"""Length of a rank's description of its batch when batches differ; the rest is cut off."""
 
 
 class SameBatch:
@@ -45,7 +44,7 @@ class SameBatch:
         return bool(self._cell)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compare the first forwards: arguments of those for training, else only what they are for.
+        """Compare the first forwards: in training their arguments too, else only the mode.
 
         Raises:
             RankMismatchError: ranks of the cell got different ones; on each of them.
@@ -87,12 +86,12 @@ class SameBatch:
 
 
 def _mode(module: nn.Module) -> list[str]:
-    """Return what a forward computes for, a fact a line."""
+    """Return the mode of a forward, one fact per line."""
     return [f"training: {module.training}", f"gradients enabled: {torch.is_grad_enabled()}"]
 
 
 def _described(args: Any, kwargs: Any) -> list[str]:
-    """Return a line for each leaf of the arguments: where it is, and what."""
+    """Return a line for each leaf of the arguments: its place and its content."""
     leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
     return [f"{_place(path)}: {_content(leaf)}" for path, leaf in leaves]
 

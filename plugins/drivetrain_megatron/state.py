@@ -1,9 +1,9 @@
 """Between a cell and the user's whole model: checkpoints, state dicts, initial values.
 
 A rank holds a part of some tensors, a pipeline stage holds some of the tensors. The data-parallel
-strategy inside of a cell knows these local tensors only. What it saves is put into global
-coordinates here, and what it loads is read from there, so that a checkpoint does not show how the
-ranks shared the model.
+strategy inside of a cell knows these local tensors only. ``GlobalShards`` puts the shards that this
+strategy saves into global coordinates, and ``LocalReader`` cuts the parts that it loads out of
+whole tensors: a checkpoint does not show how the ranks shared the model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,10 +54,10 @@ def globally(
 
 
 class GlobalShards:
-    """Puts what a cell's strategy saves into global coordinates.
+    """Puts the shards that a cell's strategy saves into global coordinates.
 
     Args:
-        facts: of the cell's parameters, by name; what is not there is replicated.
+        facts: of the cell's parameters, by name; tensors without facts are replicated.
         rank: this rank's index on the tensor-parallel axis.
     """
 
@@ -66,7 +66,7 @@ class GlobalShards:
         self._rank = rank
 
     def of(self, shards: Iterable[Shard]) -> Iterator[Shard]:
-        """Yield the global shards that this rank saves: of what several ranks hold, one does.
+        """Yield the global shards that this rank saves; a part that several ranks hold comes once.
 
         Raises:
             CheckpointError: an optimizer keeps state of a divided parameter that has neither its
@@ -92,7 +92,7 @@ class GlobalShards:
 
 
 class LocalReader:
-    """Shows a checkpoint of the whole model as one of this cell: what it asks for is cut out.
+    """Shows a checkpoint of the whole model as if it had this rank's part of each tensor only.
 
     Args:
         reader: the checkpoint of the whole model.
@@ -154,7 +154,7 @@ class LocalReader:
 def _cut(
     ranges: Iterable[tuple[int, int]], offset: int, size: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (local offset, size, global offset) of what a local interval has of each range."""
+    """Yield (local offset, size, global offset) of each intersection of an interval and a range."""
     begin = 0
     for start, stop in ranges:
         end = begin + stop - start
@@ -178,7 +178,7 @@ def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def cut_states(
     optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParameterFacts], rank: int
 ) -> None:
-    """Cut the state that an optimizer has already of parameters that are cut."""
+    """Cut the existing optimizer state of divided parameters to this rank's part, in place."""
     for parameter, state in optimizer.state.items():
         held: Any = parameter
         known = facts.get(held)
@@ -190,7 +190,7 @@ def cut_states(
 
 
 class SharedSource:
-    """A ``WeightSource`` of what a cell holds: it returns this rank's share of whole tensors.
+    """A ``WeightSource`` that returns this rank's share of whole tensors.
 
     From a file only the share is read. Values that are made are whole, one tensor at a time, for
     as long as the share is taken.
@@ -276,14 +276,12 @@ def refusing_forwards(model: nn.Module) -> Iterator[None]:
 _DTYPES = sorted(
     (value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str
 )
-
-
 _ABSENT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHome:
-    """Where a tensor is, and what it is like there.
+    """Which pipeline rank has a tensor, and the tensor's facts.
 
     Attributes:
         rank: of the pipeline axis.
@@ -295,7 +293,7 @@ class TensorHome:
 
 
 class WholeState:
-    """What the state dict of the whole model holds.
+    """The state dict of the whole model, of which each pipeline stage holds some tensors.
 
     Args:
         model: whole yet.

@@ -1,8 +1,8 @@
 """The bytes that ranks of a cell send for activations: the formulas of the papers.
 
-With A the bytes of an activation (rows x tokens x width x bytes per number), t tensor-parallel
-ranks, and what a rank sends in a ring, an all-reduce of S bytes costs 2 S (t-1)/t, an all-gather
-or a reduce-scatter S (t-1)/t:
+Let A be the bytes of an activation (rows x tokens x width x bytes per number) and t the number of
+tensor-parallel ranks. In a ring, one rank sends for an all-reduce of S bytes 2 S (t-1)/t, an
+all-gather or a reduce-scatter S (t-1)/t:
 
 ==================  ==============================  ============================  =============
 part                forward                         backward                      bytes per rank
@@ -37,7 +37,7 @@ _STATISTICS = 3
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What passes between two layers in one micro-batch.
+    """An activation between two layers, of one micro-batch.
 
     Attributes:
         rows: of the micro-batch.
@@ -62,7 +62,7 @@ class Activation:
         return self.numel * self.itemsize
 
     def shard(self, line: "RanksOfAxis") -> "Activation":
-        """Return what a rank holds of it when tokens are divided."""
+        """Return the part that a rank holds when tokens are divided."""
         start, stop = chunk_bounds(self.tokens, line.size)[line.rank]
         return replace(self, tokens=stop - start)
 

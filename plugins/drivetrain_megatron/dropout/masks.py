@@ -1,10 +1,10 @@
 """Dropout masks by counting: whether an element is kept is a hash of a key and its global index.
 
 Nothing is drawn, so a rank that holds a shard of a tensor computes the mask of its own elements and
-finds what one process would find there (counter-based random numbers: Salmon et al. 2011, "Parallel
-random numbers: as easy as 1, 2, 3"). Rows of the tensor get two 32 bit keys from the 64 bit
-finalizer of SplitMix (Steele et al. 2014); elements of a row are hashed to 32 bits in two rounds of
-multiplication and xor with shifted bits, one row key before each.
+gets the bits that one process would have there (counter-based random numbers: Salmon et al. 2011,
+"Parallel random numbers: as easy as 1, 2, 3"). Rows of the tensor get two 32 bit keys from the 64
+bit finalizer of SplitMix (Steele et al. 2014); elements of a row are hashed to 32 bits in two
+rounds of multiplication and xor with shifted bits, one row key before each.
 
 torch has signed integers only: multiplication wraps, shifts are followed by a mask.
 """
@@ -19,19 +19,13 @@ from drivetrain.errors import UsageError
 from drivetrain_megatron.tensor.partition import Partition
 
 WORD = 1 << 64
-
-
 _COLUMNS = 1 << 10
 """Trailing dims are hashed together up to so many elements, so that rows are not too short."""
-
 
 _TILE = 1 << 15
 """Elements per thread that are hashed at once on the CPU: they stay in its cache."""
 
-
 _GOLDEN64, _FIRST64, _SECOND64 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
 _GOLDEN32, _FIRST32, _SECOND32 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 

@@ -1,4 +1,4 @@
-"""``drivetrain schedule``: draws what the ranks of a pipeline do, and when they wait.
+"""``drivetrain schedule``: draws when the ranks of a pipeline compute, and when they wait.
 
 Nothing is trained: the schedule is run on paper.
 """
@@ -22,11 +22,7 @@ from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
 from drivetrain_megatron.pipeline.timeline import Timeline, save_trace
 
 ALL = "all"
-
-
 MOST_ACTIONS = 1_000_000
-
-
 CHUNKS = {"interleaved": 2}
 """Chunks per rank where none are asked for; 1 for other schedules."""
 
@@ -79,7 +75,7 @@ class SimulatedRun:
     Attributes:
         schedule: what every rank does.
         timeline: when.
-        promise: what the formula says about the makespan, in words.
+        promise: the makespan by the paper's formula, in words.
     """
 
     schedule: Schedule

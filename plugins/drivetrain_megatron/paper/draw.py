@@ -2,7 +2,7 @@
 
 One row per rank, time from left to right, one color per kind of action with the number of the
 micro-batch in it. Where a rank has several chunks of the model, every second one is drawn lighter.
-What is drawn is a ``Timeline``: it does not matter whether it was simulated or measured.
+The chart shows a ``Timeline``: it does not matter whether it was simulated or measured.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 COLORS: dict[ActionKind, tuple[str, str]] = {
     ActionKind.FORWARD: ("#0072b2", "#56b4e9"),
     ActionKind.BACKWARD: ("#b35000", "#f0a35e"),
@@ -31,33 +30,20 @@ COLORS: dict[ActionKind, tuple[str, str]] = {
 }
 """Dark and light, told apart by people who see fewer colors (after Okabe and Ito)."""
 
-
 MEANINGS: dict[ActionKind, str] = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
     ActionKind.INPUT: "gradient of inputs",
     ActionKind.WEIGHT: "gradient of weights",
 }
-
-
 FORMATS = (".png", ".svg")
-
-
 _INK = ("#ffffff", "#000000")
 """Of numbers on dark and on light."""
-
-
 _NUMBERS = 2000
 """A picture of more actions than this has no numbers: nobody could read them."""
-
-
 _FACTS = " idle kept"
-
-
 _SIDE_BY_SIDE = 40
 """From so many columns on, the facts about a rank stand beside its row."""
-
-
 _ROUNDING = 1e-6
 
 
@@ -116,7 +102,7 @@ class _Chart:
         return Text(" " * self._margin + "0" + stop.rjust(self._columns - 1), no_wrap=True)
 
     def legend(self) -> Iterator[Text]:
-        """Yield what colors and letters mean, and how many actions are too short to be seen."""
+        """Yield the meanings of colors and letters, and the number of invisibly short actions."""
         spans = [span for rank in self._timeline.ranks for span in rank]
         used = {span.action.kind for span in spans}
         line = Text()

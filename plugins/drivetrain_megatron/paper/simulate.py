@@ -63,7 +63,7 @@ def simulate(
 def _ready(
     action: Action, schedule: Schedule, ended: Mapping[Action, float], travel: float
 ) -> float | None:
-    """Return when an action may begin; None if what it needs has not been computed yet."""
+    """Return when an action may begin; None if one of its inputs has not been computed yet."""
     ready = 0.0
     for need in needs(action, schedule.stages):
         if need not in ended:

@@ -1,4 +1,4 @@
-"""What a pipeline rank does, as data: forward, backward, and the two halves of backward.
+"""The actions of a pipeline, as data: forward, backward, and the two halves of backward.
 
 A model is cut into stages. Rank ``r`` of ``p`` holds the stages ``r``, ``r + p``, ``r + 2p``, …:
 one stage each, or several when stages are interleaved (Narayanan et al. 2021, arXiv 2104.04473,
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class ActionKind(Enum):
-    """What is computed; the value is the letter that drawings and traces show."""
+    """The kind of an action; its value is the letter that drawings and traces show."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -52,7 +52,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What every rank of a pipeline does in one step.
+    """The actions of every rank of a pipeline in one step.
 
     Attributes:
         name: of the kind of schedule.
@@ -73,7 +73,7 @@ class Schedule:
 
 
 def needs(action: Action, stages: int) -> list[Action]:
-    """Return what must be over before an action begins, of this stage and of its neighbors.
+    """Return the actions, of this stage and of its neighbors, that must end before one begins.
 
     Args:
         action: the action.

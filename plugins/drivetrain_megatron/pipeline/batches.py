@@ -1,4 +1,4 @@
-"""Cuts a model's inputs into micro-batches along dim 0, and joins what comes out of them."""
+"""Cuts a model's inputs into micro-batches along dim 0, and joins their outputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class MicroBatch:
         args: positional inputs of the model.
         kwargs: inputs by name.
         rows: how many rows of the batch it has.
-        targets: what a loss function compares the output with.
+        targets: the targets with which a loss function compares the output.
         number: which forward of the model it is, counted over all calls: its dropout's, too.
     """
 
@@ -73,7 +73,7 @@ def cut_batch(
 
 
 def join_outputs(outputs: Sequence[Any], batches: Sequence[MicroBatch]) -> Any:
-    """Return what the model would have returned for the whole batch.
+    """Return the output that the model would have returned for the whole batch.
 
     Tensors with a row for each of the batch are concatenated; 0-d numbers are averaged by rows; of
     what else there is, the first micro-batch's counts.

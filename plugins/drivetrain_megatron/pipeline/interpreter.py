@@ -1,4 +1,4 @@
-"""Runs a schedule: receives what an action needs, computes, sends on what it made.
+"""Runs a schedule: receives the inputs of an action, computes, sends the result on.
 
 Receives are posted one action ahead, so that a message travels while the rank still computes.
 """
@@ -17,7 +17,7 @@ Send = Callable[[Sequence[Tensor]], None]
 
 
 class ComputesActions(Protocol):
-    """What the interpreter asks of a stage. Every method is about one micro-batch."""
+    """A stage, as the interpreter sees it. Every method is about one micro-batch."""
 
     def input_metas(self, micro_batch: int) -> Sequence[Meta]:
         """Return the facts of the tensors that come from the stage before."""
@@ -26,7 +26,7 @@ class ComputesActions(Protocol):
         """Return the facts of the gradients that come from the next stage."""
 
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what goes to the next stage; nothing from the last one."""
+        """Return the tensors for the next stage; none from the last stage."""
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
         """Run backward, and send the gradients of the inputs as soon as they are there."""
@@ -95,7 +95,7 @@ class Interpreter:
         self._link.flush()
 
     def _expect(self, action: Action) -> None:
-        """Post the receive of what an action needs from another rank."""
+        """Post the receive of an action's inputs from another rank."""
         message = self._needed(action)
         if message is None or message in self._arrivals:
             return

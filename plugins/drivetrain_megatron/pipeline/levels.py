@@ -1,6 +1,6 @@
-"""The pipeline side of one model: what a call of it and a backward do, in an ordinary loop.
+"""Calls and backwards of a model that is a pipeline, in an ordinary training loop.
 
-Three levels, chosen by what the loop does:
+Three levels, chosen by the script's loop:
 
 - The loss is made outside of the model (L1, ``WholeBatch``): the call runs all forwards (GPipe),
   and the script makes one loss of the joined outputs.

@@ -25,7 +25,7 @@ from drivetrain_megatron.recording.proxy import StageProxy
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """What connects the stages of a pipeline, and what they share.
+    """The connections between the stages of a pipeline, and their shared parameters.
 
     Attributes:
         link: this rank's end of the pipeline.
@@ -48,7 +48,7 @@ class LocalStages:
     Args:
         split: the stages.
         inner: the data-parallel strategy of the cell.
-        parts: what connects the stages.
+        parts: connections to the other stages.
         device: where they compute.
 
     Attributes:
@@ -100,7 +100,7 @@ class LocalStages:
         self.spans += self._interpreter.run_actions(actions)
 
     def outline(self, batch: MicroBatch) -> Any:
-        """Return what the model returns, as proxies, without computing any block."""
+        """Return the model's output as proxies, without computing any block."""
         stage = next(iter(self.workers.values())).stage
         with self.forwards.forward(batch.number), self.inner.running():
             return stage.run_ambient(batch.args, batch.kwargs)
@@ -112,7 +112,7 @@ class LocalStages:
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Any:
-        """Run forward only, and give every stage what the last one returns."""
+        """Run forward only, and give every stage the output of the last."""
         workers = {index: self._worker(worker.stage) for index, worker in self.workers.items()}
         for worker in workers.values():
             worker.batches = dict(enumerate(batches))
@@ -128,7 +128,7 @@ class LocalStages:
         return tree_map(self._from_last, whole)
 
     def broadcast(self, values: Tensor, label: str) -> None:
-        """Give every stage, in place, what the last one has."""
+        """Give every stage, in place, the values of the last."""
         self._axis.broadcast(values, (self.count - 1) % self.ranks, label=label).wait()
 
     def refresh(self) -> None:

@@ -4,8 +4,8 @@ A script may make one loss of several calls of the model, and may run backwards 
 whatever comes out of a call knows the call (``LossOrigin``).
 
 L2: the model returns its loss. L3: the script hands a loss function over. Either way the loss of a
-batch is promised (``PromisedLoss``), and made while its backward runs, in any schedule. What each
-micro-batch counts for is known before anything is computed (``shares_of``).
+batch is promised (``PromisedLoss``), and made while its backward runs, in any schedule. The weight
+of each micro-batch in it is known before anything is computed (``shares_of``).
 """
 
 import functools
@@ -110,7 +110,7 @@ def origins_of(loss: Tensor) -> frozenset[LossOrigin]:
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
-    """Refuse what a backward over stages cannot do.
+    """Refuse options that a backward over stages does not have.
 
     Raises:
         UsageError: one of the options of ``Tensor.backward`` asks for something.
@@ -126,7 +126,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
 
 
 def _traced(loss: Tensor) -> frozenset[object]:
-    """Return where a real loss comes from, by its graph down to what calls returned."""
+    """Return the calls of which a real loss was made, by its graph down to their outputs."""
     found: set[object] = set()
     waiting: list[Node] = [get_gradient_edge(loss).node] if loss.requires_grad else []
     seen = set(waiting)
@@ -292,7 +292,7 @@ class PromisedLoss:
             worker.final = final.micro_batch
 
     def _made(self, loss_of: LossOf, output: Any, targets: Any) -> Tensor:
-        """Make the loss of what the model returned; whatever else goes in must want no gradient."""
+        """Make the loss of the model's output; whatever else goes in must want no gradient."""
         if not torch.is_grad_enabled():
             return loss_of(output, targets)
         self.origin.mark(output)

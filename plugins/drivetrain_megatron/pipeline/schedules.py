@@ -1,4 +1,4 @@
-"""The schedules: in which order each rank computes what.
+"""The schedules: the order of every rank's actions.
 
 Names in this file: ``p`` ranks, ``m`` micro-batches, ``v`` stages (chunks of the model) per rank.
 

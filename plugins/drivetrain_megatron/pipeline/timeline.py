@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline did what, and the same as a Chrome trace.
+"""The times of a pipeline's actions on every rank, also as a Chrome trace.
 
 Traces are for chrome://tracing and ui.perfetto.dev. The format is the JSON object form of the Trace
 Event Format: complete events (phase ``X``) with begin and duration in microseconds. The pipeline is
@@ -33,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When every rank did what: worked out by ``simulate``, or measured.
+    """The times of every rank's actions: worked out by ``simulate``, or measured.
 
     Attributes:
         ranks: the spans of each rank, in order. A measured one may lack actions.
@@ -84,7 +84,7 @@ def to_trace(timeline: Timeline, *, name: str = "pipeline") -> dict[str, Any]:
 
     Args:
         timeline: measured, in seconds; of a simulated one a unit of time becomes a second.
-        name: what is shown above the ranks.
+        name: the title above the ranks.
     """
     return {"traceEvents": list(_events(timeline, name)), "displayTimeUnit": "ms"}
 

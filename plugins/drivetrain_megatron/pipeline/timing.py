@@ -1,4 +1,4 @@
-"""Writes when each rank of a pipeline computed what, step by step, as Chrome traces."""
+"""Writes the times of every rank's actions, step by step, as Chrome traces."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from drivetrain_megatron.pipeline.actions import Action, ActionKind
 from drivetrain_megatron.pipeline.timeline import Span, Timeline, save_trace
 
 _KINDS = list(ActionKind)
-
 
 _COLUMNS = 5  # kind, stage, micro-batch, start, stop
 

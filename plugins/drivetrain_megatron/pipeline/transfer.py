@@ -24,7 +24,7 @@ from drivetrain.traffic import Traffic
 
 
 class Direction(IntEnum):
-    """What a message is; the value tells the tags of one stage apart."""
+    """The content of a message; the value tells the tags of one stage apart."""
 
     FORWARD = 0
     """Outputs, to the next stage."""
@@ -74,7 +74,7 @@ _WORDS = {
 
 
 class Meta(NamedTuple):
-    """What a receiver must know of a tensor: sender and receiver work it out by themselves."""
+    """The facts of a message's tensor; sender and receiver know them without asking."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -225,7 +225,7 @@ class Link:
                 work.wait(timedelta(milliseconds=1))
 
     def reset(self) -> None:
-        """Forget what an exception left on its way."""
+        """Forget messages that an exception left on their way."""
         self._here.clear()
 
     @property

@@ -1,4 +1,4 @@
-"""One stage at work: forward and backward of its micro-batches, and what is kept between them."""
+"""One stage at work: forward and backward of micro-batches, and the tensors kept between."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,10 +33,10 @@ class Forwards(Protocol):
 
 @dataclass(slots=True)
 class _InFlight:
-    """What is kept of a micro-batch until its backward.
+    """The tensors of a micro-batch that are kept until its backward.
 
     Attributes:
-        received: leaves that stand for what came in.
+        received: leaves that stand for the inputs.
         roots: tensors that backward begins at.
     """
 
@@ -92,7 +92,7 @@ class StageWorker:
     # --- what the interpreter asks ---
 
     def input_metas(self, micro_batch: int) -> list[Meta]:
-        """Return the facts of what comes from the stage before."""
+        """Return the facts of the tensors that come from the stage before."""
         batch = self.batches[micro_batch]
         return [Meta(m.shape, m.dtype) for m in self.stage.receives(batch.args, batch.kwargs)]
 
@@ -238,7 +238,7 @@ class _Sender:
             leaf.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """Send what has not been sent."""
+        """Send the gradients that have not been sent."""
         if self._missing:
             self._missing = 0
             self._send_all()
@@ -258,7 +258,7 @@ class _Sender:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """Return the loss in what a model returned: ``output.loss``, or the output itself if 0-d.
+    """Return the loss in a model's output: ``output.loss``, or the output itself if 0-d.
 
     Returns:
         A 0-d floating point tensor; None if the model makes none.

@@ -81,7 +81,7 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
         edges: the ranks, and how activations are cut outside of its groups.
 
     Returns:
-        What is known of every parameter, by its name in the block.
+        The facts of every parameter, by its name in the block.
     """
     facts = facts_of(block, plan, edges.ranks.size)
     for name, known in facts.items():
@@ -96,7 +96,7 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
 
 
 def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, ParameterFacts]:
-    """Return what is known of every parameter of a block that is divided, by its name in the block.
+    """Return the facts of every parameter of a divided block, by its name in the block.
 
     Args:
         block: with whole parameters; it is not changed.

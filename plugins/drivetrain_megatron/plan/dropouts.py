@@ -1,7 +1,7 @@
-"""Finds how the ranks divide what a block drops elements of.
+"""Finds how the ranks divide the tensors of which a block drops elements.
 
 A block runs in training mode once whole and once on ranks that are threads, with every dropout left
-out. What each dropout would see then tells: it is the same on all ranks, or a shard of the
+out. The input of each dropout then tells its layout: the same on all ranks, a shard of the
 sequence, or the share of heads or features that some layer's partition says. Values are compared,
 not only shapes.
 """
@@ -29,7 +29,7 @@ from drivetrain_megatron.tensor.sequence import Edges, TokenShards
 def find_layouts(
     trial: Trial, plan: BlockPlan, ranks: int, tokens: TokenShards | None
 ) -> dict[Site, DropoutLayout]:
-    """Return how the ranks divide what a block drops elements of, by site inside of the block.
+    """Return how the ranks divide each dropout's input, by site inside of the block.
 
     Args:
         trial: of the block.
@@ -91,7 +91,7 @@ def _candidates(
 
 
 def _scaled(partition: Partition, dim: int, count: int) -> Partition | None:
-    """Return the same cut of a dim that counts units, such as heads, of what is cut."""
+    """Return a partition of features as one of a dim that counts units of them, such as heads."""
     if not count or partition.size % count:
         return None
     unit = partition.size // count
@@ -104,7 +104,7 @@ def _scaled(partition: Partition, dim: int, count: int) -> Partition | None:
 def _fits(
     layout: DropoutLayout, expected: Sequence[Tensor], seen: Sequence[Sequence[Tensor]]
 ) -> bool:
-    """Whether each rank saw its share of what the whole block saw, in every call."""
+    """Whether each rank saw, in every call, its share of the whole block's tensor."""
     if any(len(mine) != len(expected) for mine in seen):
         return False
     for call, whole in enumerate(expected):

@@ -172,7 +172,7 @@ def _assembled(
 def _local(
     widths: Mapping[int, Partition], counts: Mapping[int, tuple[Partition, int]]
 ) -> dict[int, tuple[int, ...]]:
-    """Return what sizes and numbers of heads are on each rank."""
+    """Return sizes and numbers of heads, each with its values on the ranks."""
     local = {size: partition.local_sizes for size, partition in widths.items()}
     for count, (partition, unit) in counts.items():
         local[count] = tuple(size // unit for size in partition.local_sizes)

@@ -1,4 +1,4 @@
-"""Says in a few lines how a model was divided, and what stayed whole and why."""
+"""Says in a few lines how a model was divided, which layers stayed whole, and why."""
 
 from collections.abc import Iterator, Mapping
 

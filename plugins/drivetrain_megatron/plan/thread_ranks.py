@@ -24,15 +24,13 @@ from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
 
 Result = TypeVar("Result")
-
-
 PATIENCE = timedelta(seconds=60)
 """How long threads wait for each other, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one rank brings to a collective.
+    """The data that one rank brings to a collective.
 
     Attributes:
         call: which collective, and how.
@@ -59,7 +57,7 @@ class Offer:
 
 
 class Meeting:
-    """Where the threads of all ranks meet and look at what each of them brought.
+    """A barrier at which the threads of all ranks see each other's data.
 
     Args:
         size: how many ranks there are.
@@ -74,7 +72,7 @@ class Meeting:
     def exchange(
         self, rank: int, offer: Offer, combine: Callable[[list[Tensor]], Tensor]
     ) -> Tensor:
-        """Return what this rank makes of the data of all ranks, before any of it changes.
+        """Return this rank's function of the data of all ranks, before any of these data change.
 
         Raises:
             CollectiveError: a rank does something else, does not come, or has failed.

@@ -1,4 +1,4 @@
-"""Tries a plan before it is used: the ranks run one block as threads, and must give what it gives.
+"""Tries a plan before it is used: the ranks, as threads, must compute what the whole block does.
 
 The parts of the computation that a plan gets wrong (heads that mix, a norm over features that are
 spread over ranks, a size counted from the whole) show as a wrong number, not as an error. So
@@ -29,11 +29,9 @@ TOLERANCE = 1e-4
 """Largest relative error. The trial is in fp64, but blocks may compute norms in fp32; a wrong
 division is off by far more."""
 
-
 NOISE = 1e-6
 """Largest error relative to the largest gradient: some are zero but for rounding, such as that of a
 key's bias, which softmax does not see."""
-
 
 SEED = 20190917
 """Of the random values of a trial; any would do, the same on all ranks."""
@@ -41,7 +39,7 @@ SEED = 20190917
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A whole block with random fp64 values, what it was called with, and what came out.
+    """A whole block with random fp64 values, the arguments of a call, and its results.
 
     Attributes:
         block: in evaluation mode, so that nothing is dropped.
@@ -58,7 +56,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What one run of a block gives.
+    """The results of one run of a block.
 
     Attributes:
         outputs: its floating point outputs.
@@ -242,7 +240,7 @@ def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def is_close(found: Tensor, expected: Tensor, noise: float = 0.0) -> bool:
-    """Whether a tensor is what was expected, but for rounding and this much noise."""
+    """Whether a tensor equals the expected one up to rounding and this much noise."""
     if found.shape != expected.shape:
         return False
     error = torch.linalg.vector_norm(found - expected)

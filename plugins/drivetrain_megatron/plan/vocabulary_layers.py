@@ -1,4 +1,4 @@
-"""Finds the layers of a model that are divided by words: embeddings, and what makes logits."""
+"""Finds the layers of a model that are divided by words: embeddings, and the head for logits."""
 
 from collections.abc import Callable, Iterable, Iterator
 

@@ -25,7 +25,7 @@ from drivetrain_megatron.tensor.sequence import Edges
 
 
 class AttentionCall(NamedTuple):
-    """What a caller asks for beside query, key and value, as ``nn.MultiheadAttention`` has it."""
+    """The arguments of ``nn.MultiheadAttention`` beside query, key and value."""
 
     key_padding_mask: Tensor | None = None
     need_weights: bool = True
@@ -95,7 +95,7 @@ class HeadAttention(Behavior):
         ]
 
     def _mask(self, call: AttentionCall, q: Tensor, sources: int) -> Tensor | None:
-        """Return what is added to the scores, broadcastable to (N, h, L, S)."""
+        """Return the mask that is added to the scores, broadcastable to (N, h, L, S)."""
         batch, _, targets, _ = q.shape
         mask = None
         if call.attn_mask is not None and not _is_hint_enough(call):

@@ -24,7 +24,7 @@ LossReduction: TypeAlias = Literal["none", "sum", "mean"]
 
 
 class Terms(NamedTuple):
-    """What a cross entropy is made of, beside logits and targets.
+    """The options of a cross entropy.
 
     Attributes:
         ranks: the axis.
@@ -44,7 +44,7 @@ class Terms(NamedTuple):
 
 
 def cross_entropy(logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
-    """Return what ``torch.nn.functional.cross_entropy`` does of whole logits, on every rank.
+    """Return the value of ``torch.nn.functional.cross_entropy`` for whole logits, on every rank.
 
     Statistics are kept in fp32 for logits of less precision. The logits are not changed.
 

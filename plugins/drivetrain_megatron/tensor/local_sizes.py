@@ -113,7 +113,7 @@ class Resized(Behavior):
         self._edges = edges
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module's own forward does."""
+        """Compute by the module's own forward."""
         sequence = self._edges.sequence
         tokens = None
         if sequence is not None:

@@ -1,7 +1,7 @@
 """The tensor that a head cut over the vocabulary returns: the global shape, this rank's words.
 
-It stays so through what models do with logits before the loss: casts, views, slices and transposes
-that leave the last dim alone, scaling by a number, concatenation along other dims.
+It stays so through the functions that models call on logits before the loss: casts, views, slices
+and transposes that leave the last dim alone, scaling by a number, concatenation along other dims.
 ``F.cross_entropy`` of it is computed from the shares. Whatever else is asked of it gathers the
 words first and goes on with a plain tensor; every rank must then ask, as of any collective. What
 writes into it without gradients, as samplers do, writes into the shares: views see it. Its
@@ -126,7 +126,7 @@ class ShardedLogits(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do what autograd does by itself: pass gradients on and add them up."""
+        """Run the operations of autograd itself: pass gradients on and add them up."""
         aten = torch.ops.aten
         if func in (aten.detach.default, aten.alias.default, aten.clone.default):
             return ShardedLogits(func(args[0]._local), args[0]._cut)
@@ -200,7 +200,7 @@ def _logits_in(value: Any) -> list["ShardedLogits"]:
 
 
 def _write(call: TorchCall, written: Sequence[ShardedLogits]) -> Any:
-    """Do what a call does to logits: to all words, of which this rank keeps its own.
+    """Write into logits as a call does: to all words, of which this rank keeps its own.
 
     The shares are changed in place, so whatever views them, or is viewed by them, has the values.
 
@@ -316,7 +316,7 @@ def _indexed(
 def _joined(
     func: Any, parts: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Concatenate along a leading dim what is cut alike."""
+    """Concatenate logits that are cut alike along a leading dim."""
     dims = [*args, *kwargs.values()]
     first = parts[0]
     alike = all(
@@ -366,7 +366,6 @@ _FACTS = frozenset({
     "storage_offset", "get_device", "is_signed", "is_mkldnn",
 })
 
-
 _KEPT: dict[str, KeptDivided] = {
     **dict.fromkeys((
         "float", "double", "half", "bfloat16", "contiguous", "detach", "clone", "data", "neg",
@@ -386,6 +385,4 @@ _KEPT: dict[str, KeptDivided] = {
     "__getitem__": _indexed,
     "cross_entropy": _lost,
 }
-
-
 _JOINING = frozenset({"cat", "concat", "concatenate"})

@@ -102,7 +102,7 @@ class Partition:
 
     @torch.no_grad()
     def disown(self, share: Tensor, rank: int) -> Tensor:
-        """Set to zero, in place, what an earlier rank holds too; return the share."""
+        """Set to zero, in place, the ranges that an earlier rank holds too; return the share."""
         if not self.is_plain:
             for part, holders in zip(self._parts(share, rank), self.sharers(rank), strict=True):
                 if holders[0] != rank:

@@ -1,4 +1,4 @@
-"""Matrix products of layers that are cut over ranks, with what they send inside of them.
+"""Matrix products of layers that are cut over ranks, with their collectives inside of them.
 
 A layer cut by columns sums the gradient of its input over ranks while it computes the gradient of
 its weight (Shoeybi et al. 2019, arXiv 1909.08053, section 3; the overlap is Narayanan et al. 2021,
@@ -51,7 +51,7 @@ class Product(NamedTuple):
         return unviewed(product.view(*x.shape[:-1], matrix.shape[1]))
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of x, without what other ranks add."""
+        """Return this rank's summand of the gradient of x."""
         matrix = weight if self.transposed else weight.t()
         return torch.mm(rows_of(grad), matrix.t()).view(*grad.shape[:-1], matrix.shape[0])
 

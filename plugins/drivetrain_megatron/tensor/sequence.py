@@ -61,7 +61,7 @@ class TokenShards:
 
 @dataclass(frozen=True)
 class Edges:
-    """What lies around a part that is cut over ranks.
+    """The way into a part of the model that is cut over ranks, and out of it.
 
     Attributes:
         ranks: the axis.

@@ -1,4 +1,4 @@
-"""Layers cut by columns that share an input: it enters once, and what backward sends is hidden.
+"""Layers cut by columns that share an input: one entrance, one sum in backward, overlapped.
 
 Layers such as q, k and v read one activation, whose gradient is summed over ranks once, when the
 last of them has given its part. Nothing would be left to compute meanwhile if each layer computed
@@ -35,7 +35,7 @@ _KEY = "_drivetrain_later"
 
 
 class DeferredProduct(NamedTuple):
-    """What a layer needs to leave the gradient of its weight for later.
+    """A layer's product whose weight gradient is computed later.
 
     Attributes:
         token: of the product's shape, without memory; the node behind it computes the gradient.
@@ -56,7 +56,7 @@ class _Sum:
 
 
 def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
-    """Return what layers cut by columns compute from, as ``edges.enter`` does, but overlapped.
+    """Return the common input of layers cut by columns, as ``Edges.enter`` does, but overlapped.
 
     The layers' own edges must be ``prepared``. A layer that is given anything else than the
     returned tensor, or that does not run, is not disturbed.
@@ -67,7 +67,7 @@ def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
         layers: each a ``ColumnLinear``, with its local parameters.
 
     Returns:
-        The whole input, with what the layers need beside it.
+        The whole input, with the layers' products attached.
     """
     trained = [layer for layer in layers if layer.weight.requires_grad]
     has_gradients = x.requires_grad and torch.is_grad_enabled() and trained
@@ -84,7 +84,7 @@ def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
 
 
 def grouped_product(x: Tensor, layer: Any) -> Tensor | None:
-    """Return a layer's product of what ``enter_group`` returned; None if it is anything else."""
+    """Return a layer's product with the result of ``enter_group``; None if it is anything else."""
     later: DeferredProduct | None = getattr(x, _KEY, {}).get(id(layer))
     if later is None or not torch.is_grad_enabled():
         return None

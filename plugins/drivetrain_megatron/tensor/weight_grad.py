@@ -1,8 +1,8 @@
 """The halves of a linear layer's backward: the input's gradient now, the weight's perhaps later.
 
 The layer before waits for the former, and nobody waits for the latter (Qi et al. 2023, arXiv
-2401.10241, section 2.1). A layer gives what the latter needs to its keeper, if it has one that
-wants it.
+2401.10241, section 2.1). A layer with a keeper hands the tensors for the latter over, if the keeper
+accepts them.
 
 Shapes: x (..., in), weight (out, in) or transposed (in, out), product (..., out).
 """
@@ -19,7 +19,7 @@ class WeightHalf(NamedTuple):
     """The half of a layer's backward that nobody waits for: the gradients of weight and bias.
 
     Attributes:
-        x: what was multiplied.
+        x: the factors of the product.
         grad: the gradient of the product.
         transposed: whether the weight is (in, out).
         for_weight: whether the weight wants a gradient.
@@ -51,7 +51,7 @@ class Keeper(Protocol):
     """Who may want gradients of weights at another time than in backward."""
 
     def keep(self, module: nn.Module, half: WeightHalf) -> bool:
-        """Keep what a layer's are computed from; False where they are wanted at once."""
+        """Keep the factors of a weight's gradient for later; False: compute it at once."""
 
 
 Deferral = Callable[[WeightHalf], bool]

@@ -1,4 +1,4 @@
-"""What a call of torch writes into: told by its name, as a tensor's own function sees it."""
+"""A call of a torch function, as ``__torch_function__`` sees it, and the tensors it writes into."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class TorchCall(NamedTuple):
 
     @property
     def written(self) -> Any:
-        """What the call writes into: tensors in any nesting, or None."""
+        """The argument that the call writes into: tensors in any nesting, or None."""
         name = self.name
         in_place = name.endswith("_") and not name.endswith("__")
         if in_place or name in _OPERATORS or self.replaces or self._asks_in_place:
@@ -65,11 +65,7 @@ _OPERATORS = frozenset({
     "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
     "__irshift__",
 })
-
-
 _REPLACING = frozenset({"set_", "detach_", "share_memory_", "rename_"})
-
-
 _BY_ELEMENT = frozenset({
     "add_", "sub_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "__iadd__", "__isub__",
     "__imul__", "__itruediv__", "fill_", "zero_", "neg_", "tanh_",
