@@ -1,4 +1,4 @@
-"""The bytes that ranks of a cell send for activations: the formulas of the papers.
+"""Bytes for activations: Shoeybi et al. 2019, Narayanan et al. 2021, Korthikanti et al. 2022.
 
 Let A be the bytes of an activation (rows x tokens x width x bytes per number) and t the number of
 tensor-parallel ranks. In a ring, one rank sends for an all-reduce of S bytes 2 S (t-1)/t, an

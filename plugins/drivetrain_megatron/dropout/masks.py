@@ -1,10 +1,10 @@
-"""Dropout masks by counting: whether an element is kept is a hash of a key and its global index.
+"""Dropout masks by counting (Salmon et al. 2011): a hash of a key and an element's global index.
 
 Nothing is drawn, so a rank that holds a shard of a tensor computes the mask of its own elements and
-gets the bits that one process would have there (counter-based random numbers: Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3"). Rows of the tensor get two 32 bit keys from the 64
-bit finalizer of SplitMix (Steele et al. 2014); elements of a row are hashed to 32 bits in two
-rounds of multiplication and xor with shifted bits, one row key before each.
+gets the bits that one process would have there ("Parallel random numbers: as easy as 1, 2, 3").
+Rows of the tensor get two 32 bit keys from the 64 bit finalizer of SplitMix (Steele et al. 2014);
+elements of a row are hashed to 32 bits in two rounds of multiplication and xor with shifted bits,
+one row key before each.
 
 torch has signed integers only: multiplication wraps, shifts are followed by a mask.
 """

@@ -1,6 +1,7 @@
-"""The times that the papers promise, to hold against simulated and measured ones.
+"""Makespans by Narayanan et al. 2021 (section 2.2) and Qi et al. 2023 (section 2.3).
 
-All ranks compute as fast as each other, and messages take no time.
+They are held against simulated and measured ones. All ranks compute as fast as each other, and
+messages take no time.
 """
 
 from collections.abc import Callable, Mapping

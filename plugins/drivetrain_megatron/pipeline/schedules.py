@@ -1,4 +1,4 @@
-"""The schedules: the order of every rank's actions.
+"""Schedules of Huang et al. 2019, Narayanan et al. 2021 and Qi et al. 2023, as lists of actions.
 
 Names in this file: ``p`` ranks, ``m`` micro-batches, ``v`` stages (chunks of the model) per rank.
 

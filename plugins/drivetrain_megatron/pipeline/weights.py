@@ -1,9 +1,9 @@
-"""Backward in two halves: linear layers compute their weights' gradients when they are asked to.
+"""A stage's backward in two halves (Qi et al. 2023, arXiv 2401.10241, section 2.1).
 
 The stage before waits for the gradient of a stage's input, and nobody waits for the gradients of
-its weights (Qi et al. 2023, arXiv 2401.10241, section 2.1). So a linear layer's backward computes
-the former and keeps what the latter needs, also where the layer is divided over ranks. Other layers
-compute both at once: their weights take little of the time.
+its weights: linear layers compute these when they are asked to. So a linear layer's backward
+computes the former and keeps what the latter needs, also where the layer is divided over ranks.
+Other layers compute both at once: their weights take little of the time.
 """
 
 from collections.abc import Iterator

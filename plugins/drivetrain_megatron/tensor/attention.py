@@ -1,8 +1,9 @@
-"""``nn.MultiheadAttention`` on this rank's heads: its rows of q, k, v, its columns of the output.
+"""``nn.MultiheadAttention`` on this rank's heads (Shoeybi et al. 2019, section 3).
 
-Each head is computed by one rank as a whole, so that attention itself sends nothing (Shoeybi et al.
-2019, arXiv 1909.08053, section 3). Masks of single heads are cut, weights that the caller wants to
-see are gathered, or their mean over heads is summed over ranks.
+A rank has its heads' rows of q, k, v and their columns of the output projection. Each head is
+computed by one rank as a whole, so that attention itself sends nothing. Masks of single heads are
+cut, weights that the caller wants to see are gathered, or their mean over heads is summed over
+ranks.
 
 Shapes: L targets, S sources, N batch, E features, D features of a head, H heads, h local ones.
 """

@@ -1,7 +1,6 @@
-"""The cross entropy of logits that are cut over the vocabulary, without gathering them.
+"""Cross entropy of logits cut over the vocabulary, not gathered (Shoeybi et al. 2019, section 3).
 
-With x the logits, m their maximum and y the target (Shoeybi et al. 2019, arXiv 1909.08053, section
-3)::
+With x the logits, m their maximum and y the target (arXiv 1909.08053)::
 
     loss = log(sum exp(x - m)) + m - x[y]        d loss / d x = softmax(x) - onehot(y)
 

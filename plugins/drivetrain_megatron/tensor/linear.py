@@ -1,9 +1,9 @@
-"""Linear layers cut by columns or by rows: ``nn.Linear``, and Hugging Face's ``Conv1D``.
+"""Linear layers cut by columns or by rows (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
-A layer cut by columns computes its rank's output features from a whole input; a layer cut by rows
-computes from its rank's input features a part of each output feature, and the parts are summed
-(Shoeybi et al. 2019, arXiv 1909.08053, section 3). One after the other they need one all-reduce in
-forward and one in backward. ``in_features`` and ``out_features`` stay those of the whole layer.
+They are ``nn.Linear``, and Hugging Face's ``Conv1D``. A layer cut by columns computes its rank's
+output features from a whole input; a layer cut by rows computes from its rank's input features a
+part of each output feature, and the parts are summed. One after the other they need one all-reduce
+in forward and one in backward. ``in_features`` and ``out_features`` stay those of the whole layer.
 """
 
 from dataclasses import dataclass

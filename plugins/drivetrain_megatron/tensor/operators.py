@@ -1,4 +1,6 @@
-"""The conjugate pairs of tensor parallelism: what forward sends, and what backward sends for it.
+"""Conjugate operators: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
+
+Each sends in forward or in backward, or one thing in each:
 
 ==================== ===================== ===================== =================================
 operator             forward               backward              where
@@ -11,11 +13,11 @@ operator             forward               backward              where
 ``reduce_scatter``   reduce-scatter        all-gather            after layers cut by rows, to shards
 ==================== ===================== ===================== =================================
 
-f and g are those of Shoeybi et al. 2019 (arXiv 1909.08053, section 3), the pair with shards of the
-sequence is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2). Whether a gather is
-partial is decided by what follows: the gradients that the ranks then have are either equal, or
-parts of a sum. Tensors may be of any dtype and memory layout, shares uneven or empty. What comes in
-is never changed: a gradient may be somebody else's too. One rank alone does nothing.
+f and g are from the first paper (arXiv 1909.08053), the pair with shards of the sequence from the
+second (arXiv 2205.05198). The layers after a gather decide whether it is partial: the gradients of
+the ranks are either equal, or parts of a sum. Tensors may be of any dtype and memory layout, shares
+uneven or empty. An input is never changed: a gradient may be somebody else's too. One rank alone
+sends nothing.
 """
 
 from collections.abc import Callable

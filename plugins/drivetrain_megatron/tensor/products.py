@@ -1,8 +1,8 @@
-"""Matrix products of layers that are cut over ranks, with their collectives inside of them.
+"""Matrix products with collectives inside, of divided layers (Shoeybi et al. 2019, section 3).
 
 A layer cut by columns sums the gradient of its input over ranks while it computes the gradient of
-its weight (Shoeybi et al. 2019, arXiv 1909.08053, section 3; the overlap is Narayanan et al. 2021,
-arXiv 2104.04473). A layer cut by rows sums its product in place, nobody else holds it yet.
+its weight (arXiv 1909.08053; the overlap is Narayanan et al. 2021, arXiv 2104.04473). A layer cut
+by rows sums its product in place, nobody else holds it yet.
 
 Shapes: x (..., in), weight (out, in) or transposed (in, out), product (..., out).
 """

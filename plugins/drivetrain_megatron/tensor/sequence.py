@@ -1,7 +1,8 @@
-"""How an activation comes in to, and goes out of, a part of the model that is cut over ranks.
+"""Entrance and exit of a divided part of a model (Korthikanti et al. 2022, section 4.2.2).
 
-Outside of such a part an activation is either whole on every rank, or a shard of the sequence
-(sequence parallelism); inside, every rank has its features or heads of the whole sequence.
+Outside of a part whose layers are cut over ranks (arXiv 2205.05198), an activation is either whole
+on every rank, or a shard of the sequence (sequence parallelism); inside, every rank has its
+features or heads of the whole sequence.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Layers cut by columns that share an input: one entrance, one sum in backward, overlapped.
+"""One entrance and one sum for column-cut layers with one input (Shoeybi et al. 2019, section 3).
 
 Layers such as q, k and v read one activation, whose gradient is summed over ranks once, when the
 last of them has given its part. Nothing would be left to compute meanwhile if each layer computed

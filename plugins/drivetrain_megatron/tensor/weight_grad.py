@@ -1,8 +1,8 @@
-"""The halves of a linear layer's backward: the input's gradient now, the weight's perhaps later.
+"""The two halves of a linear layer's backward (Qi et al. 2023, arXiv 2401.10241, section 2.1).
 
-The layer before waits for the former, and nobody waits for the latter (Qi et al. 2023, arXiv
-2401.10241, section 2.1). A layer with a keeper hands the tensors for the latter over, if the keeper
-accepts them.
+The gradient of the input comes now, since the layer before waits for it; the gradient of the weight
+may come later, since nobody waits for it. A layer with a keeper hands the tensors for the second
+half over, if the keeper accepts them.
 
 Shapes: x (..., in), weight (out, in) or transposed (in, out), product (..., out).
 """
