@@ -20,7 +20,7 @@ from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.recorder import record
 
 VOCABULARY, WIDTH = 97, 12
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def load_gpt():

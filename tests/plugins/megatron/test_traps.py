@@ -3,59 +3,59 @@
 Where no file is named the test is in this one.
 
 1. A row layer adds its bias on every rank:
-   test_tensor_linear: test_column_then_row_equals_one_process; test_megatron_tensor:
+   tensor/test_linear: test_column_then_row_equals_one_process; test_training:
    test_two_ranks (no bias there is zero)
 2. Shards are drawn with one seed, and are alike:
    test_shards_are_parts_of_one_draw
 3. A pipeline's gradient is too large by the number of micro-batches:
    test_gradients_do_not_depend_on_micro_batches
 4. Label smoothing knows the local words only:
-   test_losses_of_cut_logits; test_tensor_cross_entropy:
+   test_losses_of_cut_logits; tensor/test_cross_entropy:
    test_smoothing_weights_and_ignored_targets
 5. The loss changes the caller's logits in place:
-   test_losses_of_cut_logits; test_tensor_cross_entropy: each test
+   test_losses_of_cut_logits; tensor/test_cross_entropy: each test
 6. Gathered logits go into the loss of cut ones, log(ranks) too much:
    test_losses_of_cut_logits
 7. What is whole but sees a part of the heads or tokens keeps a part of its gradient:
-   test_norms_of_heads_are_whole; test_megatron_norms: test_partial_gradients_count_whole
+   test_norms_of_heads_are_whole; test_norms: test_partial_gradients_count_whole
 8. The norm counts copies several times, or misses parts:
-   test_norm_of_cells; test_megatron_norms: test_norm_is_that_of_one_process
+   test_norm_of_cells; test_norms: test_norm_is_that_of_one_process
 9. A tied weight counts twice in the norm:
    test_norm_of_cells
 10. Norms of data-parallel shards are averaged, not summed:
-   test_norm_of_cells; test_megatron_norms: test_over_data_parallel_ranks
+   test_norm_of_cells; test_norms: test_over_data_parallel_ranks
 11. Clipping knows one axis only:
    test_norm_of_cells
 12. The loss is scaled by all ranks instead of by replicas:
    test_norm_of_cells
 13. A mean of means stands for the mean over tokens:
-   test_mean_over_tokens; test_megatron_pipeline: test_ignored_labels
+   test_mean_over_tokens; pipeline/test_pipeline: test_ignored_labels
 14. Buffers keep the first shape:
    test_every_step_has_another_shape
 15. Ranks post messages in an order that deadlocks:
-   test_pipeline_schedules; test_megatron_pipeline: test_schedules
+   pipeline/test_schedules; pipeline/test_pipeline: test_schedules
 16. Evaluation before or between training steps breaks them:
    test_evaluation_first_and_in_between
 17. Saving gathers on some ranks only:
-   test_megatron_checkpoints, test_megatron_pipeline_checkpoints: test_save (all ranks take part)
+   test_checkpoints, pipeline/test_pipeline_checkpoints: test_save (all ranks take part)
 18. Ranks of a cell get different data:
-   test_megatron_batches
+   test_same_batch
 19. A stage has buffers for all micro-batches:
-   test_messages_under_way; test_megatron_bubble: what is kept
+   test_messages_under_way; pipeline/test_bubble: what is kept
 20. ZeRO shards the copies of a tied weight in different ways:
    test_copies_of_a_tied_weight_stay_alike
 21. A gradient that somebody else holds is reduced in place:
-   test_tensor_operators: test_a_gradient_that_two_consumers_share_is_not_reduced_in_place;
-   test_tensor_linear: test_a_group_leaves_a_gradient_that_somebody_else_holds_alone
+   tensor/test_operators: test_a_gradient_that_two_consumers_share_is_not_reduced_in_place;
+   tensor/test_linear: test_a_group_leaves_a_gradient_that_somebody_else_holds_alone
 22. The optimizer steps parameters that are no longer there:
    test_the_optimizer_has_the_parameters
 23. An exception leaves the library changed:
-   test_an_exception_leaves_no_trace; test_megatron_dropout:
+   test_an_exception_leaves_no_trace; dropout/test_dropout:
    test_a_forward_that_fails_leaves_no_trace
 24. Plans have the vocabulary of another release:
-   test_megatron_plans: test_plan_of_a_model_with_unknown_styles
+   plan/test_plans: test_plan_of_a_model_with_unknown_styles
 25. An exception on one stage hangs the others:
-   test_megatron_failures: test_an_exception_on_one_stage
+   pipeline/test_failures: test_an_exception_on_one_stage
 26. An overflow on one rank skips the step there alone:
    test_overflow_on_one_rank
 27. Messages between stages have another dtype than their receiver thinks:
