@@ -37,6 +37,8 @@ from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.worker import LossOf, find_loss
 from drivetrain_megatron.recording.proxy import StageProxy, resolve, value_of
 
+logger = get_logger(__name__)
+
 
 class WholeBatch:
     """A call of the model whose backward has not come.
@@ -115,6 +117,7 @@ class AccumulationWindow:
 
     def __init__(self, stages: LocalStages) -> None:
         self._stages = stages
+        # 1F1B: so many forwards run before a backward can come, since later stages come first.
         self._ahead = stages.ranks - 1 - stages.rank
         self._started = 0
         self._waiting: list[int] = []  # numbers whose backward has not run
@@ -171,9 +174,6 @@ class AccumulationWindow:
     def clear(self) -> None:
         """Forget calls whose backward nobody asked for."""
         self._waiting, self._origins, self._started, self._asked = [], [], 0, 0
-
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,6 +212,8 @@ class StageWorker:
         """Run backward from tensors with given gradients; the list of these is emptied."""
         tensors = list(roots)
         if synchronize:
+            # Copies' gradients enter this very backward: the data-parallel strategy then meets each
+            # gradient once, and whole.
             parameters, summed = self._shared.receive_gradients()
             tensors += parameters
             gradients += summed
@@ -244,6 +246,7 @@ class _Sender:
             self._send_all()
 
     def _arrived(self, leaf: Tensor) -> None:
+        # Inside of backward: the stage before begins while weights' gradients are computed here.
         self._missing -= 1
         if not self._missing:
             self._send_all()
