@@ -12,7 +12,7 @@ _ADAM_STATES = 2
 
 
 def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, size: int) -> Cost:
-    """Return the bytes held per rank, and those sent by rank 0 in one optimizer step.
+    """Return the bytes that a rank holds, and the bytes that rank 0 sends in one optimizer step.
 
     The step has one synchronised backward and, for the buffers, one training forward before it.
     Buckets are laid out in reverse registration order; the observed order changes no more than the

@@ -5,7 +5,7 @@ One synchronised backward is a round::
 
     first hook          begin: count down from all parameters of every bucket
     each hook           move the fresh gradient into its bucket, count down
-    bucket at zero      launch it, and those after it that are complete: always in bucket order
+    bucket at zero      launch it, and the complete ones after it: always in bucket order
     end of backward     flush: zeros for missing gradients, launch the rest, wait for the sums
 
 The end of backward is noticed by a callback of the autograd engine, by ``Ddp.backward``, or at the

@@ -1,7 +1,7 @@
 """The options of ``drivetrain launch``: each is a knob of the schema, with a flag for its name.
 
-Help text and default come from the ``option()`` declarations; the words on the command line become
-one layer of configuration, whose origins quote them.
+Help text and default come from the ``option()`` declarations. The command line becomes one layer of
+configuration, whose origins quote the user's words.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

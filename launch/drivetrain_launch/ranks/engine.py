@@ -164,7 +164,7 @@ def _ignore_signals() -> None:
 
 
 def _kill_leftovers(started: set[int]) -> None:
-    """Kill processes that ranks left behind; they are in the session that each rank leads."""
+    """Kill processes that ranks left behind: each rank leads a session of its own."""
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
         try:

@@ -81,8 +81,8 @@ class Failure:
 def first(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others.
 
-    The earliest one, except that a rank which lost its peers gives way to any other rank that
-    failed at about the same time.
+    The earliest failure counts; but a rank that lost its peers gives way to a rank that failed for
+    another reason at about the same time.
     """
     ordered = sorted(failures, key=lambda failure: (failure.time, failure.rank))
     earliest = ordered[0]

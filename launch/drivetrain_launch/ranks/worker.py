@@ -88,8 +88,8 @@ LAST_WORK_S = 0.05
 def leave_process_group() -> None:
     """Destroy the process group of a script that ended well and left the group open.
 
-    It runs after python has joined the script's threads, one of which may have saved a checkpoint,
-    and after the library's last messages.
+    By now python has joined the script's threads, which may have saved a checkpoint, and the
+    library has sent its last messages.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -69,7 +69,7 @@ def aligned_empty(
 
 
 class AlignedPool:
-    """Aligned memory that is handed out again as soon as no tensor lies in it any more.
+    """Aligned memory, handed out again as soon as the last tensor in it is gone.
 
     A fresh mapping costs a page fault per page, a used one nothing.
 

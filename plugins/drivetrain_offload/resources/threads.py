@@ -1,7 +1,7 @@
 """Threads that take tasks for as long as the process lives, also while it is ending.
 
-The pools of ``concurrent.futures`` take no tasks once the script is over. A step that is under way
-then, and submits its parts one by one, would break off, while other ranks wait for its results.
+The pools of ``concurrent.futures`` take no tasks once the script is over. A step still under way,
+which submits its parts in turn, would break off while other ranks wait for its results.
 """
 
 import threading
@@ -80,7 +80,7 @@ def _end(tasks: _Tasks, threads: list[threading.Thread]) -> None:
 def _serve(tasks: _Tasks) -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # a finished one must not keep its tensors alive until the next one comes
+        del task  # else a finished task would keep its tensors alive until the next one comes
 
 
 def computing_pool(threads: int, name: str) -> ThreadPool:

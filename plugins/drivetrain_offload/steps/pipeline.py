@@ -3,9 +3,9 @@
 Tile i + 1 is read while tile i is updated and tile i - 1 is written. Three sets of buffers go
 round. One thread takes a set whose last tile is on the disk, and starts to read the next tile into
 it. Another thread waits for the values, updates them and starts to write them. The reading thread
-runs ahead over tiles of other shards, blocks and submissions, as far as there are sets. It waits
-for one thing more: before it reads a block again, the last step of this block must have given its
-writes to the disk, which keeps the order from there.
+runs ahead over tiles of other shards, blocks and submissions, as far as there are sets. But before
+it reads a block again, the block's last step must have given its writes to the disk, which keeps
+the order from there.
 """
 
 import contextlib
@@ -196,8 +196,8 @@ class PipelinedStep:
 class TilePipeline:
     """Takes steps in their order, on two threads beside those of store and tiler.
 
-    An error ends the pipeline: steps that are under way and later ones raise it, since states that
-    were half written are of no use.
+    An error ends the pipeline: it is raised by the steps under way and by later steps, since
+    half-written states are of no use.
 
     Args:
         store: where tensors are read and written.

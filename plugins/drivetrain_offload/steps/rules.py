@@ -1,8 +1,8 @@
 """The states that torch's optimizers keep for a parameter, and the kernel that updates them.
 
 A rule belongs to a class of optimizers, not to an object, and holds nothing. ``Rule.step`` reads a
-param group as it is now and returns a ``GroupStep`` with the hyperparameters of one optimizer step.
-So a scheduler may change the group while pieces of the step are still being updated elsewhere.
+param group and returns a ``GroupStep`` with the hyperparameters of one optimizer step. So a
+scheduler may change the group while pieces of the step are still being updated elsewhere.
 
 An update does for every element, in this order:
 

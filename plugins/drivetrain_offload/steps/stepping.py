@@ -5,9 +5,9 @@ arithmetic. Every shard has a counter of its own, as parameters have in torch. A
 before its first step, which fills them with their initial values: nothing has to be written before,
 and ``set_states`` with nothing takes a shard back to there.
 
-A block has one tensor of bytes for each state, and one for masters; its shards lie in each of them
-one after the other. Shards whose master the store keeps come first: so every shard has the same
-offset in the states as in the shorter tensor of masters.
+A block has a tensor of bytes for each state, and another for masters; the shards lie in each tensor
+side by side. Shards whose master the store keeps come first: so every shard has the same offset in
+the states as in the shorter tensor of masters.
 """
 
 import atexit
@@ -364,7 +364,7 @@ def _close(stepper: "weakref.ref[Stepper]") -> None:
 
 
 def _place(specs: Sequence[ShardSpec], alignment: int) -> tuple[list[SteppedShard], int, int]:
-    """Lay shards out; return them by index, the end of all, and the end of those with a master."""
+    """Lay shards out side by side; return them, their end, and the end of shards with a master."""
     placed: dict[int, SteppedShard] = {}
     end = kept = 0
     for index in sorted(range(len(specs)), key=lambda index: not specs[index].kept):

@@ -205,7 +205,7 @@ def _update_tile(step: GroupStep, tile: Piece, scratch: Tensor) -> None:
 
 
 def _prepared(gradient: Tensor, factor: float, scratch: Tensor) -> Tensor:
-    """Return the gradient times the factor, in the scratch's dtype; no copy of one that is so."""
+    """Return the gradient times the factor, in the scratch's dtype; itself if it is equal."""
     if gradient.dtype == scratch.dtype:
         return gradient if factor == 1.0 else torch.mul(gradient, factor, out=scratch)
     scratch.copy_(gradient)

@@ -82,8 +82,8 @@ class HostStore:
     def fetch(self, key: str) -> Tensor:
         """Return the kept tensor itself; raises KeyError when it was never put.
 
-        Asynchronous copies of it to an accelerator must be done before the key is put again from
-        host memory, and before the last reference to it goes.
+        Asynchronous copies to an accelerator must be done before the key is put again from host
+        memory, and before the last reference to the tensor goes.
         """
         self._await_copy(key)
         return self._tensors[key]

@@ -203,8 +203,7 @@ class NvmeStore:
     def put(self, key: str, tensor: Tensor) -> None:
         """Keep a tensor's values under a key; the write goes on after this returns.
 
-        A tensor that fits replaces the key's last one in its place; a longer one makes the file
-        grow.
+        A tensor that fits takes the place of the key's last tensor; else the file grows.
 
         Raises:
             StorageError: the disk is full, or an earlier write failed.
@@ -222,9 +221,9 @@ class NvmeStore:
     def fetch(self, key: str) -> Tensor:
         """Return a tensor's values in aligned memory; raises KeyError when it was never put.
 
-        The memory is the caller's alone: a change of it changes nothing in the store. It stays
-        valid as long as a tensor in it is held, and is used again after that: hold the tensor until
-        asynchronous copies from it to an accelerator are done.
+        The memory is the caller's alone: changes there change nothing in the store. It is used
+        again when the last tensor in it is gone: hold the tensor until asynchronous copies to an
+        accelerator are done.
 
         Raises:
             StorageError: the disk cannot be read, or an earlier write failed.
@@ -352,7 +351,7 @@ class NvmeStore:
 
 
 def _copy(source: Tensor, copy: Tensor) -> Callable[[], object] | None:
-    """Copy a tensor to host memory; return a function that waits for it, None if it is there."""
+    """Copy a tensor to host memory; return a function that awaits the copy, None if it is done."""
     if source.device.type == "cpu":
         copy.copy_(source)
         return None
