@@ -128,7 +128,7 @@ def test_bytes_held_are_those_of_the_costs(ranks):
 
 @pytest.mark.parametrize("precision", POLICIES)
 def test_bytes_held_are_those_of_zero3_as_the_precision_page_says(precision):
-    assert "`fsdp` holds what `zero3` does" in (ROOT / "docs/precision.md").read_text()
+    assert "`fsdp` holds the same bytes as `zero3`" in (ROOT / "docs/precision.md").read_text()
     ours = kept(cost({}, precision).held)
     assert ours == pytest.approx(kept(cost({}, precision, strategy=Zero3).held), rel=1e-3)
 
