@@ -1,4 +1,4 @@
-"""What a communicator and the handle of an operation under way can do, whatever the algorithm."""
+"""The contract of communicators, and of handles of operations under way, for every algorithm."""
 
 import re
 import sys
@@ -29,12 +29,12 @@ Reduction: TypeAlias = Literal["sum", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a caller asks for, beside the tensor.
+    """The request of a caller, beside the tensor.
 
     Attributes:
         operation: which collective.
-        label: names it in errors; empty: the line of the call does.
-        chunks: what each rank holds of the tensor; None where an operation is not about chunks.
+        label: names the operation in errors; empty: the line of the call does.
+        chunks: each rank's range of the tensor; None where an operation is not about chunks.
         source: where a broadcast starts.
         reduction: how values are combined.
         layout: lengths and dtypes of the parts; None where an operation is about one tensor.
@@ -126,7 +126,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
-        """Fill a flat tensor from the chunks that the ranks hold of it.
+        """Fill a flat tensor from the ranks' chunks.
 
         Args:
             flat: 1-D and contiguous, shape (numel,).
@@ -141,7 +141,7 @@ class Communicator(ABC):
     def gather_parts(
         self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
     ) -> Handle:
-        """Fill the tensors of the other ranks from those that the ranks hold.
+        """Fill the tensors of the other ranks with the values of these ranks.
 
         Bytes move, so tensors of any dtypes go together. It is an ``all_gather`` in the ledger.
 
@@ -193,7 +193,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what was submitted and release threads and memory; the group stays usable."""
+        """Finish submitted operations and release threads and memory; the group stays usable."""
 
     def _sent_bytes(self, call: Call, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -221,7 +221,7 @@ def caller(depth: int = 3) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return what a backend says went wrong, without its source lines and advice."""
+    """Return the message of a backend's error, without its source lines and advice."""
     text = str(error).partition("This is typically")[0]
     return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", text).strip().rstrip(".") or type(error).__name__
 

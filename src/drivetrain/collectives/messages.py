@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 PACKED_SHARE = 16
-"""Small is what fits so many times into a message."""
+"""A piece is small if a message has room for so many pieces of its size."""
 
 
 class Cut:

@@ -53,7 +53,7 @@ class AllOf:
 
 
 class NativeHandle:
-    """An operation of the backend, and the scale that is applied after it.
+    """An operation of the backend, and a scale to apply afterwards.
 
     Args:
         work: the backend's own handle.
@@ -146,7 +146,7 @@ class NativeCommunicator(Communicator):
         return self._start(Call("reduce_scatter", label, bounds), scatter, flat, mine, scale)
 
     def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
-        """Fill a flat tensor from the chunks that the ranks hold of it."""
+        """Fill a flat tensor from the ranks' chunks."""
         flat = flatten(flat, (flat.numel(),))
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         parts = [flat[start:stop] for start, stop in bounds]

@@ -1,4 +1,4 @@
-"""The two ranks beside this one on a ring, and the messages that go to and come from them."""
+"""The two neighbors of a rank on a ring, and the messages to and from them."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,16 +15,16 @@ from drivetrain.runtime.mesh import Axis
 
 
 class Tag(IntEnum):
-    """What a message is for; messages with one tag arrive in the order in which they were sent."""
+    """The purpose of a message; messages with the same tag arrive in the order of sending."""
 
     SCATTER = 0
     """A piece of a sum that is not complete."""
     GATHER = 1
-    """A piece that every rank shall have as it is; may be under way beside a sum's."""
+    """A final piece, to be copied to every rank; may be under way beside a piece of a sum."""
     HEADER = 2
-    """What the sender does next, see ``order``."""
+    """The sender's next operation, see ``order``."""
     ALARM = 3
-    """Nobody ever sends this one."""
+    """Never sent: its receive ends only with the connection."""
 
 
 class Neighbors:

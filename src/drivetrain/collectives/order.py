@@ -1,6 +1,6 @@
-"""Headers: before each operation, ranks of a ring tell their neighbors what they are about to do.
+"""Headers: before each operation, ranks of a ring name the operation to their neighbors.
 
-Ranks that take different paths through a model submit different operations. Unchecked, that is a
+Ranks that take different paths through a model submit different operations. Unchecked, this is a
 hang, values in the wrong place or, where a message is longer than its buffer, the end of the
 process. Checked, an operation starts with one small message::
 
@@ -29,31 +29,31 @@ from drivetrain.collectives.neighbors import Neighbors, Tag
 from drivetrain.runtime.mesh import Axis
 
 GRACE = timedelta(seconds=5)
-"""How long a rank that has seen a disagreement waits for its right neighbor to see it too."""
+"""After a disagreement, a rank waits so long for its right neighbor to notice too."""
 
 LINGER_S = 0.1
-"""Then it keeps its connections for this long: who has got the header must wake up to read it."""
+"""A rank then keeps its connections so long: its neighbor must wake up to read the header."""
 
 PARTS = "bytes"
-"""What stands for a dtype where there are many: in a header, the elements of parts are bytes."""
+"""The dtype of parts in a header, because parts of many dtypes are counted in bytes."""
 
 TAG_MASK, LANE_SHIFT = (1 << 31) - 1, 12
 """A tag has 31 bits; the upper 19 are for the header's checksum, the rest for 1024 rings."""
 
 
 class Disagreement(Exception):  # noqa: N818 - turned into a CollectiveError by the communicator
-    """Two neighbors are about to do different things; the text says what."""
+    """Two neighbors are about to do different things; the text names both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a rank is about to do, in 120 bytes.
+    """A rank's next operation, in 120 bytes.
 
     Attributes:
         number: the operation's sequence number on its communicator, from 1.
         elements: how many the tensor has; of parts, their bytes.
         plan: checksum of chunks, source, reduction, and lengths and dtypes of parts.
-        name: checksum of the label that the caller gave; 0 if it gave none: where the code lies
+        name: checksum of the label that the caller gave; 0 without a label: the path of the code
             may differ between hosts.
         operation: which collective.
         dtype: the tensor's, as in "float32"; of parts, "bytes".
@@ -115,7 +115,7 @@ class Header:
         return zlib.crc32(repr(key).encode())
 
     def differences(self, other: "Header") -> list[str]:
-        """Return in what two headers that should be equal differ, in words."""
+        """Return the difference between two headers that should be equal, in words."""
         pairs = {
             "sequence number": (self.number, other.number),
             "operation": (self.operation, other.operation),
@@ -134,7 +134,7 @@ class Header:
 
 
 class CheckedNeighbors(Neighbors):
-    """Neighbors that compare what they are about to do while the first data is on its way.
+    """Neighbors that compare their next operations while the first data is on its way.
 
     The data's tags depend on the header, so those who differ never take each other's data.
     """
@@ -152,7 +152,7 @@ class CheckedNeighbors(Neighbors):
         return (super().number(tag) + (self._lane << LANE_SHIFT)) & TAG_MASK
 
     def begin(self, call: Call, number: int, label: str, flat: Tensor | None) -> None:
-        """Tell the right neighbor what comes next here, and listen to the left one."""
+        """Tell the right neighbor this rank's next operation, and listen to the left neighbor."""
         mine = Header.of(call, number, label, flat)
         data = mine.pack()
         self._lane = 0

@@ -1,4 +1,4 @@
-"""What each rank of an axis holds, as lists of tensors: the data of an operation on parts."""
+"""Parts, the data of an operation on lists of tensors: each rank of an axis has a list."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -9,11 +9,11 @@ from torch import Tensor
 from drivetrain.errors import UsageError
 
 Parts: TypeAlias = Sequence[Sequence[Tensor]]
-"""For each rank of the axis, in order: the 1-D contiguous tensors, mostly slices of larger ones,
-that it holds. Lengths and dtypes are the same on every rank."""
+"""For each rank of the axis, in order: the rank's 1-D contiguous tensors, mostly slices of larger
+tensors. Lengths and dtypes are the same on every rank."""
 
 Layout: TypeAlias = tuple[tuple[tuple[int, torch.dtype], ...], ...]
-"""For each rank of the axis, in order: elements and dtype of the tensors that it holds."""
+"""For each rank of the axis, in order: elements and dtype of the rank's tensors."""
 
 
 def checked_parts(parts: Parts, size: int) -> list[list[Tensor]]:
@@ -39,7 +39,7 @@ def checked_parts(parts: Parts, size: int) -> list[list[Tensor]]:
 
 
 def as_bytes(parts: Parts) -> list[list[Tensor]]:
-    """Return views of the tensors' memory, dtype uint8: what moves has no other dtype."""
+    """Return views of the tensors' memory as uint8: all parts move as bytes."""
     return [[tensor.view(torch.uint8) for tensor in tensors] for tensors in parts]
 
 

@@ -100,7 +100,7 @@ class RingCommunicator(Communicator):
         )
 
     def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
-        """Fill a flat tensor from the chunks that the ranks hold of it."""
+        """Fill a flat tensor from the ranks' chunks."""
         flat = flatten(flat, (flat.numel(),))
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         return self._submit(
@@ -149,7 +149,7 @@ class RingCommunicator(Communicator):
         self._neighbors.alarm()
 
     def close(self) -> None:
-        """Finish what was submitted and join the thread."""
+        """Finish submitted operations and join the thread."""
         self._worker.close()
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -274,11 +274,11 @@ class RingCommunicator(Communicator):
         return sends
 
     def _cut(self, held: Parts) -> list[Cut]:
-        """Cut what each rank holds into messages."""
+        """Cut each rank's chunk into messages."""
         return [Cut(tensors, PIECE_BYTES) for tensors in held]
 
     def _arrivals(self, pieces: list[Tensor]) -> Iterator[Tensor]:
-        """Yield what the left neighbour sends for each piece; valid until the next is asked for."""
+        """Yield the left neighbor's message for each piece; valid until the next is asked for."""
         slot = self._make_room(pieces)
         posted = [self._post(index, piece, slot) for index, piece in enumerate(pieces[:WINDOW])]
         return self._arriving(pieces, slot, posted)
@@ -310,5 +310,5 @@ class RingCommunicator(Communicator):
 
 
 def _held(flat: Tensor, bounds: Chunks) -> Parts:
-    """Return what each rank holds of a flat tensor: its chunk."""
+    """Return each rank's chunk of a flat tensor."""
     return [[flat[start:stop]] for start, stop in bounds]

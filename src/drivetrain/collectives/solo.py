@@ -21,7 +21,7 @@ class Finished:
 
 
 class Deferred:
-    """A handle that does its work when it is waited for.
+    """A handle whose ``wait`` does the work.
 
     Args:
         work: called once.
@@ -70,7 +70,7 @@ class SoloCommunicator(Communicator):
     def gather_parts(
         self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
     ) -> Handle:
-        """Return a handle that only waits for what comes first: all parts are this rank's."""
+        """Return a handle that only calls ``first``: all parts are this rank's."""
         checked_parts(parts, self.size)
         return Finished() if first is None else Deferred(first)
 

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from drivetrain.errors import UsageError
 
 Chunks: TypeAlias = Sequence[tuple[int, int]]
-"""The (start, stop) that each rank holds of a flat tensor; together all of it, in order of rank."""
+"""Each rank's (start, stop) in a flat tensor; together the whole tensor, in order of rank."""
 
 Operation: TypeAlias = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"]
 
@@ -19,7 +19,7 @@ def chunk_bounds(numel: int, size: int) -> list[tuple[int, int]]:
 
 
 def checked_chunks(chunks: Chunks | None, numel: int, size: int) -> Chunks:
-    """Return the chunks that a caller chose for a flat tensor, or the even ones if it chose none.
+    """Return the caller's chunks of a flat tensor, or the even chunks without a choice.
 
     Raises:
         UsageError: the chunks do not cover the tensor, one per rank, in ascending order.

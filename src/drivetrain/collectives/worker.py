@@ -10,8 +10,8 @@ import torch
 from drivetrain.errors import CollectiveError
 
 EXIT_WAIT_S = 3.0
-"""How long a process that ends waits for operations under way: those of the last step, if all is
-well. Other ranks wait for them."""
+"""An ending process waits so long for operations under way, because other ranks need their results.
+Without an error these are the operations of the last step."""
 
 
 class Job:
@@ -99,14 +99,14 @@ class Worker:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Run what is queued, then end the thread; may be called more than once."""
+        """Run queued operations, then end the thread; may be called more than once."""
         atexit.unregister(self._end)
         self._closed = True
         self._jobs.put(None)
         self._thread.join()
 
     def _end(self) -> None:
-        """Let what is queued end with the interpreter, unless other ranks do not answer."""
+        """Let queued operations end before the interpreter, unless other ranks do not answer."""
         self._jobs.put(None)
         self._thread.join(EXIT_WAIT_S)
 
