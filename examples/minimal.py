@@ -1,4 +1,4 @@
-"""The smallest training script: an ordinary loop; the lines marked (+) are what drivetrain adds."""
+"""The smallest training script: an ordinary loop; the lines marked (+) come from drivetrain."""
 
 import torch
 

@@ -29,7 +29,7 @@ HELD_OUT_WINDOWS = 384
 
 
 class Windows(Dataset[Tensor]):
-    """Consecutive windows of ``length + 1`` bytes, so that inputs and targets overlap by one."""
+    """Consecutive windows of ``length + 1`` bytes: a target is the byte after its input."""
 
     def __init__(self, text: bytes, length: int) -> None:
         self.data = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -106,7 +106,7 @@ def share(world: World, value: T, group: Group = None) -> T:
 
 @contextmanager
 def _heard(world: World, doing: str) -> Iterator[None]:
-    """Say what the ranks were about to do when some of them did not answer."""
+    """Name the pending task of the ranks when some ranks did not answer."""
     try:
         yield
     except RuntimeError as error:
@@ -117,7 +117,7 @@ def _heard(world: World, doing: str) -> Iterator[None]:
 
 
 def explain(error: Exception) -> str:
-    """Return what an error says, without Python's decoration where it needs none."""
+    """Return the message of an error, without Python's decoration where possible."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -126,7 +126,7 @@ def explain(error: Exception) -> str:
 
 
 def _summary(verdicts: list[str | None]) -> str:
-    """Quote each different failure once, with the ranks that had it."""
+    """Quote each different failure once, with the ranks that failed so."""
     ranks: dict[str, list[int]] = {}
     for rank, verdict in enumerate(verdicts):
         if verdict:

@@ -50,7 +50,7 @@ def fits(part: Part, shape: Sequence[int]) -> bool:
 
 
 def boxes(part: Part) -> Iterator[Box]:
-    """Yield the boxes that a part is made of, in the order of its memory; none when it is empty."""
+    """Yield the boxes of a part, in the order of memory; none for an empty part."""
     first, last = _range(part)
     start = 0
     for offsets, sizes in _split(part.sizes, first, last):

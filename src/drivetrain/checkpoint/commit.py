@@ -87,7 +87,7 @@ def recover(target: Path) -> None:
 
 
 def retire(target: Path, token: str) -> None:
-    """Remove a checkpoint so that no half of it can ever be taken for one.
+    """Remove a checkpoint so that half a checkpoint can never be taken for a whole checkpoint.
 
     Raises:
         OSError: the disk refuses.
@@ -98,7 +98,7 @@ def retire(target: Path, token: str) -> None:
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory, the manifest first: what is left by a kill is no checkpoint.
+    """Delete a directory, the manifest first: after a kill, the remaining files are no checkpoint.
 
     Files that cannot be deleted stay as leftovers, which the next save of the same name sweeps.
     """

@@ -1,4 +1,4 @@
-"""What one rank puts into a checkpoint, as it is or as a copy that training no longer changes."""
+"""The contents of a checkpoint from one rank, or a copy of them that training does not change."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """What one rank saves.
+    """The tensors and the state that a rank saves.
 
     Attributes:
         models: for each prepared model the shards of this rank; over all ranks each element once.
@@ -82,7 +82,7 @@ class Contents:
 
 
 def _snapshot(value: T, where: str) -> T:
-    """Return what a load would give back: a copy that shares nothing."""
+    """Return a value as a load would give it back: a copy without shared memory."""
     tensors: dict[str, Tensor] = {}
     body = encode(value, where, tensors)
     copied: T = decode(body, {key: _copy(tensor) for key, tensor in tensors.items()})

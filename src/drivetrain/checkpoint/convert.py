@@ -78,7 +78,7 @@ def _read(source: ModelReader, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _check_infinite(source: ModelReader, name: str, dtype: torch.dtype) -> None:
-    """Raise when the saved values are finite, so that it was the dtype that made them infinite."""
+    """Raise when the saved values are finite, so that only the dtype made them infinite."""
     low, high = torch.aminmax(source.read(name))
     if not (low.isinf() or high.isinf()):
         raise CheckpointError(

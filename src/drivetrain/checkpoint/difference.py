@@ -1,4 +1,4 @@
-"""Says how a checkpoint and a model differ: what a strategy raises when it cannot load one."""
+"""The differences between a checkpoint and a model, for the error of a load."""
 
 from collections.abc import Mapping
 

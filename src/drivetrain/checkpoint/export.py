@@ -151,13 +151,13 @@ def _ordered(tensors: Sequence[TensorFacts]) -> tuple[TensorFacts, ...]:
 
 
 def _prepare(directory: Path) -> None:
-    """Make the directory and sweep what a killed export left there."""
+    """Make the directory and sweep the files of a killed export."""
     directory.mkdir(parents=True, exist_ok=True)
     _discard(path for path in directory.iterdir() if _DRAFT.fullmatch(path.name))
 
 
 def _write_file(path: Path, tensors: Sequence[TensorFacts], fetch: Fetch, *, writes: bool) -> None:
-    """Fetch the tensors of one file; the rank that writes puts them into it.
+    """Fetch the tensors of one file; the writing rank puts them into the file.
 
     After a failure it goes on fetching: fetching communicates, and the others would wait.
     """
@@ -194,7 +194,7 @@ def _publish(directory: Path, plan: ExportPlan, drafts: dict[str, Path]) -> None
 
 
 def _discard(paths: Iterable[Path]) -> None:
-    """Remove drafts; one that resists is swept by the next export."""
+    """Remove drafts; the next export sweeps a draft that resists."""
     for path in list(paths):
         with suppress(OSError):
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Looks at a checkpoint from outside of a run: what is in it, and whether it is what was written.
+"""Looks at a checkpoint from outside of a run: lists the contents, and verifies the files.
 
 Nothing here needs the model, a process group, or more memory than one tensor's header.
 """
@@ -25,7 +25,7 @@ _BYTES = {code: dtype.itemsize for dtype, code in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         directory: where it is.
@@ -61,7 +61,7 @@ class Description:
 
 
 def describe(directory: Path) -> Description:
-    """Return what a checkpoint holds, from its manifest and its state alone.
+    """Return the contents of a checkpoint, from its manifest and its state alone.
 
     Raises:
         CheckpointError: it is no checkpoint, or its manifest cannot be trusted.
@@ -71,7 +71,7 @@ def describe(directory: Path) -> Description:
 
 
 def find_problems(directory: Path) -> list[str]:
-    """Return everything that is wrong with a checkpoint: an empty list when it can be loaded.
+    """Return all faults of a checkpoint: an empty list when the checkpoint can be loaded.
 
     Checked are the manifest, the size and SHA-256 of every file, that every part is in its file
     with its dtype and length, and that the parts of a tensor hold each element exactly once.
@@ -133,7 +133,7 @@ class _Headers:
 
 
 def _file_problem(path: Path, record: FileRecord) -> str:
-    """Return what is wrong with a file, "" when nothing is."""
+    """Return the fault of a file, "" for an intact file."""
     if not path.is_file():
         return f"{path}: expected {record.size} bytes, found no such file"
     size = path.stat().st_size

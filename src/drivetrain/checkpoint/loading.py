@@ -114,7 +114,7 @@ class CheckpointReader:
         return (self.directory / name).read_bytes()
 
     def close(self) -> None:
-        """Let go of the mapped files; what was read stays valid."""
+        """Let go of the mapped files; tensors read before stay valid."""
         self._files.close()
 
     def __enter__(self) -> Self:
@@ -216,7 +216,7 @@ class ModelReader:
         return memory.view(wanted.sizes) if wanted.flat is None else memory
 
     def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
-        """Return the optimizer state of a parameter that is no tensor; empty when it has none."""
+        """Return the optimizer state of a parameter without the tensors; perhaps empty."""
         return self._scalars.get(optimizer, {}).get(name, {})
 
     def _find(self, name: str, state: str) -> SavedTensor:

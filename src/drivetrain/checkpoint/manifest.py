@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which file holds which part of which tensor, and what to trust.
+"""The manifest of a checkpoint: which file holds which part of which tensor, and digests.
 
 It is written last, so a directory with a manifest is a complete checkpoint. It carries the size
 and SHA-256 of every other file and of itself. Reading it believes nothing: every name must be a
@@ -59,7 +59,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint directory holds.
+    """The contents of a checkpoint directory.
 
     Attributes:
         world_size: number of ranks that wrote it.
@@ -143,7 +143,7 @@ class Manifest:
 
 
 def basename(name: str) -> str:
-    """Return a file name that was read from somewhere, if it is a plain one.
+    """Return a file name from an untrusted source, if the name is plain.
 
     Raises:
         CheckpointError: it has a folder in it, or is otherwise not a plain file name.
@@ -157,7 +157,7 @@ def basename(name: str) -> str:
 
 
 def merge_tensors(pieces: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
-    """Join what the ranks hold of each tensor.
+    """Join the ranks' parts of each tensor.
 
     Raises:
         CheckpointError: ranks disagree on a dtype or shape, or the parts of a tensor do not add up
@@ -190,7 +190,7 @@ def libraries() -> dict[str, str]:
 
 
 def label(name: str, state: str) -> str:
-    """Return how messages call a tensor: the parameter's name, and the state where it is one."""
+    """Return the name of a tensor for messages: the parameter, and the key of a state."""
     return f"{name!r}, optimizer state {state!r}" if state else repr(name)
 
 
@@ -267,7 +267,7 @@ def _tensor_from_json(body: Mapping[str, Any], listed: Callable[[str], str]) -> 
 
 
 def _among(files: Mapping[str, FileRecord]) -> Callable[[str], str]:
-    """Return a check that a name is one of the files whose digest the manifest has."""
+    """Return a check that the manifest has the digest of a named file."""
 
     def listed(name: str) -> str:
         if basename(name) not in files:

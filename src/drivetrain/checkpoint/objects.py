@@ -45,7 +45,7 @@ def save(obj: Any, path: str | os.PathLike[str], *, safe_serialization: bool = F
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """Read what ``save`` wrote, on the CPU.
+    """Read an object from a file of ``save``, on the CPU.
 
     Args:
         path: the file; the suffix ``.safetensors`` tells its format.

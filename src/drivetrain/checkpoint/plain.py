@@ -1,4 +1,4 @@
-"""Plain values as JSON and back, exactly: what a checkpoint holds besides tensors of a model.
+"""Plain values as JSON and back, exactly: all of a checkpoint but the tensors of a model.
 
 Plain means None, bool, int, float, str, list, tuple, dict with str or int keys, Counter, and
 tensors inside these. JSON lacks tuples, int keys, nan and infinities, so those become objects with
@@ -50,7 +50,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what ``encode`` was given.
+    """Return the value that ``encode`` was given.
 
     Args:
         value: parsed JSON.

@@ -110,7 +110,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Report:
-    """What one rank wrote, as it tells rank 0; scalars and aliases are those it was given."""
+    """A rank's report to rank 0: the files written, and the scalars and aliases given to save."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     models: list[list[SavedTensor]] = field(default_factory=list)
@@ -137,7 +137,7 @@ def save_checkpoint(
 
 
 class Save:
-    """One save, begun when it is made: a draft that is written and then given its name.
+    """One save, begun on construction: the files of a draft are written, then the draft is renamed.
 
     Args:
         directory: the checkpoint; the same on every rank.
@@ -236,7 +236,7 @@ class RankWriter:
         return staged
 
     def write(self, contents: Contents) -> Report:
-        """Write everything this rank holds, but for what ``stage`` has written.
+        """Write all tensors of this rank, except for the tensors that ``stage`` has written.
 
         Raises:
             CheckpointError: what failed first, with the path, the bytes needed and the bytes free.
@@ -323,7 +323,7 @@ class RankWriter:
 
 
 def write_common(draft: Path, reports: list[Report], contents: Contents) -> None:
-    """Write what belongs to all ranks, the manifest last; rank 0 does this."""
+    """Write the files of all ranks in common, the manifest last; on rank 0."""
     files = {name: record for report in reports for name, record in report.files.items()}
     _check_visible(draft, files)
     models = tuple(
@@ -348,7 +348,7 @@ def write_common(draft: Path, reports: list[Report], contents: Contents) -> None
 
 
 def _merge_aliases(reports: Sequence[Report], models: int) -> tuple[dict[str, str], ...]:
-    """Join what the ranks know of tied names; a rank that has only part of a model knows few."""
+    """Join the ranks' lists of tied names; a rank with only part of a model knows few."""
     merged: tuple[dict[str, str], ...] = tuple({} for _ in range(models))
     for report in reports:
         for names, more in zip(merged, report.aliases, strict=False):

@@ -1,4 +1,4 @@
-"""The optimizer state that is no tensor: each rank has some of it, the checkpoint all of it."""
+"""Optimizer state that is no tensor: each rank has a share, the checkpoint has the whole."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Gives a model that was built without memory the values of an exported one, tensor by tensor."""
+"""Gives a model built without memory the values of an exported model, tensor by tensor."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,7 +90,7 @@ class StreamedWeights:
         return self._weights.read(source, only).to(tensor.dtype)
 
     def remaining(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return those tensors that the export has no values for."""
+        """Return the tensors without values in the export."""
         return [tensor for name, tensor in tensors.items() if self._sources.get(name) is None]
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class StreamedWeights:
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """Return what a state dict holds by first name, and all the names of each."""
+    """Return the tensors of a state dict by first name, and all the names of each."""
     buffers = persistent_buffers(model)
     first: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}

@@ -43,12 +43,12 @@ DTYPES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-"""What the safetensors format calls each dtype it has."""
+"""The name of each dtype in the safetensors format."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be to be trusted.
+    """The properties that a trusted file must have.
 
     Attributes:
         size: bytes.
@@ -75,7 +75,7 @@ class HashedFile:
 
     @property
     def record(self) -> FileRecord:
-        """Size and digest of what was written so far."""
+        """Size and digest of the bytes written so far."""
         return FileRecord(self._size, self._digest.hexdigest())
 
     def write(self, data: bytes | memoryview) -> None:

@@ -16,7 +16,7 @@ _KEY = "drivetrain.option"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """What is known about one knob.
+    """The facts about one knob.
 
     Attributes:
         name: the field's name, which is the YAML key.
@@ -61,7 +61,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class NestedStrategy:
-    """A strategy that another one is built on.
+    """A strategy inside another strategy.
 
     Attributes:
         name: of the installed strategy; "" for the default one.

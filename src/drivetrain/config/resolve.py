@@ -130,7 +130,7 @@ def _overlay(
 
 
 def _as_section(value: Any) -> dict[str, Any]:
-    """Return what a mapping is laid over; a name alone stands for a strategy without options."""
+    """Return the layer below a mapping; a name alone stands for a strategy without options."""
     if isinstance(value, str):
         return {"name": value}
     return dict(value) if isinstance(value, Mapping) else {}
@@ -299,7 +299,7 @@ def _known_path(cls: type, path: list[str]) -> str:
 
 
 def _expected(messages: list[str]) -> str:
-    """Say in our words what pydantic expected: one message for each member of a union."""
+    """Say in our words which values pydantic expected: a message for each member of a union."""
     wanted = [re.sub(r", (unable|got) .*", "", message) for message in messages]
     return " or ".join(wanted).replace("Input should be", "expected").replace(" or expected", " or")
 

@@ -1,4 +1,4 @@
-"""The core's own knobs: what every run has, whatever its strategy."""
+"""The core's own knobs, for every run under every strategy."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -65,7 +65,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DtypesConfig:
-    """Which dtypes tensors have, where they differ from what ``precision`` alone gives."""
+    """The dtypes of tensors, where they differ from the dtypes of ``precision`` alone."""
 
     param: Literal["as_given", "bf16", "fp16"] = option(
         "as_given",

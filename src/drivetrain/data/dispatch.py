@@ -36,7 +36,7 @@ class _Block:
         self._size = 0
 
     def put(self, tensor: Tensor) -> _Slot:
-        """Append a tensor; returns what stands for it."""
+        """Append a tensor; returns its place in the block."""
         slot = _Slot(self._size, tuple(tensor.shape), tensor.dtype)
         self._parts.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
         self._size += slot.nbytes
@@ -53,7 +53,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What precedes the block: a step without its tensors, or the end, or a failure."""
+    """The message before the block: a step without its tensors, or the end, or a failure."""
 
     step: Step | None
     nbytes: int = 0
@@ -61,7 +61,7 @@ class _Header:
 
 
 class DispatchSource:
-    """Gives every rank its share of what rank 0 reads; the others touch no data.
+    """Gives every rank its share of the data that rank 0 reads; the others touch no data.
 
     Args:
         source: reads the shares of all ranks; iterated on rank 0 only.

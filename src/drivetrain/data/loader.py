@@ -27,7 +27,7 @@ class LoaderObserver(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """What happens around each epoch and batch.
+    """Work before and after each epoch and batch.
 
     Attributes:
         rank: index of this rank along the data-parallel axis.
@@ -46,7 +46,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a loader is; shared by a loader and the ones that skip for it.
+    """The position of a loader; shared with the loaders that skip batches on its behalf.
 
     Attributes:
         seed: the run's seed.
@@ -267,7 +267,7 @@ class PreparedLoader(DataLoader[Any]):
             self._delivery.observer.begin(self)
 
     def _start(self) -> Start:
-        """Return where this iteration starts, and use up what was skipped."""
+        """Return the start of this iteration, and use up the skipped batches."""
         progress = self._progress
         start = progress.start
         if start is None:

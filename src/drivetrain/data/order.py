@@ -90,7 +90,7 @@ class EpochOrder:
 
     @property
     def is_known(self) -> bool:
-        """Whether the library makes the order itself, so that ranks cannot disagree on it."""
+        """Whether the library makes the order itself, so that ranks cannot disagree."""
         sampler = self._sampler
         plain = type(sampler) is RandomSampler and not sampler.replacement
         return self.is_fixed or (plain and sampler.num_samples == len(sampler.data_source))
@@ -144,7 +144,7 @@ def _bytes(order: Sequence[Any]) -> bytes:
 
 
 def _nested(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and the samplers that it wraps."""
+    """Yield a sampler and all samplers wrapped in it."""
     seen: set[int] = set()
     waiting = [sampler]
     while waiting:

@@ -119,7 +119,7 @@ def _source(
 
 
 def _order(loader: DataLoader[Any], axis: Axis, config: DataConfig) -> tuple[EpochOrder, Division]:
-    """Return what is divided: the samples under torch's batch sampler, or the user's batches."""
+    """Return the order to divide: of samples under torch's batch sampler, or of whole batches."""
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     if type(sampler) is BatchSampler:
         division = _samples(sampler.batch_size, sampler.drop_last, axis, config)

@@ -1,4 +1,4 @@
-"""What flows from a source to the loader: where an epoch starts, and its global steps."""
+"""The messages from a source to the loader: the start of an epoch, and its global steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from drivetrain.data.division import Division
 
 
 class OrderIdentity(NamedTuple):
-    """What a saved position belongs to: it means nothing in another order.
+    """The order that a saved position belongs to; the position means nothing in another order.
 
     Attributes:
         total: positions in the order; None for a stream.
@@ -41,7 +41,7 @@ class Start:
 
 
 class Share(NamedTuple):
-    """A rank's batch of a global step, and whether it is that rank's last of the epoch."""
+    """A rank's batch of a global step, and whether the rank has no more batch in the epoch."""
 
     batch: Any
     last: bool
@@ -70,7 +70,7 @@ class Source(Protocol):
     division: Division
 
     def draw_seed(self, seed: int, epoch: int) -> int:
-        """Return what the order of an epoch depends on, the same on every rank."""
+        """Return the seed of the order of an epoch, the same on every rank."""
 
     def steps(self, start: Start) -> Iterator[Step]:
         """Read the rest of an epoch."""

@@ -1,1 +1,1 @@
-"""What every run has, whatever its strategy: world, mesh, precision, randomness, data."""
+"""The parts of every run, under every strategy: world, mesh, precision, randomness."""

@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class ActiveLoader(Protocol):
-    """What the window needs to know of the loader that is being read."""
+    """Facts about the active loader, for the accumulation window."""
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -38,7 +38,7 @@ class GradientState:
         self._loaders: list[ActiveLoader] = []
 
     def begin(self, loader: ActiveLoader) -> None:
-        """Note that a loader starts an epoch; it is the active one until it ends."""
+        """Note the start of a loader's epoch; until its end, the loader is the active loader."""
         self._loaders.append(loader)
 
     def end(self, loader: ActiveLoader) -> None:

@@ -123,7 +123,7 @@ class Mesh(Mapping[str, Axis]):
         return self._start_once(self.neighbors(name, size), groups, world)
 
     def across(self, name: str, size: int) -> Axis:
-        """Return the ranks that stand where this one stands, one in each group of neighbors.
+        """Return the ranks at the same place as this rank, one rank in each group of neighbors.
 
         The axis is cut into groups of ``size`` neighbors; with shards inside of the groups, these
         ranks hold replicas of one shard. Nothing is started.
@@ -141,7 +141,7 @@ class Mesh(Mapping[str, Axis]):
         )
 
     def start_across(self, name: str, size: int, world: World) -> Axis:
-        """Return what ``across`` does with a process group. Collective the first time.
+        """Return the axis of ``across`` with a process group. Collective the first time.
 
         Raises:
             ConfigError: the axis cannot be cut into such groups.

@@ -117,7 +117,7 @@ class Precision:
         return self.param
 
     def master_dtype(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.dtype:
-        """Return the dtype of what the optimizer updates for a parameter.
+        """Return the dtype in which the optimizer updates a parameter.
 
         Without a master copy that is the dtype in which forward reads it.
 

@@ -11,13 +11,13 @@ GROUPS = Path("/sys/fs/cgroup")
 """Where Linux shows the limits of control groups."""
 
 MEMBERSHIP = Path("/proc/self/cgroup")
-"""Where it says which ones this process is in."""
+"""The file that names the control groups of this process."""
 
 _KINDS = {
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     "": ("memory.max", "memory.current", "inactive_file"),
 }
-"""By controller (version 1; version 2 has none): limit, use, and what use can be given back of."""
+"""By controller (version 1; version 2 has none): limit, use, and the part of use to give back."""
 
 
 def host_room() -> int:
@@ -43,7 +43,7 @@ def device_room(device: torch.device) -> int | None:
 
 
 def group_rooms(groups: Path, membership: Path) -> Iterator[int]:
-    """Yield what the limits of the control groups above this process leave.
+    """Yield the room that the limits of the control groups above this process leave.
 
     Args:
         groups: the directory of all groups.

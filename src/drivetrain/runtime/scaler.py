@@ -140,7 +140,7 @@ class LossScaler:
         self._pending[optimizer] = made_with if overflow else before
 
     def update(self) -> None:
-        """Change the scale by what was recorded since the last update.
+        """Change the scale by the steps recorded since the last update.
 
         Raises:
             UsageError: at its minimum the scale is still too large, ``max_skipped`` steps in a row.
@@ -171,7 +171,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved scale; a run that was saved without one leaves this one as it is.
+        """Continue from a saved scale; if the checkpoint has no scale, nothing changes.
 
         Args:
             state: what ``state_dict`` returned.
@@ -185,7 +185,7 @@ class LossScaler:
         self._round, self._pending = set(), {}
 
     def _settle(self) -> None:
-        """Change the scale, and forget what was recorded."""
+        """Change the scale, and forget the recorded steps."""
         if not self._pending or not self._enabled:
             return
         if self._round & self._pending.keys():

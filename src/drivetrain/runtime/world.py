@@ -106,7 +106,7 @@ class World:
 
 
 def launched_config() -> str:
-    """Return the path of the configuration that the launcher chose, "" without one."""
+    """Return the path of the launcher's configuration, "" without a launcher."""
     return os.environ.get(CONFIG_VARIABLE, "")
 
 

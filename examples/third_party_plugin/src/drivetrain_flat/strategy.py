@@ -19,7 +19,7 @@ from drivetrain.parts.replicate import replicate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatConfig:
-    """The knobs of ``flat``: the wizard asks what has a question."""
+    """The knobs of ``flat``: the wizard asks for those with a question."""
 
     mean: bool = option(
         True,
@@ -102,7 +102,7 @@ class Flat(Strategy[FlatConfig]):
 
     @classmethod
     def cost(cls, config: FlatConfig, model: ModelSpec, run: Run) -> Cost:
-        """Return what the module's docstring says, in bytes."""
+        """Return the bytes of the formulas in the module's docstring."""
         size = run.mesh["dp"].size
         trainable = [spec for spec in model.parameters if spec.trainable]
         elements: dict[torch.dtype, int] = defaultdict(int)
@@ -161,7 +161,7 @@ class Flat(Strategy[FlatConfig]):
             self._average(members)
 
     def _average(self, members: Sequence[tuple[nn.Parameter, bool]]) -> None:
-        """Reduce the gradients of one dtype; one that no rank has is sent as zeros and stays None.
+        """Reduce the gradients of one dtype; a gradient missing on all ranks stays None.
 
         Args:
             members: parameters, and whether any rank has a gradient for it.
