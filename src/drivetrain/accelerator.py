@@ -1,44 +1,60 @@
 """The facade: one small object that an ordinary training loop talks to.
 
-It delegates every verb to the strategy of the model at hand and asks no strategy who it is. The
-facets it is made of stand in ``drivetrain.facade``, one idea a file.
+Its verbs stand in the order of a training script. Each of them delegates to the strategy of the
+model at hand, or to one of the collaborators in ``drivetrain.facade``; none asks a strategy who it
+is.
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
+from drivetrain import checkpoint, data
+from drivetrain.config import RecomputeConfig
+from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
-from drivetrain.facade.agreement import agree
-from drivetrain.facade.checkpointing import Checkpointing
-from drivetrain.facade.exporting import Exporting
-from drivetrain.facade.forward import restore_forward
+from drivetrain.facade.building import Constructions
+from drivetrain.facade.checkpoints import Decode, Encode, RunCheckpoints
+from drivetrain.facade.dtypes import restore_forward
 from drivetrain.facade.gathering import Gathering
-from drivetrain.facade.logging import Logging
+from drivetrain.facade.gradients import WindowGradients
+from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     Handlers,
+    ProfileKwargs,
     ProjectConfiguration,
+    profiler_of,
+    project_of,
 )
-from drivetrain.facade.recomputing import Recomputing
-from drivetrain.facade.settings import Arguments, StrategyChoice, settle
-from drivetrain.facade.whole import Whole
-from drivetrain.log import get_logger
+from drivetrain.facade.preparation import Preparation, is_scheduler
+from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.facade.recomputing import Recomputations
+from drivetrain.facade.settings import Arguments, Runs, StrategyChoice, agree, resolve_run
+from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
+from drivetrain.facade.weights import WholeWeights
+from drivetrain.processes import Processes
 from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
+from drivetrain.strategy import Strategy
 from drivetrain.tracking import Trackers
 
-logger = get_logger(__name__)
 
-
-class Accelerator(Recomputing, Gathering, Checkpointing, Exporting, Whole, Logging):
+class Accelerator(Processes):
     """Runs an ordinary PyTorch loop under any strategy.
 
     Names and arguments follow Hugging Face Accelerate. Nothing about it is global: several
@@ -66,6 +82,8 @@ class Accelerator(Recomputing, Gathering, Checkpointing, Exporting, Whole, Loggi
         PreflightError: the ranks cannot find each other.
         RankMismatchError: the ranks have different configurations.
     """
+
+    # --- construction: one resolved run, alike on all ranks ---
 
     def __init__(  # noqa: PLR0913 - the arguments of Accelerate
         self,
@@ -97,34 +115,77 @@ class Accelerator(Recomputing, Gathering, Checkpointing, Exporting, Whole, Loggi
             dataloader=dataloader_config,
             accumulation=gradient_accumulation_plugin,
         )
-        resolved = settle(arguments, handlers)
+        self.config = resolve_run(arguments, handlers)
         self._owns_group = not dist.is_initialized()
-        world = World.discover(
-            cpu=resolved.run.launch.device == "cpu",
+        self.world = World.discover(
+            cpu=self.config.run.launch.device == "cpu",
             backend=handlers.process_group.backend,
-            timeout=timedelta(seconds=resolved.run.launch.timeout_s),
+            timeout=timedelta(seconds=self.config.run.launch.timeout_s),
         )
-        shown = [f"{key} = {value}" for key, value, _ in resolved.rows()]
-        agree(world, "the configuration", [line for line in shown if "node_rank" not in line])
+        super().__init__(self.world)
+        shown = [f"{key} = {value}" for key, value, _ in self.config.rows()]
+        agree(self.world, "the configuration", [row for row in shown if "node_rank" not in row])
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
-        super().__init__(
-            resolved,
-            world,
-            handlers,
-            GradientState(
-                resolved.run.accumulation,
-                sync_with_dataloader=plugin.sync_with_dataloader,
-                sync_each_batch=plugin.sync_each_batch,
-            ),
-            _project(project_config, project_dir),
-            device_placement=device_placement,
+        self.handlers = handlers
+        self.gradient_state = GradientState(
+            self.config.run.accumulation,
+            sync_with_dataloader=plugin.sync_with_dataloader,
+            sync_each_batch=plugin.sync_each_batch,
         )
-        self.even_batches = resolved.run.data.even_batches
+        self.device_placement = device_placement
+        self.even_batches = self.config.run.data.even_batches
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = tuple(rng_types) if rng_types is not None else ("generator",)
+        self._assemble(project_of(project_config, project_dir), log_with)
+
+    def _assemble(self, project: ProjectConfiguration, log_with: Any) -> None:
+        """Make the collaborators, each with the parts of the run that it needs."""
+        runs = Runs(self.config, self.world, self.gradient_state)
+        self.run, scaling = runs.default, self.handlers.scaler
+        self.precision, self.traffic = self.run.precision, self.run.traffic
+        scaled = scaling.enabled and self.precision.needs_scaling
+        self.scaler = LossScaler(scaling, enabled=scaled)
+        self._prepared = PreparedObjects()
+        self._gradients = WindowGradients(
+            self._prepared, self.gradient_state, self.scaler, self.run
+        )
+        self._uneven = UnevenInputs(self._prepared, self.gradient_state, self.scaler, self.world)
+        self._constructions = Constructions(self.device)
+        self._recomputations = Recomputations(self._prepared, runs)
+        self._preparation = Preparation(
+            self._prepared,
+            runs,
+            self.handlers.autocast,
+            self._constructions,
+            self._recomputations,
+            self._gradients,
+            self._uneven,
+        )
+        self._gathering = Gathering(self.run, self.gradient_state)
+        self._weights = WholeWeights(self._prepared, self.world)
+        self._checkpoints = RunCheckpoints(self._prepared, self._gradients, project, self.world)
         self._trackers = Trackers(
             log_with, logging_dir=self.logging_dir, is_main=self.is_main_process
         )
+
+    def __repr__(self) -> str:
+        return (
+            f"Accelerator(strategy={self.config.strategy!r}, {self.mesh!r}, "
+            f"rank {self.process_index} of {self.num_processes} on {self.device}, "
+            f"precision {self.precision})"
+        )
+
+    # --- the run as it was resolved ---
+
+    @property
+    def state(self) -> "Accelerator":
+        """The run's state; an Accelerator holds it itself."""
+        return self
+
+    @property
+    def mesh(self) -> Mesh:
+        """The named axes of the run's strategy."""
+        return self.run.mesh
 
     @property
     def mixed_precision(self) -> str:
@@ -135,11 +196,6 @@ class Accelerator(Recomputing, Gathering, Checkpointing, Exporting, Whole, Loggi
     def native_amp(self) -> bool:
         """Whether forward computes in another dtype than the parameters'."""
         return self.precision.compute is not None
-
-    @property
-    def state(self) -> "Accelerator":
-        """The run's state; an Accelerator holds it itself."""
-        return self
 
     @property
     def split_batches(self) -> bool:
@@ -166,6 +222,205 @@ class Accelerator(Recomputing, Gathering, Checkpointing, Exporting, Whole, Loggi
         """Whether batches are copied to the device asynchronously."""
         return self.config.run.data.non_blocking
 
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where checkpoints and logs go."""
+        return self._checkpoints.project
+
+    @project_configuration.setter
+    def project_configuration(self, project: ProjectConfiguration) -> None:
+        self._checkpoints.project = project
+
+    @property
+    def project_dir(self) -> str | None:
+        """Root folder of the run."""
+        folder = self.project_configuration.project_dir
+        return None if folder is None else str(folder)
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of the trackers."""
+        folder = self.project_configuration.logging_dir or self.project_configuration.project_dir
+        return None if folder is None else str(folder)
+
+    # --- models, optimizers, loaders, schedulers ---
+
+    def building(self, weights: str | Path | None = None) -> AbstractContextManager[None]:
+        """Context in which a model is constructed without ever existing whole on a rank.
+
+        Every tensor made inside has a shape, and no memory; all operations on it are recorded.
+        ``prepare`` then makes the values, tensor by tensor, as the strategy needs them. They are
+        bit for bit those of ordinary construction with the same seed, whatever the number of
+        ranks; every rank must have seeded alike. A tensor's values can be read inside, at the price
+        of making them; random initialisation runs twice.
+
+        Args:
+            weights: an exported model to take the values from, in Hugging Face's layout: a
+                directory, its index, or one safetensors file. Each rank reads it tensor by tensor.
+
+        Raises:
+            UsageError: a ``building()`` is active already.
+            CheckpointError: ``weights`` is not an exported model.
+        """
+        return self._constructions.building(weights)
+
+    def recompute(
+        self,
+        model: nn.Module,
+        *,
+        mode: Literal["none", "full", "selective"] = "full",
+        blocks: Sequence[str] | str = (),
+        every: int = 1,
+        keep: Literal["device", "cpu"] = "device",
+        partition: str | None = None,
+    ) -> nn.Module:
+        """Let blocks of a model forget their activations and compute them again in backward.
+
+        For this model it takes the place of the configuration's ``recompute``, also when it is
+        called before ``prepare``; the last call counts.
+
+        Args:
+            model: the user's module or a prepared one; changed in place.
+            mode: ``full`` keeps a block's inputs; ``selective`` also the results of its
+                projections; ``none`` recomputes nothing.
+            blocks: names of modules, in which ``*`` stands for any text; none for the blocks that
+                the model repeats.
+            every: recompute the first of each ``every`` blocks.
+            keep: where inputs wait for backward.
+            partition: mesh axis over which inputs are split; its ranks must hold equal inputs.
+
+        Returns:
+            The model.
+
+        Raises:
+            UsageError: an unknown mode, place or axis; nothing repeats, or a name matches nothing;
+                a block that is compiled in a way in which it cannot be recomputed.
+        """
+        options = RecomputeConfig(
+            mode=mode,
+            blocks=blocks if isinstance(blocks, str) else ",".join(blocks),
+            every=every,
+            keep=keep,
+            partition=partition or "",
+        )
+        self._recomputations.recompute(model, options)
+        return model
+
+    def prepare(
+        self,
+        *args: Any,
+        device_placement: Sequence[bool] | None = None,
+        strategy: StrategyChoice | None = None,
+    ) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any order.
+
+        Args:
+            args: the objects to prepare; objects of other kinds, None, lists, and objects that were
+                prepared before come back untouched.
+            device_placement: for each argument whether it is moved to the rank's device; None means
+                as the constructor says.
+            strategy: another strategy for the models of this call.
+
+        Returns:
+            The prepared objects in the order given; one object alone is not put into a tuple.
+
+        Raises:
+            UsageError: an optimizer over foreign parameters, a model without parameters.
+            RankMismatchError: the ranks hold different models.
+        """
+        places = [None] * len(args) if device_placement is None else list(device_placement)
+        if len(places) != len(args):
+            raise UsageError(
+                f"expected device_placement for each of the {len(args)} arguments, found "
+                f"{len(places)} values"
+            )
+        results = list(args)
+        optimizers = [item for item in args if isinstance(item, Optimizer)]
+        new = [item for item in optimizers if not isinstance(item, PreparedOptimizer)]
+        # Models first: strategies replace the parameters that optimizers hold, and schedulers
+        # follow the optimizers.
+        for i, item in enumerate(args):
+            if isinstance(item, nn.Module):
+                placed = self._is_placed(places[i])
+                results[i] = self._preparation.model(item, new, strategy, placed=placed)
+            elif isinstance(item, DataLoader):
+                results[i] = self.prepare_data_loader(item, places[i])
+        self._preparation.refuse_foreign_parameters(new)
+        for i, item in enumerate(args):
+            if isinstance(item, Optimizer):
+                results[i] = self.prepare_optimizer(item)
+        for i, item in enumerate(args):
+            if is_scheduler(item):
+                results[i] = self.prepare_scheduler(item)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        *,
+        strategy: StrategyChoice | None = None,
+    ) -> nn.Module:
+        """Prepare one model.
+
+        Args:
+            model: the user's module; the same object comes back unless the strategy must wrap it.
+            device_placement: whether it is moved to the rank's device.
+            evaluation_mode: place it and set its precision only; it is not trained.
+            strategy: another strategy for this model.
+        """
+        placed = self._is_placed(device_placement)
+        if evaluation_mode:
+            return self._preparation.evaluated(model, placed=placed)
+        return self._preparation.model(model, [], strategy, placed=placed)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> PreparedLoader:
+        """Divide one loader over the data-parallel axis.
+
+        Args:
+            data_loader: the user's loader.
+            device_placement: whether its batches are moved to the rank's device.
+            slice_fn_for_dispatch: not supported; batches are cut along dim 0.
+        """
+        if slice_fn_for_dispatch is not None:
+            raise UsageError("expected no slice_fn_for_dispatch; batches are cut along dim 0")
+        return self._preparation.loader(
+            data_loader,
+            placed=self._is_placed(device_placement),
+            even_batches=self.even_batches,
+            rng_types=self.rng_types,
+        )
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """Wrap one optimizer so that it steps at the end of an accumulation window."""
+        del device_placement  # state follows its parameters
+        return self._preparation.optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Wrap one learning-rate scheduler so that it steps when its optimizer has stepped."""
+        return self._preparation.scheduler(
+            scheduler, with_optimizer=self.step_scheduler_with_optimizer
+        )
+
+    def _is_placed(self, device_placement: bool | None) -> bool:
+        return self.device_placement if device_placement is None else device_placement
+
+    def strategy_of(self, model: nn.Module) -> Strategy[Any]:
+        """Return the strategy object of a prepared model.
+
+        Raises:
+            UsageError: the model was not prepared here.
+        """
+        return self._prepared.model(model).strategy
+
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
@@ -176,13 +431,501 @@ class Accelerator(Recomputing, Gathering, Checkpointing, Exporting, Whole, Loggi
             keep_fp32_wrapper: False gives forward back as it was before prepare().
             keep_torch_compile: False returns the module inside a compiled one.
         """
-        for entry in self._entries:
+        for entry in self._prepared.models:
             if entry.model is model:
-                model = entry.strategy.unwrap(model)
+                model = entry.module
         if not keep_fp32_wrapper:
             restore_forward(model)
         inner = getattr(model, "_orig_mod", None)
         return inner if isinstance(inner, nn.Module) and not keep_torch_compile else model
+
+    # --- the loop ---
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return the loader positioned ``num_batches`` from the start of its epoch.
+
+        The position is absolute, so a script that calls this after ``load_state`` does not skip
+        twice; ``load_state`` alone is enough.
+
+        Args:
+            dataloader: a prepared loader, or any other one.
+            num_batches: batches of this rank to pass over, without reading them.
+        """
+        return data.skip_first_batches(dataloader, num_batches)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Context of a training loop in which ranks may have different numbers of batches.
+
+        Each forward of a joined model must be followed by one backward. The gradients of ranks
+        without a batch count as zeros.
+
+        Args:
+            joinables: the prepared models of the loop; other objects are ignored.
+            even_batches: while inside, whether prepared loaders fill up the last batches.
+
+        Raises:
+            UsageError: a strategy cannot stand in, or a loss scale needs all ranks in every step.
+        """
+        return self._uneven.joined(joinables, even_batches)
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Context of one micro-batch.
+
+        Inside, optimizer and scheduler do nothing and gradients stay local until the window is
+        complete: after ``gradient_accumulation_steps`` micro-batches or at the end of the loader.
+
+        Args:
+            models: the models that accumulate; none means all that were prepared.
+        """
+        return self._gradients.micro_batch(models)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step; may be changed between steps."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        if value < 1:
+            raise UsageError(f"expected gradient_accumulation_steps of at least 1, found {value}")
+        self.gradient_state.num_steps = value
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-batch at hand ends the accumulation window."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def step(self) -> int:
+        """Micro-batch of the accumulation window that ``accumulate`` entered last, from 1."""
+        return self._gradients.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._gradients.step = value
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context in which backward keeps this model's gradients local."""
+        return self._prepared.model(model).strategy.accumulating()
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context inside ``no_sync`` in which backward synchronises after all."""
+        return self._prepared.model(model).strategy.accumulating(False)
+
+    @contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """Context that computes in the run's precision, for code outside a model's forward."""
+        handler = autocast_handler or self.handlers.autocast
+        with self.precision.autocast(
+            self.device, enabled=handler.enabled, cache_enabled=handler.cache_enabled
+        ):
+            yield
+
+    def backward(
+        self, loss: Tensor, *, weight: float | Tensor | None = None, **options: Any
+    ) -> None:
+        """Run backward; at the end of a window the gradients are synchronised and exact means.
+
+        Args:
+            loss: 0-d, the mean over this rank's micro-batch.
+            weight: how much this micro-batch counts among all micro-batches of the window and all
+                ranks, for example its number of tokens; None for all alike.
+            options: those of ``Tensor.backward``, for example ``retain_graph=True``.
+
+        Raises:
+            UsageError: the loss is not a 0-d tensor that requires grad.
+        """
+        self._gradients.backward(loss, weight, options)
+
+    def pipeline_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        weight: float | Tensor | None = None,
+    ) -> Tensor:
+        """Run forward and backward of a batch, in whatever order the strategy is fastest with.
+
+        The same loop works under every strategy; a pipeline may use any schedule, since it has the
+        whole batch at once.
+
+        Args:
+            model: a prepared model.
+            inputs: a mapping of inputs by name, a tuple of positional ones, or one tensor.
+            targets: the second argument of the loss function; cut into micro-batches as inputs are.
+            loss_fn: of (output, targets), the mean over the rows; None where the model returns its
+                loss.
+            weight: how much this batch counts, see ``backward``.
+
+        Returns:
+            The loss, 0-d, detached, with its value on every rank.
+        """
+        loss = self._gradients.loss_of(model, inputs, targets, loss_fn)
+        self.backward(loss, weight=weight)
+        return loss.detach()
+
+    def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
+        """Divide gradients by the loss scale; happens by itself before clipping and stepping.
+
+        Args:
+            optimizer: prepared optimizers whose models' gradients are unscaled; None means all.
+        """
+        self._gradients.unscale(optimizer)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Scale the gradients of a model to a global norm of at most max_norm.
+
+        Args:
+            parameters: ``model.parameters()``, or the model's parameters in any order.
+            max_norm: the largest norm allowed.
+            norm_type: 2.0 for Euclid, ``float("inf")`` for the largest element.
+
+        Returns:
+            The true global norm before clipping, 0-d, the same on every rank; None inside an
+            unfinished accumulation window, where nothing is clipped.
+
+        Raises:
+            UsageError: a parameter belongs to no prepared model.
+        """
+        return self._gradients.clip_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element of a model to [-clip_value, clip_value]."""
+        self._gradients.clip_value(parameters, clip_value)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any optimizer was skipped because of an infinite gradient."""
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """Context that profiles with ``torch.profiler`` and writes a Chrome trace per rank."""
+        options = profile_handler or self.handlers.profile
+        with profiler_of(options) as profiler:
+            yield profiler
+        if options.output_trace_dir is not None:
+            folder = Path(options.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"profile_{self.process_index}.json"))
+            self.wait_for_everyone()
+
+    # --- metrics, and other words among the ranks ---
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors of all data-parallel ranks along dim 0; every rank gets the result.
+
+        Ranks that share a batch, as tensor- and pipeline-parallel ones do, count once.
+
+        Args:
+            tensor: a tensor or nested containers of tensors, of equal shapes on all ranks; 0-d
+                tensors become one element each.
+
+        Raises:
+            RankMismatchError: shapes, dtypes or structure differ; on every rank.
+        """
+        return self._gathering.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather, and drop the samples that only repeat others to fill the last batch.
+
+        Args:
+            input_data: tensors with the batch on dim 0, nested or not, or any objects.
+            use_gather_object: gather as objects even when these are tensors, for example because
+                their shapes differ.
+        """
+        return self._gathering.gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine tensors of all data-parallel ranks element by element.
+
+        Args:
+            tensor: a tensor or nested containers of tensors, of equal shapes on all ranks.
+            reduction: ``sum``, ``mean``, ``max`` or ``none``.
+            scale: factor of the result.
+        """
+        return self._gathering.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad tensors along a dim to the longest of any rank, so that they can be gathered."""
+        return self._gathering.pad(tensor, dim, pad_index, pad_first)
+
+    def metric_mean(self, value: float | Tensor, count: int) -> float:
+        """Return the mean over all data-parallel ranks of a rank's mean over ``count`` samples."""
+        return self._gathering.mean(value, count)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this rank that ``check_trigger`` shows on every rank."""
+        self._gathering.set_trigger()
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank raised its flag, and lower all flags. Collective."""
+        return self._gathering.check_trigger()
+
+    # --- whole parameters ---
+
+    def gathered(
+        self,
+        what: nn.Module | Tensor | Iterable[Tensor],
+        parameters: Sequence[nn.Parameter] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Context for reading, initialising and changing whole parameters. Collective.
+
+        Changes made inside are kept, under every strategy. Make the same change on every rank, or
+        on rank 0 alone: its values become those of all ranks.
+
+        Args:
+            what: a prepared model, or parameters of prepared models.
+            parameters: which parameters of the model; None means all.
+
+        Raises:
+            UsageError: a parameter belongs to no prepared model.
+        """
+        return self._weights.gathered(what, parameters)
+
+    def inference(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Context for generation and long evaluation. Collective.
+
+        Inside, the model is in evaluation mode and no gradients are computed. Where ranks divide
+        parameters, these are gathered once, and forward needs no communication: ranks may run it
+        as often as they like, each on its own. Where ranks divide the computation itself (tensor
+        and pipeline parallelism), the ranks of a cell still run every forward together.
+
+        Args:
+            model: a prepared model.
+
+        Yields:
+            The user's own module.
+        """
+        return self._weights.inference(model)
+
+    # --- checkpoints: the whole state of the run ---
+
+    def register_for_checkpointing(
+        self, *objects: Any, encode: Encode | None = None, decode: Decode | None = None
+    ) -> None:
+        """Keep the state of more objects in every checkpoint.
+
+        Args:
+            objects: anything with ``state_dict()`` and ``load_state_dict()`` whose state is tensors
+                and plain values.
+            encode: opt-in for state of any other kind: makes bytes of it, which are stored as they
+                are in a file of their own. This library reads no pickle; a ``decode`` of yours that
+                does so runs any code in the file.
+            decode: makes the state of these bytes again; without it they are never read.
+
+        Raises:
+            UsageError: names the arguments that lack these methods, or the missing half of the
+                codec.
+        """
+        self._checkpoints.register(objects, encode, decode)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` before each ``save_state``.
+
+        A hook that pops from models and weights keeps those models out of the checkpoint.
+        """
+        return self._checkpoints.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` before each ``load_state``.
+
+        A hook that pops from models keeps those models as they are.
+        """
+        return self._checkpoints.add_load_hook(hook)
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        overwrite: bool = False,
+        wait: bool = True,
+    ) -> str:
+        """Save everything that an exact resume needs. Collective.
+
+        Models, optimizers, schedulers, loss scale, loader positions, random number generators of
+        every rank, and registered objects go into one directory, complete or not at all.
+
+        Args:
+            output_dir: the directory; None with automatic naming means the next
+                ``project_dir/checkpoints/checkpoint_N``.
+            safe_serialization: must be True: checkpoints hold no pickles.
+            overwrite: replace a checkpoint of this name; the old one goes only when the new one
+                is complete.
+            wait: False returns when this rank's shards are copied to host memory, which takes as
+                many bytes as its files until they are written; a thread writes them while
+                training goes on. State in a store on a disk is written before it returns. One
+                save at a time: the next save or load, ``free_memory`` and ``end_training`` wait
+                for it, as ``wait_for_checkpoint`` does.
+
+        Returns:
+            The directory.
+
+        Raises:
+            CheckpointError: the directory exists, the disk is full, a state is not plain, ranks
+                are at different steps, or the save before this one failed in the background; on
+                every rank, and an earlier checkpoint is still there.
+        """
+        if not safe_serialization:
+            raise UsageError(
+                "expected safe_serialization=True, found False; checkpoints hold no pickles, use "
+                "torch.save yourself where you need one"
+            )
+        self.wait_for_checkpoint()
+        return self._checkpoints.save(output_dir, overwrite=overwrite, wait=wait)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the save in the background is complete; at once when there is none.
+
+        Raises:
+            CheckpointError: that save failed; on every rank, and an earlier checkpoint is still
+                there.
+        """
+        self._checkpoints.background.wait()
+
+    def load_state(self, input_dir: str | Path | None = None, *, verify: str = "full") -> str:
+        """Continue from a checkpoint of any strategy and any number of ranks. Collective.
+
+        Weights that were saved in another dtype are converted, and a warning says how many.
+
+        Args:
+            input_dir: the directory; None means the last automatically named one.
+            verify: ``full`` checks the checksum of every file first, ``size`` its size only.
+
+        Returns:
+            The directory.
+
+        Raises:
+            CheckpointError: not a checkpoint, damaged, or of other models; on every rank. Or the
+                save in the background failed.
+        """
+        self.wait_for_checkpoint()
+        directory = self._checkpoints.load(input_dir, verify=verify)
+        self.wait_for_everyone()
+        return directory
+
+    # --- exports: one model's weights, or one object ---
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Return the whole model's state on every rank's CPU, with the user's names. Collective.
+
+        Every rank needs host memory for the whole model; ``save_model`` needs room for one tensor.
+        Beyond that, sharded parameters are gathered a few at a time. Tied names share one tensor.
+        """
+        del unwrap  # names are the user's own either way
+        return self._weights.state_dict(model)
+
+    def dtensors(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the shards of a model's parameters as torch's DTensors, by name. Collective.
+
+        For torch's distributed checkpoints and other tools that read them. They share the shards'
+        memory: the model computes next with the values that are loaded into them.
+
+        Raises:
+            UsageError: the model's strategy does not keep rows of each parameter.
+        """
+        return self._prepared.model(model).strategy.dtensors()
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+        *,
+        only_trainable: bool = False,
+    ) -> None:
+        """Write a model's weights in Hugging Face's layout: safetensors with an index. Collective.
+
+        Tied weights are written once. Sharded parameters are gathered a few at a time: no process
+        holds more than the largest of them, or 32 MiB.
+
+        Args:
+            model: a prepared model.
+            save_directory: gets ``model.safetensors``, or numbered files and their index.
+            max_shard_size: bytes per file, as a number or a text such as ``"5GB"``.
+            safe_serialization: must be True.
+            only_trainable: leave out frozen parameters and buffers, as for an adapter.
+
+        Raises:
+            UsageError: nothing is left to write.
+            CheckpointError: weights on the meta device, or the directory cannot be written.
+        """
+        self._weights.save(
+            model, save_directory, max_shard_size, safe_serialization, only_trainable
+        )
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Save an object from the main process only.
+
+        Args:
+            obj: a mapping of tensors for safetensors, or anything for ``torch.save``.
+            f: the file.
+            safe_serialization: write safetensors.
+        """
+        if self.is_main_process:
+            checkpoint.save(obj, f, safe_serialization=safe_serialization)
+
+    # --- experiment trackers: only the main process writes ---
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers of ``log_with``.
+
+        Args:
+            project_name: name of the project that the run belongs to.
+            config: the run's settings, stored by each tracker.
+            init_kwargs: arguments of each tracker by its name.
+        """
+        self._trackers.start(project_name, config, init_kwargs)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write values to every tracker.
+
+        Args:
+            values: numbers or strings by name.
+            step: the step they belong to.
+            log_kwargs: arguments of each tracker's ``log`` by its name.
+        """
+        self._trackers.log(values, step, log_kwargs)
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers that ``init_trackers`` started; empty on other processes."""
+        return self._trackers.active
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by name, or the object it wraps; inert on other processes."""
+        return self._trackers.get(name, unwrap)
+
+    # --- the end ---
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared and empty the device's cache.
@@ -195,33 +938,13 @@ class Accelerator(Recomputing, Gathering, Checkpointing, Exporting, Whole, Loggi
             CheckpointError: the save in the background failed; all is forgotten even so.
         """
         try:
-            self._background.close()
+            self._checkpoints.background.close()
         finally:
             self._forget()
         return [None for _ in objects]
 
-    def _forget(self) -> None:
-        for entry in self._entries:
-            entry.close()
-        self._stop_recomputing()
-        for kept in (
-            self._entries,
-            self._models,
-            self._optimizers,
-            self._schedulers,
-            self._dataloaders,
-            self._bound,
-        ):
-            kept.clear()
-        self._constructions = ()
-        self._last_run = None
-        self.step = 0
-        gc.collect()
-        if self.device.type != "cpu":
-            torch.accelerator.empty_cache()
-
     def clear(self, *objects: Any) -> list[None]:
-        """Do what ``free_memory`` does."""
+        """The same as ``free_memory``."""
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
@@ -237,23 +960,11 @@ class Accelerator(Recomputing, Gathering, Checkpointing, Exporting, Whole, Loggi
             if self._owns_group and dist.is_initialized():
                 dist.destroy_process_group()
 
-    def __repr__(self) -> str:
-        return (
-            f"Accelerator(strategy={self.config.strategy!r}, {self.mesh!r}, "
-            f"rank {self.process_index} of {self.num_processes} on {self.device}, "
-            f"precision {self.precision})"
-        )
-
-
-def _project(
-    config: ProjectConfiguration | None, project_dir: str | Path | None
-) -> ProjectConfiguration:
-    config = config or ProjectConfiguration()
-    if project_dir is not None:
-        if config.project_dir not in (None, project_dir):
-            raise UsageError(
-                f"expected one project_dir, found {project_dir} and {config.project_dir} in "
-                "project_config; give it once"
-            )
-        config.project_dir = project_dir
-    return config
+    def _forget(self) -> None:
+        self._prepared.forget()
+        self._recomputations.stop()
+        self._constructions.forget()
+        self.step = 0
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()

@@ -7,8 +7,8 @@ from torch import nn
 from drivetrain.config import read_file
 from drivetrain.data import PreparedLoader as DataLoaderShard
 from drivetrain.errors import RankMismatchError as DistributedOperationException
-from drivetrain.facade.optimizer import PreparedOptimizer as AcceleratedOptimizer
-from drivetrain.facade.scheduler import PreparedScheduler as AcceleratedScheduler
+from drivetrain.facade.stepping import PreparedOptimizer as AcceleratedOptimizer
+from drivetrain.facade.stepping import PreparedScheduler as AcceleratedScheduler
 from drivetrain.processes import PartialState
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import launched_config

@@ -1,1 +1,1 @@
-"""What the Accelerator is made of: one idea a file, put together in ``drivetrain.accelerator``."""
+"""The collaborators of the Accelerator, one idea a file; ``drivetrain.accelerator`` holds them."""

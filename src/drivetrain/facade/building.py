@@ -1,4 +1,4 @@
-"""building(): models are constructed without memory and get their values when they are prepared."""
+"""Models that are constructed without memory, and get their values when they are prepared."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,7 +22,6 @@ from drivetrain.building import (
 )
 from drivetrain.checkpoint import ExportedWeights, StreamedWeights
 from drivetrain.errors import DrivetrainError, UsageError
-from drivetrain.facade.core import Core
 from drivetrain.strategy import Strategy
 
 
@@ -29,7 +29,7 @@ class Construction(NamedTuple):
     """One ``with building():``.
 
     Attributes:
-        recording: what happened inside.
+        recording: every operation on the tensors made inside.
         weights: the export that parameters get their values from, or None.
     """
 
@@ -43,7 +43,7 @@ class Values:
 
     Attributes:
         source: knows them; None for a model that has all its values.
-        facts: what ranks must agree on so that they get the same ones.
+        facts: must be alike on all ranks, so that they get the same values.
         failure: why there is no source though one is needed.
     """
 
@@ -57,35 +57,26 @@ class Values:
             raise self.failure
 
 
-class Building(Core):
-    """The construction of models that are too large for one rank."""
+class Constructions:
+    """The constructions of one Accelerator's models without memory, and their values.
 
-    _constructions: tuple[Construction, ...] = ()
-    _is_building: bool = False
+    Args:
+        device: where values are made that no strategy looks after.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._constructions: list[Construction] = []
+        self._is_building = False
 
     @contextmanager
-    def building(self, weights: str | Path | None = None) -> Iterator[None]:
-        """Context in which a model is constructed without ever existing whole on a rank.
-
-        Every tensor made inside has a shape, and no memory; what is done to it is recorded.
-        ``prepare`` then makes the values, tensor by tensor, as the strategy needs them. They are
-        bit for bit those of ordinary construction with the same seed, whatever the number of
-        ranks; every rank must have seeded alike. A tensor's values can be read inside, at the price
-        of making them; random initialisation runs twice.
-
-        Args:
-            weights: an exported model to take the values from, in Hugging Face's layout: a
-                directory, its index, or one safetensors file. Each rank reads it tensor by tensor.
-
-        Raises:
-            UsageError: a ``building()`` is active already.
-            CheckpointError: ``weights`` is not an exported model.
-        """
+    def building(self, weights: str | Path | None) -> Iterator[None]:
+        """Context in which tensors are made without memory, and recorded; see ``building``."""
         if self._is_building:
             raise UsageError("expected one building() at a time, found one inside of another")
         exported = None if weights is None else ExportedWeights(Path(weights))
         construction = Construction(Recording(), exported)
-        self._constructions = (*self._constructions, construction)
+        self._constructions.append(construction)
         self._is_building = True
         try:
             with construction.recording.active():
@@ -93,8 +84,14 @@ class Building(Core):
         finally:
             self._is_building = False
 
-    def _values_of(self, model: nn.Module) -> Values:
-        """Find out where the missing values of a model come from; never raises on its own rank."""
+    def values_of(self, model: nn.Module) -> Values:
+        """Find out where the missing values of a model come from.
+
+        A failure is returned: ranks compare it first, so that one of them cannot raise alone.
+
+        Raises:
+            UsageError: called inside ``building()``.
+        """
         if self._is_building:
             raise UsageError(
                 "expected prepare() after building(), found it inside; leave the context first"
@@ -135,39 +132,33 @@ class Building(Core):
         ]
         return Values(source, [f"built without values: {len(missing)} tensors", *facts])
 
-    def _give_values(
+    def give_values(
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         strategy: Strategy[Any],
         values: Values,
     ) -> None:
-        """Let a strategy give a model its missing values; the rest does not concern it."""
+        """Give a model its missing values: by its strategy, but for stray tensors and states."""
         if values.source is not None:
             self._fill_strays(model)
             self._fill_states(optimizers)
             strategy.materialize(model, values.source)
 
-    def _give_whole_values(self, model: nn.Module) -> None:
-        """Give a model that no strategy takes over its missing values."""
-        values = self._values_of(model)
+    def give_whole_values(self, model: nn.Module) -> None:
+        """Give its missing values to a model that no strategy takes over."""
+        values = self.values_of(model)
         values.check()
         if values.source is not None:
             self._fill_strays(model)
-            fill(model, meta_tensors(model), values.source, self.device)
+            fill(model, meta_tensors(model), values.source, self._device)
 
-    def _place(self, model: nn.Module, device_placement: bool | None) -> None:
-        """Move a model to the rank's device, but for what has no values to move yet."""
-        if not (self.device_placement if device_placement is None else device_placement):
-            return
-        if not meta_tensors(model):
-            model.to(self.device)
-            return
-        move: Callable[[Callable[[Tensor], Tensor]], nn.Module] = model._apply
-        move(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
+    def forget(self) -> None:
+        """Let go of all recordings."""
+        self._constructions.clear()
 
     def _fill_strays(self, model: nn.Module) -> None:
-        """Give values to the tensors that are plain attributes: no strategy looks after these."""
+        """Give values to tensors that are plain attributes, which no strategy looks after."""
         for name, tensor in self._strays(model).items():
             become(tensor, self._recorded(tensor, name), name)
 
@@ -195,3 +186,12 @@ class Building(Core):
             if construction.recording.knows(tensor):
                 return construction.recording.materialize([tensor])[0]
         raise UsageError(unknown_values([name]))
+
+
+def place(model: nn.Module, device: torch.device) -> None:
+    """Move a model to a device; tensors without values stay until they have some."""
+    if not meta_tensors(model):
+        model.to(device)
+        return
+    move: Callable[[Callable[[Tensor], Tensor]], nn.Module] = model._apply
+    move(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

@@ -1,47 +1,70 @@
-"""Which dtypes a prepared model really has: checked against the policy, and said in one line."""
+"""The precision of a model: its forward computes in the run's dtype, and a line says all dtypes."""
 
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.errors import ConfigError
-from drivetrain.facade.core import ModelEntry
-from drivetrain.parts.naming import clean_name, named_parameters
+from drivetrain.nested import convert_to_fp32
 from drivetrain.runtime.precision import Precision, dtype_word
+
+_ORIGINAL = "_forward_before_prepare"
+
+
+def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> None:
+    """Run the model's forward inside a context; floating point outputs become fp32.
+
+    A deep copy of the model computes in the same context, with its own parameters; a pickled one
+    computes as its class says.
+
+    Args:
+        model: changed in place; ``restore_forward`` undoes it.
+        context: makes the context of one forward.
+    """
+    if _ORIGINAL in model.__dict__:
+        if getattr(model.__dict__["forward"], "__func__", None) is not type(model).forward:
+            return
+        restore_forward(model)  # came out of a pickle, which does not hold functions
+    before = model.__dict__.get("forward")
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = module.__dict__[_ORIGINAL]
+        with context():
+            if own is None:
+                outputs = type(module).forward(module, *args, **kwargs)
+            else:
+                outputs = own(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+    functools.update_wrapper(forward, model.forward)
+    forward.__signature__ = _with_module(model.forward)  # type: ignore[attr-defined]  # see inspect
+    # In __dict__ directly: a compiled module hands attributes set on it to the module inside. A
+    # method, since deepcopy binds methods, unlike functions, to the copy.
+    model.__dict__[_ORIGINAL] = before
+    model.__dict__["forward"] = MethodType(forward, model)
+
+
+def restore_forward(model: nn.Module) -> None:
+    """Give a model back the forward it had before ``compute_in``."""
+    if _ORIGINAL not in model.__dict__:
+        return
+    original = model.__dict__.pop(_ORIGINAL)
+    if original is None:
+        del model.__dict__["forward"]
+    else:
+        model.__dict__["forward"] = original
 
 
 def given_parameters(model: nn.Module) -> list[TensorSpec]:
     """Describe a model's parameters as the user gave them."""
     return list(ModelSpec.of(model).parameters)
-
-
-def check_dtypes(entry: ModelEntry, given: Sequence[TensorSpec], precision: Precision) -> None:
-    """Raise when a strategy did not do what the policy says.
-
-    Args:
-        entry: the prepared model.
-        given: its parameters before.
-        precision: the policy.
-
-    Raises:
-        ConfigError: names the first parameter that forward reads, or an optimizer updates, in
-            another dtype.
-    """
-    specs = {clean_name(spec.name): spec for spec in given}
-    for name, parameter in named_parameters(entry.strategy.unwrap(entry.model)).items():
-        if name in specs:
-            expected = precision.forward_dtype(specs[name].dtype, specs[name].shape)
-            _refuse(entry, "param", name, expected, parameter.dtype)
-    names = entry.held_names()
-    for group in (group for optimizer in entry.optimizers for group in optimizer.param_groups):
-        for parameter in group["params"]:
-            spec = specs.get(names.get(id(parameter), ""))
-            if spec is not None:
-                expected = precision.master_dtype(spec.dtype, spec.shape)
-                _refuse(entry, "master", spec.name, expected, parameter.dtype)
 
 
 def describe_dtypes(
@@ -81,12 +104,9 @@ def _words(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(dict.fromkeys(map(dtype_word, dtypes))) or "none"
 
 
-def _refuse(
-    entry: ModelEntry, key: str, name: str, expected: torch.dtype, found: torch.dtype
-) -> None:
-    if found is not expected:
-        raise ConfigError(
-            f"{type(entry.strategy).__name__}: expected {dtype_word(expected)} for {name}, as "
-            f"dtypes.{key} says, found {dtype_word(found)}; the strategy does not honour it: take "
-            f"another strategy, or leave dtypes.{key} out"
-        )
+def _with_module(method: Callable[..., Any]) -> inspect.Signature:
+    """Return a bound method's signature with the module before its arguments."""
+    module = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.signature(method)
+    arguments = list(signature.parameters.values())
+    return signature.replace(parameters=[module, *arguments])

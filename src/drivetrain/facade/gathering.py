@@ -1,4 +1,4 @@
-"""What ranks tell each other in a script: gather, reduce, metrics without repetitions, triggers."""
+"""Values that ranks exchange in a script: metrics without repetitions, and a flag."""
 
 from typing import Any
 
@@ -8,52 +8,43 @@ from torch import Tensor
 
 from drivetrain import communication
 from drivetrain.errors import UsageError
-from drivetrain.facade.core import Core
 from drivetrain.nested import find_batch_size, is_tensor, recursively_apply, slice_tensors
+from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.runtime.mesh import Axis
+from drivetrain.strategy import Run
 
 
-class Gathering(Core):
-    """The communication of the Accelerator."""
+class Gathering:
+    """The exchange of values among the ranks of one Accelerator.
 
-    _trigger: bool = False
+    Args:
+        run: values are exchanged over its axis ``dp``.
+        state: knows the samples of the last batch that repeat others.
+    """
+
+    def __init__(self, run: Run, state: GradientState) -> None:
+        self._run = run
+        self._state = state
+        self._trigger = False
+
+    @property
+    def _axis(self) -> Axis:
+        # Ranks along other axes share a batch: they would count it several times.
+        return self._run.mesh["dp"]
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all data-parallel ranks along dim 0; every rank gets the result.
-
-        Ranks that share a batch, as tensor- and pipeline-parallel ones do, count once.
-
-        Args:
-            tensor: a tensor or nested containers of tensors, of equal shapes on all ranks; 0-d
-                tensors become one element each.
-
-        Raises:
-            RankMismatchError: shapes, dtypes or structure differ; on every rank.
-        """
+        """Concatenate tensors of all data-parallel ranks along dim 0."""
         self._refuse_after_end("gather")
-        return communication.gather(tensor, group=self.mesh["dp"])
+        return communication.gather(tensor, group=self._axis)
 
-    def _refuse_after_end(self, operation: str) -> None:
-        """Raise when the ranks have parted: the local value would pass for that of all."""
-        if self.world.size > 1 and not dist.is_initialized():
-            raise UsageError(
-                f"expected {operation}() before end_training(), found it after: this rank has left "
-                "the process group"
-            )
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, and drop the samples that only repeat others to fill the last batch.
-
-        Args:
-            input_data: tensors with the batch on dim 0, nested or not, or any objects.
-            use_gather_object: gather as objects even when these are tensors, for example because
-                their shapes differ.
-        """
+    def gather_for_metrics(self, data: Any, as_objects: bool) -> Any:
+        """Gather tensors or objects, and drop the samples that only repeat others."""
         self._refuse_after_end("gather_for_metrics")
-        if use_gather_object or not _all_tensors(input_data):
-            gathered: Any = communication.gather_object(input_data, group=self.mesh["dp"])
+        if as_objects or not _all_tensors(data):
+            gathered: Any = communication.gather_object(data, group=self._axis)
         else:
-            gathered = communication.gather(input_data, group=self.mesh["dp"])
-        keep = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
+            gathered = communication.gather(data, group=self._axis)
+        keep = self._state.remainder if self._state.end_of_dataloader else -1
         if keep < 0:
             return gathered
         if isinstance(gathered, list) and not _all_tensors(gathered):
@@ -61,44 +52,46 @@ class Gathering(Core):
         batch = find_batch_size(gathered)
         return slice_tensors(gathered, slice(0, keep)) if batch and batch > keep else gathered
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors of all data-parallel ranks element by element.
-
-        Args:
-            tensor: a tensor or nested containers of tensors, of equal shapes on all ranks.
-            reduction: ``sum``, ``mean``, ``max`` or ``none``.
-            scale: factor of the result.
-        """
+    def reduce(self, tensor: Any, reduction: str, scale: float) -> Any:
+        """Combine tensors of all data-parallel ranks element by element."""
         self._refuse_after_end("reduce")
-        return communication.reduce(tensor, reduction, scale, group=self.mesh["dp"])
+        return communication.reduce(tensor, reduction, scale, group=self._axis)
 
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        """Pad tensors along a dim to the longest of any rank, so that they can be gathered."""
+    def pad(self, tensor: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
+        """Pad tensors along a dim to the longest of any data-parallel rank."""
         return communication.pad_across_processes(
-            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first, group=self.mesh["dp"]
+            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first, group=self._axis
         )
 
-    def metric_mean(self, value: float | Tensor, count: int) -> float:
+    def mean(self, value: float | Tensor, count: int) -> float:
         """Return the mean over all data-parallel ranks of a rank's mean over ``count`` samples."""
         total = torch.tensor(
-            [float(value) * count, float(count)], dtype=torch.float64, device=self.device
+            [float(value) * count, float(count)],
+            dtype=torch.float64,
+            device=self._run.world.device,
         )
-        summed = communication.reduce(total, "sum", group=self.mesh["dp"])
+        summed = communication.reduce(total, "sum", group=self._axis)
         return float(summed[0] / summed[1])
 
     def set_trigger(self) -> None:
-        """Raise a flag on this rank that ``check_trigger`` shows on every rank."""
+        """Raise this rank's flag."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
         """Return whether any rank raised its flag, and lower all flags. Collective."""
-        flag = torch.tensor(int(self._trigger), device=self.device)
+        flag = torch.tensor(int(self._trigger), device=self._run.world.device)
         raised = bool(communication.reduce(flag, "max").item())
         if raised:
             self._trigger = False
         return raised
+
+    def _refuse_after_end(self, operation: str) -> None:
+        """Raise when the ranks have parted: the local value would pass for that of all."""
+        if self._run.world.size > 1 and not dist.is_initialized():
+            raise UsageError(
+                f"expected {operation}() before end_training(), found it after: this rank has left "
+                "the process group"
+            )
 
 
 def _all_tensors(data: Any) -> bool:

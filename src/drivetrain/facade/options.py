@@ -6,6 +6,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drivetrain.errors import UsageError
 from drivetrain.runtime.scaler import ScaleRule
 
@@ -132,7 +134,7 @@ class ProfileKwargs:
     """Arguments of ``torch.profiler.profile``.
 
     Attributes:
-        activities: names such as ``cpu`` and ``cuda``; None means what the machine has.
+        activities: names such as ``cpu`` and ``cuda``; None means those of the machine.
         schedule_option: arguments of ``torch.profiler.schedule``; None profiles everything.
         on_trace_ready: called with the profiler when a trace is ready.
         record_shapes: record the shapes of inputs.
@@ -240,3 +242,48 @@ class Handlers:
             found.get(ProfileKwargs) or ProfileKwargs(),
             found.get(DistributedDataParallelKwargs),
         )
+
+
+def project_of(
+    config: ProjectConfiguration | None, project_dir: str | Path | None
+) -> ProjectConfiguration:
+    """Return the options of the folder of checkpoints and logs, with its root folder set.
+
+    Raises:
+        UsageError: the two name different root folders.
+    """
+    config = config or ProjectConfiguration()
+    if project_dir is not None:
+        if config.project_dir not in (None, project_dir):
+            raise UsageError(
+                f"expected one project_dir, found {project_dir} and {config.project_dir} in "
+                "project_config; give it once"
+            )
+        config.project_dir = project_dir
+    return config
+
+
+def profiler_of(options: ProfileKwargs) -> torch.profiler.profile:
+    """Return torch's profiler with these options, not started.
+
+    Raises:
+        UsageError: an unknown activity.
+    """
+    schedule = options.schedule_option
+    names = options.activities
+    kinds = {
+        kind.name.lower(): kind for kind in torch.profiler.ProfilerActivity.__members__.values()
+    }
+    unknown = [name for name in names or [] if name.lower() not in kinds]
+    if unknown:
+        raise UsageError(f"expected profiler activities of {sorted(kinds)}, found {unknown}")
+    return torch.profiler.profile(
+        activities=[kinds[name.lower()] for name in names] if names else None,
+        schedule=torch.profiler.schedule(**schedule) if schedule else None,
+        on_trace_ready=options.on_trace_ready,
+        record_shapes=options.record_shapes,
+        profile_memory=options.profile_memory,
+        with_stack=options.with_stack,
+        with_flops=options.with_flops,
+        with_modules=options.with_modules,
+    )

@@ -1,20 +1,29 @@
-"""Turns the constructor's arguments and the launch configuration into one resolved run."""
+"""The settings of a run: resolved from code, launch configuration and file, alike on all ranks."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+import torch.distributed as dist
+
 from drivetrain import registry
 from drivetrain.config import Layer, Origin, Resolved, read_file, resolve
 from drivetrain.config.document import put
-from drivetrain.errors import ConfigError, UsageError
+from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.facade.options import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     Handlers,
 )
-from drivetrain.runtime.world import launched_config
+from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World, launched_config
+from drivetrain.strategy import Run, find_strategy
+from drivetrain.traffic import Traffic
 
 StrategyChoice: TypeAlias = str | Mapping[str, Any]
 """A strategy by name, or its name and options: ``{"name": "ddp", "bucket_mib": 50}``."""
@@ -22,7 +31,7 @@ StrategyChoice: TypeAlias = str | Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """What a script may say in code about the configuration; None means it did not say."""
+    """The configuration that a script gives in code; None leaves a value to the other layers."""
 
     strategy: StrategyChoice | None = None
     config: str | Path | Mapping[str, Any] | None = None
@@ -35,7 +44,7 @@ class Arguments:
     accumulation: GradientAccumulationPlugin | None = None
 
 
-def settle(arguments: Arguments, handlers: Handlers) -> Resolved:
+def resolve_run(arguments: Arguments, handlers: Handlers) -> Resolved:
     """Resolve the run: the script's file, then the launch configuration, then the arguments.
 
     Raises:
@@ -50,7 +59,7 @@ def settle(arguments: Arguments, handlers: Handlers) -> Resolved:
     return resolve(*layers, find_config=registry.strategies().find_config)
 
 
-def settle_strategy(choice: StrategyChoice, base: Resolved) -> Resolved:
+def resolve_strategy(choice: StrategyChoice, base: Resolved) -> Resolved:
     """Resolve another strategy for one model of the same run.
 
     Raises:
@@ -62,6 +71,76 @@ def settle_strategy(choice: StrategyChoice, base: Resolved) -> Resolved:
     origins: dict[str, Origin] = {}
     _put_strategy(chosen, origins, choice, "prepare")
     return resolve(layer, Layer(chosen, origins), find_config=registry.strategies().find_config)
+
+
+class Runs:
+    """The run of the configuration, and the runs of models that have a strategy of their own.
+
+    Args:
+        config: the resolved configuration.
+        world: this process among all processes.
+        state: the accumulation window.
+
+    Attributes:
+        config: the resolved configuration.
+        default: the run of its strategy.
+    """
+
+    def __init__(self, config: Resolved, world: World, state: GradientState) -> None:
+        self._world = world
+        self._state = state
+        self._precision = Precision.configured(config.run)
+        self._traffic = Traffic()
+        self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
+        self.config = config
+        self.default = self._lay_out(config)
+
+    def of(self, choice: StrategyChoice | None) -> tuple[Resolved, Run]:
+        """Return the configuration and the run of a model's strategy; None takes the default."""
+        if choice is None:
+            return self.config, self.default
+        resolved = resolve_strategy(choice, self.config)
+        return resolved, self._lay_out(resolved)
+
+    def _lay_out(self, resolved: Resolved) -> Run:
+        """Lay the world out as the strategy asks; equal layouts share their process groups."""
+        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+        sizes = kind.axes(options, self._world.size)
+        key = tuple(sizes.items())
+        if key not in self._meshes:
+            self._meshes[key] = Mesh.build(sizes, self._world)
+        return Run(
+            world=self._world,
+            mesh=self._meshes[key],
+            precision=self._precision,
+            accumulation=self._state.num_steps,
+            traffic=self._traffic,
+        )
+
+
+def agree(world: World, subject: str, lines: Sequence[str]) -> None:
+    """Raise on every rank when the ranks' lines differ, before a disagreement becomes a hang.
+
+    Args:
+        world: all of its ranks must call this together.
+        subject: names the thing in the message, for example "the model GPT".
+        lines: the facts that this rank holds, one a line.
+
+    Raises:
+        RankMismatchError: names the first line that differs, with both versions.
+    """
+    if world.size == 1:
+        return
+    # A digest of eight bytes first: only ranks that disagree exchange the whole text.
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(world.device)
+    digests = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(digests, mine)
+    if all(torch.equal(theirs, digests[0]) for theirs in digests):
+        return
+    texts: list[list[str]] = [[] for _ in range(world.size)]
+    dist.all_gather_object(texts, list(lines))
+    raise RankMismatchError(f"ranks disagree on {subject}: {_first_difference(texts)}")
 
 
 def _file_layer(config: str | Path | Mapping[str, Any] | None) -> Layer:
@@ -128,3 +207,18 @@ def _put_strategy(
     for key, value in options.items():
         put(values, f"strategy.{key}", value)
         origins[f"strategy.{key}"] = Origin("code", f"{caller}(strategy={choice!r})")
+
+
+def _first_difference(texts: Sequence[Sequence[str]]) -> str:
+    reference = texts[0]
+    other = next(rank for rank, text in enumerate(texts) if text != reference)
+    length = max(len(reference), len(texts[other]))
+    for i in range(length):
+        mine = reference[i] if i < len(reference) else "nothing"
+        theirs = texts[other][i] if i < len(texts[other]) else "nothing"
+        if mine != theirs:
+            return (
+                f"rank 0 has '{mine}', rank {other} has '{theirs}'; build the same on every rank "
+                "(same code, same seed, same configuration)"
+            )
+    return "no single line differs"

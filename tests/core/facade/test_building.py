@@ -221,7 +221,9 @@ def test_weights_of_an_export(strategy, max_shard_size, tmp_path):
         model[1].running_mean.fill_(3)
         model.temperature.fill_(7)
     expected = accelerator.get_state_dict(accelerator.prepare(model))
-    accelerator.save_model(accelerator._models[0], folder, max_shard_size=max_shard_size)
+    accelerator.save_model(
+        accelerator._prepared.models[0].model, folder, max_shard_size=max_shard_size
+    )
     accelerator.wait_for_everyone()
     torch.manual_seed(accelerator.process_index)  # seeds do not matter for what is read
     with accelerator.building(weights=folder):

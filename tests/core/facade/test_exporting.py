@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain import Accelerator, UsageError
 from drivetrain.checkpoint import read_export
-from drivetrain.facade import exporting
+from drivetrain.facade import weights
 
 
 class Net(nn.Module):
@@ -75,7 +75,7 @@ def same(found, expected):
 
 def test_save_model_gathers_a_few_at_a_time(made, tmp_path, monkeypatch):
     accelerator, model, expected, emptied = made
-    monkeypatch.setattr(exporting, "GATHERED_BYTES", 300)
+    monkeypatch.setattr(weights, "GATHERED_BYTES", 300)
     accelerator.save_model(model, tmp_path)
     del expected["head.weight"]  # tied: empty tensors must not be taken for one another either
     assert same(dict(read_export(tmp_path)), expected)
@@ -94,7 +94,7 @@ def test_small_parameters_share_a_gather(made, tmp_path):
 
 def test_state_dict_is_whole_and_keeps_ties(made, monkeypatch):
     accelerator, model, expected, emptied = made
-    monkeypatch.setattr(exporting, "GATHERED_BYTES", 300)
+    monkeypatch.setattr(weights, "GATHERED_BYTES", 300)
     found = accelerator.get_state_dict(model)
     assert same(found, expected)
     assert found["head.weight"] is found["embedding.weight"]

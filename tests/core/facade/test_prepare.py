@@ -27,7 +27,7 @@ def test_order_and_identity():
     assert accelerator.prepare(things[5]) is things[5]
     assert accelerator.prepare(optimizer) is things[5]
     assert accelerator.prepare(things[0]) is things[0]
-    assert len(accelerator._models) == len(accelerator._optimizers) == 1
+    assert len(accelerator._prepared.models) == len(accelerator._prepared.optimizers) == 1
     assert accelerator.unwrap_model(model) is model
 
 

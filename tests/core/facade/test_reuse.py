@@ -65,13 +65,13 @@ def test_one_optimizer_over_models_prepared_before_and_after_it():
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     first = accelerator.prepare(first)
     second, optimizer = accelerator.prepare(second, optimizer)
-    assert [len(entry.optimizers) for entry in accelerator._entries] == [1, 1]
+    assert [len(entry.optimizers) for entry in accelerator._prepared.models] == [1, 1]
     third, fourth = linear(), linear()
     other = torch.optim.SGD([*third.parameters(), *fourth.parameters()], lr=0.1)
     other = Accelerator.prepare_optimizer(accelerator, other)
     accelerator.prepare(third)
     accelerator.prepare(fourth)
-    assert [len(entry.optimizers) for entry in accelerator._entries] == [1, 1, 1, 1]
+    assert [len(entry.optimizers) for entry in accelerator._prepared.models] == [1, 1, 1, 1]
 
 
 def test_strategy_that_must_know_an_optimizer_from_the_start_says_so(monkeypatch):
@@ -110,7 +110,7 @@ def test_copy_of_a_model_is_an_ordinary_one(precision, copier):
     assert model(rows()).abs().sum() > 0
     average(rows()).sum().backward()
     assert model.weight.grad is None
-    assert accelerator._last_run is accelerator._entries[0]
+    assert accelerator._prepared.last_run is accelerator._prepared.models[0]
     again = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(average, None, True)
     torch.nn.init.ones_(again.weight)
     out = again(rows())

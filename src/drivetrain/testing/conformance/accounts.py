@@ -77,12 +77,12 @@ class AccountChecks(Suite):
             promised = dict(_cost(accelerator, model, _layers(), states=2).held)
             states = [
                 value
-                for optimizer in accelerator._optimizers
+                for optimizer in accelerator._prepared.optimizers
                 for state in optimizer.state_dict()["state"].values()  # from stores, too
                 for value in state.values()
             ]
             inner = accelerator.unwrap_model(model)
-            groups = [group for o in accelerator._optimizers for group in o.param_groups]
+            groups = [group for o in accelerator._prepared.optimizers for group in o.param_groups]
             stepped = [parameter for group in groups for parameter in group["params"]]
             found = {
                 "parameters": _bytes([*inner.parameters(), *stepped]),

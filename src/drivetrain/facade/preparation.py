@@ -1,0 +1,296 @@
+"""prepare(): models go to strategies; loaders, optimizers and schedulers follow the window."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from drivetrain.cost import TensorSpec
+from drivetrain.data import PreparedLoader, prepare_data_loader
+from drivetrain.errors import UsageError
+from drivetrain.facade.building import Constructions, place
+from drivetrain.facade.dtypes import compute_in, describe_dtypes, given_parameters
+from drivetrain.facade.gradients import WindowGradients
+from drivetrain.facade.joining import UnevenInputs
+from drivetrain.facade.options import AutocastKwargs
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.recomputing import Recomputations
+from drivetrain.facade.settings import Runs, StrategyChoice, agree
+from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
+from drivetrain.log import get_logger
+from drivetrain.strategy import find_strategy
+
+logger = get_logger(__name__)
+
+
+class ForwardNote:
+    """A forward pre-hook that tells which model runs; a copy of the model tells nothing.
+
+    Args:
+        tell: called with the module before each of its forwards.
+    """
+
+    def __init__(self, tell: Callable[[nn.Module], None] | None) -> None:
+        self._tell = tell
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """Tell, unless this is a copy's."""
+        if self._tell is not None:
+            self._tell(module)
+
+    def __reduce__(self) -> tuple[type["ForwardNote"], tuple[None]]:
+        return ForwardNote, (None,)
+
+
+class Preparation:
+    """The ``prepare`` of one Accelerator, for each kind of object.
+
+    Args:
+        prepared: gets every prepared object.
+        runs: the run of each strategy.
+        autocast: how forward computes.
+        constructions: where missing values of models come from.
+        recomputations: attaches the configured recompute.
+        gradients: of the models; decides whether an optimizer may step.
+        uneven: is told of each forward.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedObjects,
+        runs: Runs,
+        autocast: AutocastKwargs,
+        constructions: Constructions,
+        recomputations: Recomputations,
+        gradients: WindowGradients,
+        uneven: UnevenInputs,
+    ) -> None:
+        self._prepared = prepared
+        self._runs = runs
+        self._autocast = autocast
+        self._constructions = constructions
+        self._recomputations = recomputations
+        self._gradients = gradients
+        self._uneven = uneven
+
+    def model(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        choice: StrategyChoice | None,
+        *,
+        placed: bool,
+    ) -> nn.Module:
+        """Hand a model and its optimizers to a strategy.
+
+        Args:
+            model: the user's module; a prepared one comes back as it is.
+            optimizers: those of the same call; the ones that hold the model's parameters go along.
+            choice: another strategy than the run's.
+            placed: move it to the rank's device.
+        """
+        if any(entry.model is model for entry in self._prepared.models):
+            return model
+        self._recomputations.before_prepare(model, choice)
+        _refuse_empty(model)
+        values = self._constructions.values_of(model)
+        world, precision = self._runs.default.world, self._runs.default.precision
+        agree(world, f"the model {type(model).__name__}", [*_facts(model), *values.facts])
+        values.check()
+        resolved, run = self._runs.of(choice)
+        names = _names_of(model)
+        earlier = [prepared.optimizer for prepared in self._prepared.optimizers]
+        mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
+        given = given_parameters(model)
+        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+        strategy = kind(options, run)
+        self._constructions.give_values(model, mine, strategy, values)
+        if placed:
+            place(model, world.device)
+        try:
+            module, bound = strategy.prepare(model, mine)
+            entry = PreparedModel(module, strategy, tuple(bound), names)
+            entry.check_dtypes(given, precision)
+        except BaseException:
+            strategy.close()
+            raise
+        self._announce_precision(model, given)
+        self._bind(mine, bound)
+        self._prepared.models.append(entry)
+        self._compute_in_precision(module)
+        # Before the strategy's own hook, which may communicate.
+        note = ForwardNote(functools.partial(self._note_forward, entry))
+        entry.note = module.register_forward_pre_hook(note, prepend=True)
+        return module
+
+    def evaluated(self, model: nn.Module, *, placed: bool) -> nn.Module:
+        """Give a model that is not trained its values, its place and its precision."""
+        self._constructions.give_whole_values(model)
+        if placed:
+            place(model, self._runs.default.world.device)
+        self._compute_in_precision(model)
+        self._announce_precision(model, given_parameters(model))
+        return model
+
+    def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Wrap an optimizer, after the strategies of its models have taken it over."""
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        for prepared in self._prepared.optimizers:
+            if optimizer is prepared.given:
+                return prepared
+        pairs = self._prepared.bound
+        bound = next((after for given, after in pairs if given is optimizer), optimizer)
+        for entry in self._prepared.models:
+            if _holds(bound, entry.names) and not any(o is bound for o in entry.optimizers):
+                bound = entry.strategy.bind(bound)
+                entry.optimizers = (*entry.optimizers, bound)
+        gradients = self._gradients
+        prepared = PreparedOptimizer(optimizer, bound, gradients.state, gradients.before_step)
+        self._prepared.optimizers.append(prepared)
+        return prepared
+
+    def scheduler(self, scheduler: Any, *, with_optimizer: bool) -> PreparedScheduler:
+        """Wrap a scheduler; ``with_optimizer=False`` steps it on every call."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        inner = getattr(scheduler, "optimizer", None)
+        optimizers = self._prepared.optimizers
+        mine = [o for o in optimizers if inner is o or inner is o.given or inner is o.optimizer]
+        by_samples = self._runs.config.run.step_scheduler_with == "samples"
+        split = self._runs.config.run.data.split_batches
+        prepared = PreparedScheduler(
+            scheduler,
+            mine or optimizers,
+            self._gradients.state,
+            step_with_optimizer=with_optimizer,
+            steps_per_call=self._runs.default.mesh["dp"].size if by_samples and not split else 1,
+        )
+        self._prepared.schedulers.append(prepared)
+        return prepared
+
+    def loader(
+        self,
+        loader: DataLoader[Any],
+        *,
+        placed: bool,
+        even_batches: bool,
+        rng_types: Sequence[str],
+    ) -> PreparedLoader:
+        """Divide a loader over the data-parallel axis.
+
+        Args:
+            loader: the user's loader.
+            placed: move its batches to the rank's device.
+            even_batches: repeat the first samples so that every rank has as many batches.
+            rng_types: generators that follow rank 0 at the start of each epoch.
+        """
+        if isinstance(loader, PreparedLoader):
+            if loader not in self._prepared.loaders:
+                self._prepared.loaders.append(loader)
+            return loader
+        settings, run = self._runs.config.run, self._runs.default
+        data = dataclasses.replace(settings.data, even_batches=even_batches)
+        prepared = prepare_data_loader(
+            loader,
+            axis=run.mesh["dp"],
+            world=run.world,
+            config=data,
+            seed=settings.seed if data.data_seed is None else data.data_seed,
+            device=run.world.device if placed else None,
+            observer=self._gradients.state,
+            rng_types=rng_types,
+        )
+        self._prepared.loaders.append(prepared)
+        return prepared
+
+    def refuse_foreign_parameters(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check that optimizers hold parameters of prepared models only, if there is a model.
+
+        Raises:
+            UsageError: names the first other parameter by its shape and group.
+        """
+        known = {key for entry in self._prepared.models for key in entry.held_names()}
+        for optimizer in optimizers:
+            for i, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    if self._prepared.models and id(parameter) not in known:
+                        raise UsageError(
+                            f"expected {type(optimizer).__name__} to hold parameters of prepared "
+                            f"models, found a foreign one of shape {tuple(parameter.shape)} in "
+                            f"group {i}; create the optimizer from the parameters of the model "
+                            "passed to prepare(), and pass every model it trains"
+                        )
+
+    def _bind(self, given: Sequence[Optimizer], bound: Sequence[Optimizer]) -> None:
+        """Remember the strategy's optimizers, also for those wrapped already."""
+        pairs = list(zip(given, bound, strict=True))
+        kept = [pair for pair in self._prepared.bound if pair[0] not in given]
+        self._prepared.bound = kept + pairs
+        for prepared in self._prepared.optimizers:
+            for before, after in pairs:
+                if prepared.optimizer is before:
+                    prepared.optimizer = after
+
+    def _note_forward(self, entry: PreparedModel, module: nn.Module) -> None:
+        if torch.is_grad_enabled():
+            self._prepared.last_run = entry
+            self._uneven.announce(entry, module.training)
+
+    def _compute_in_precision(self, model: nn.Module) -> None:
+        run = self._runs.default
+        if run.precision.compute is not None and self._autocast.enabled:
+            # Nothing of this Accelerator inside: copies and pickles of the model hold it too.
+            cached = self._autocast.cache_enabled
+            autocast = functools.partial(
+                run.precision.autocast, run.world.device, cache_enabled=cached
+            )
+            compute_in(model, autocast)
+
+    def _announce_precision(self, model: nn.Module, given: Sequence[TensorSpec]) -> None:
+        precision, scaler = self._runs.default.precision, self._gradients.scaler
+        line = describe_dtypes(model, given, precision, autocast=self._autocast.enabled)
+        scale = scaler.get_scale()
+        logger.announce(f"{line}, loss scale {scale:g}" if scaler.is_enabled() else line)
+
+
+def is_scheduler(item: Any) -> bool:
+    """Return whether an argument of ``prepare`` is a learning-rate scheduler, torch's or not."""
+    if isinstance(item, PreparedScheduler | torch.optim.lr_scheduler.LRScheduler):
+        return True
+    return (
+        not isinstance(item, nn.Module | Optimizer | DataLoader)
+        and hasattr(item, "optimizer")
+        and hasattr(item, "step")
+        and hasattr(item, "state_dict")
+    )
+
+
+def _refuse_empty(model: nn.Module) -> None:
+    if next(model.parameters(), None) is None:
+        raise UsageError(
+            f"expected a model with parameters, found {type(model).__name__} without any; "
+            "a loss or other function needs no prepare()"
+        )
+
+
+def _facts(model: nn.Module) -> list[str]:
+    """Return a line per parameter and buffer: name, shape, dtype, whether it trains."""
+    return [
+        f"parameter {name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}"
+        for name, p in model.named_parameters()
+    ] + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter by identity, as the user's uncompiled model has it."""
+    return {id(p): name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
+
+
+def _holds(optimizer: Optimizer, names: dict[int, str]) -> bool:
+    return any(id(p) in names for group in optimizer.param_groups for p in group["params"])

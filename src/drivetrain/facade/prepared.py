@@ -1,0 +1,296 @@
+"""The objects that one Accelerator has prepared, and the state of each model among them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.checkpoint import ModelReader
+from drivetrain.checkpoint.agreement import gather
+from drivetrain.cost import TensorSpec
+from drivetrain.data import PreparedLoader
+from drivetrain.errors import CheckpointError, ConfigError, UsageError
+from drivetrain.facade.dtypes import restore_forward
+from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
+from drivetrain.parts.naming import clean_name, named_parameters
+from drivetrain.runtime.precision import Precision, dtype_word
+from drivetrain.runtime.world import World
+from drivetrain.strategy import Strategy
+
+_KERNELS = frozenset({"foreach", "fused"})
+"""Hyperparameters that choose a kernel: no checkpoint overrules the choice of the loading run."""
+
+
+@dataclass(slots=True, eq=False)
+class PreparedModel:
+    """One prepared model, its strategy, and the loss scale of its gradients.
+
+    Attributes:
+        model: the module that the script holds.
+        strategy: the strategy object of this model alone.
+        optimizers: the strategy's optimizers, unwrapped, in the order given.
+        names: parameter name by identity, as the user's model has it.
+        scale: loss scale of the gradients at hand; None before the first backward.
+        unscaled: whether the gradients at hand were divided by their scale, and carry 1.0.
+        made_with: loss scale by which they were divided.
+        overflow: whether the gradients at hand are infinite somewhere.
+        note: handle of the hook that notes which model runs.
+        known: identities of the parameters that the strategy trains.
+    """
+
+    model: nn.Module
+    strategy: Strategy[Any]
+    optimizers: tuple[Optimizer, ...] = ()
+    names: dict[int, str] = field(default_factory=dict)
+    scale: float | None = None
+    unscaled: bool = False
+    made_with: float = 1.0
+    overflow: bool = False
+    note: RemovableHandle | None = None
+    known: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Remember which parameters the model has now."""
+        self.known = frozenset(map(id, self.module.parameters()))
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module."""
+        return self.strategy.unwrap(self.model)
+
+    def check_parameters(self) -> None:
+        """Look for parameters that came after ``prepare``: nobody would average their gradients.
+
+        Raises:
+            UsageError: the model has another parameter that requires gradients.
+        """
+        # Every step comes here: by identity, since the known ones may be slow to ask anything.
+        for prefix, module in self.strategy.unwrap(self.model).named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in self.known or not parameter.requires_grad:
+                    continue
+                raise UsageError(
+                    "expected the parameters that the model had in prepare(), found another one, "
+                    f"{(f'{prefix}.{name}' if prefix else name)!r}; change the model before "
+                    "prepare(), write new values into the old parameter inside 'with "
+                    "accelerator.gathered(model):', or set requires_grad=False on what is not "
+                    "trained"
+                )
+
+    def check_dtypes(self, given: Sequence[TensorSpec], precision: Precision) -> None:
+        """Compare the dtypes of the strategy's parameters and masters with the policy.
+
+        Args:
+            given: the model's parameters before ``prepare``.
+            precision: the policy.
+
+        Raises:
+            ConfigError: names the first parameter that forward reads, or an optimizer updates, in
+                another dtype.
+        """
+        specs = {clean_name(spec.name): spec for spec in given}
+        for name, parameter in named_parameters(self.module).items():
+            if name in specs:
+                expected = precision.forward_dtype(specs[name].dtype, specs[name].shape)
+                self._check_dtype("param", name, expected, parameter.dtype)
+        names = self.held_names()
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            for parameter in group["params"]:
+                spec = specs.get(names.get(id(parameter), ""))
+                if spec is not None:
+                    expected = precision.master_dtype(spec.dtype, spec.shape)
+                    self._check_dtype("master", spec.name, expected, parameter.dtype)
+
+    def _check_dtype(self, key: str, name: str, expected: torch.dtype, found: torch.dtype) -> None:
+        if found is not expected:
+            raise ConfigError(
+                f"{type(self.strategy).__name__}: expected {dtype_word(expected)} for {name}, as "
+                f"dtypes.{key} says, found {dtype_word(found)}; the strategy does not honour it: "
+                f"take another strategy, or leave dtypes.{key} out"
+            )
+
+    def held_names(self) -> dict[int, str]:
+        """Return parameter names by identity, those of the optimizers' fragments included."""
+        return {**self.names, **self.strategy.names()}
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients at hand, with their loss scale."""
+        self.module.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.scale, self.unscaled, self.overflow = None, False, False
+
+    def scalars(self) -> dict[int, dict[str, dict[str, Any]]]:
+        """Return the optimizers' state that is no tensor, by optimizer and parameter name."""
+        result: dict[int, dict[str, dict[str, Any]]] = {}
+        names = self.held_names()
+        for i, optimizer in enumerate(self.optimizers):
+            result[i] = {
+                names[id(parameter)]: plain
+                for parameter, state in optimizer.state.items()
+                if id(parameter) in names
+                and (plain := {k: v for k, v in state.items() if not isinstance(v, Tensor)})
+            }
+        return result
+
+    def param_groups(self) -> list[list[dict[str, Any]]]:
+        """Return the hyperparameters of each group of each optimizer."""
+        return [
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+
+    def load_param_groups(self, saved: list[list[dict[str, Any]]]) -> None:
+        """Put hyperparameters back into the groups of the optimizers.
+
+        Args:
+            saved: the result of ``param_groups`` in the run that saved.
+
+        Raises:
+            CheckpointError: there are other numbers of optimizers or groups.
+        """
+        check_count("optimizers of a model", len(self.optimizers), len(saved))
+        for optimizer, groups in zip(self.optimizers, saved, strict=True):
+            check_count("parameter groups", len(optimizer.param_groups), len(groups))
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in values.items():
+                    if key in _KERNELS:
+                        continue
+                    if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                        group[key].copy_(value)
+                    else:
+                        group[key] = value
+
+    def aliases(self) -> dict[str, str]:
+        """Return the further names of tied parameters and buffers -> the first name of each."""
+        first: dict[int, str] = {}
+        aliases = {}
+        for named in (self.module.named_parameters, self.module.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                kept = first.setdefault(id(tensor), clean_name(name))
+                if kept != clean_name(name):
+                    aliases[clean_name(name)] = kept
+        return aliases
+
+    def converted(self, reader: ModelReader, world: World) -> str:
+        """Return which weights a load had to convert, "" when none. Collective.
+
+        The saved dtypes are compared with those of the strategy's shards: of its masters, where it
+        has them.
+        """
+        mine: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        for shard in self.strategy.shards():
+            if not shard.state and shard.tensor.dtype != reader.dtype(shard.name):
+                mine[shard.name] = (reader.dtype(shard.name), shard.tensor.dtype)
+        everyone = {name: pair for each in gather(world, mine) for name, pair in each.items()}
+        kinds = Counter(f"from {saved} to {kept}" for saved, kept in everyone.values())
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+
+    def close(self) -> None:
+        """Make the model an ordinary one again."""
+        restore_forward(self.model)
+        if self.note is not None:
+            self.note.remove()
+        self.strategy.close()
+
+
+@dataclass(slots=True, eq=False)
+class PreparedObjects:
+    """Everything that one Accelerator has prepared, each kind in the order of ``prepare``.
+
+    Attributes:
+        models: the models.
+        optimizers: the optimizers as the script holds them.
+        schedulers: the learning-rate schedulers as the script holds them.
+        loaders: the loaders as the script holds them.
+        bound: pairs of an optimizer as given and the one that the strategy made of it.
+        last_run: the model whose forward ran last with gradients; None before the first.
+    """
+
+    models: list[PreparedModel] = field(default_factory=list)
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+    bound: list[tuple[Optimizer, Optimizer]] = field(default_factory=list)
+    last_run: PreparedModel | None = None
+
+    def model(self, model: nn.Module) -> PreparedModel:
+        """Return the entry of a prepared model.
+
+        Args:
+            model: as ``prepare`` returned it, or the user's own module inside.
+
+        Raises:
+            UsageError: the model was not prepared here.
+        """
+        for entry in self.models:
+            if entry.model is model or entry.module is model:
+                return entry
+        raise UsageError(
+            f"expected a model that this Accelerator prepared, found {type(model).__name__}; "
+            "pass it to prepare() first and use what it returns"
+        )
+
+    def chosen(self, models: Sequence[nn.Module]) -> list[PreparedModel]:
+        """Return the entries of these models; of all models when there are none."""
+        return [self.model(model) for model in models] if models else list(self.models)
+
+    def trained_by(self, optimizer: Optimizer) -> list[PreparedModel]:
+        """Return the models of an optimizer that a strategy handed back."""
+        return [entry for entry in self.models if any(o is optimizer for o in entry.optimizers)]
+
+    def owners_of(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
+        """Return the models of these parameters.
+
+        Raises:
+            UsageError: a parameter belongs to no prepared model.
+        """
+        wanted = {id(parameter) for parameter in parameters}
+        owners = [entry for entry in self.models if wanted & entry.names.keys()]
+        known: set[int] = set().union(*(entry.names.keys() for entry in owners))
+        if not owners or wanted - known:
+            raise UsageError(
+                f"expected parameters of prepared models, found {len(wanted - known)} of "
+                f"{len(wanted)} that belong to none; pass model.parameters() of what prepare() "
+                "returned"
+            )
+        return owners
+
+    def running(self) -> PreparedModel:
+        """Return the model whose forward ran last: backward is a matter of its strategy.
+
+        Raises:
+            UsageError: no model was prepared.
+        """
+        if not self.models:
+            raise UsageError(
+                "expected a prepared model before backward(), found none; call "
+                "model = accelerator.prepare(model)"
+            )
+        return self.last_run or self.models[-1]
+
+    def forget(self) -> None:
+        """Make all models ordinary ones again, and let go of everything."""
+        for entry in self.models:
+            entry.close()
+        for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.bound):
+            kept.clear()
+        self.last_run = None
+
+
+def check_count(subject: str, expected: int, found: int) -> None:
+    """Refuse a checkpoint that holds another number of something.
+
+    Raises:
+        CheckpointError: the numbers differ.
+    """
+    if expected != found:
+        raise CheckpointError(
+            f"expected a checkpoint with {expected} {subject}, found {found}; prepare and register "
+            "the same objects in the same order as the run that saved it"
+        )
