@@ -1,4 +1,4 @@
-"""Names that scripts written for Accelerate use for what is called otherwise here."""
+"""Names from Accelerate's scripts for classes and functions that have another name here."""
 
 from datetime import timedelta
 

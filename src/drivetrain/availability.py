@@ -1,4 +1,4 @@
-"""What this installation and machine offer, asked without importing it; a patched environment."""
+"""The packages and devices of this machine, found without an import; a patched environment."""
 
 import os
 from collections.abc import Iterator

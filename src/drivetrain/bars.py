@@ -21,7 +21,7 @@ class Bar(Generic[T]):
     """A bar on standard error; drawn from the first step on, and only if it is shown.
 
     Args:
-        iterable: what to iterate over; None for a bar that ``update`` moves.
+        iterable: yields the items of the loop; None for a bar that ``update`` moves.
         total: the number of steps; None asks the iterable for its length.
         desc: text before the bar.
         disable: count, but draw nothing.
@@ -58,7 +58,7 @@ class Bar(Generic[T]):
         return int(self.total or 0)
 
     def __bool__(self) -> bool:
-        # A bar of no known length is still there, whatever its length says.
+        # Without a known length it would be false, as an empty list is.
         return True
 
     def __enter__(self) -> Self:
@@ -102,7 +102,7 @@ class Bar(Generic[T]):
         self._draw()
 
     def close(self) -> None:
-        """Leave the bar as it is; it draws no more."""
+        """Leave the bar on the screen, and draw no more."""
         if self._stop is not None:
             self._draw()
             self._stop()
@@ -155,7 +155,7 @@ def _started(total: float | None) -> "Progress":
         TimeRemainingColumn(),
         TextColumn("{task.fields[postfix]}", markup=False),
         console=_console(),
-        redirect_stdout=sys.stdout.isatty(),  # what goes to a file must not land on the screen
+        redirect_stdout=sys.stdout.isatty(),  # a script's redirection to a file stays
     )
     progress.add_task("", total=total, postfix="")
     progress.start()

@@ -1,4 +1,4 @@
-"""What a script lets ranks tell each other: gather, broadcast and reduce over nested data.
+"""Exchanges between ranks that a script asks for: gather, broadcast and reduce over nested data.
 
 The functions work over the default process group, or without one as a world of one rank. Before
 tensors cross ranks, a digest of their structure does: unequal shapes, which crash or hang the
@@ -66,7 +66,7 @@ def gather_object(data: Any, *, group: Ranks = None) -> list[Any]:
 
 
 def broadcast(data: Any, from_process: int = 0, *, group: Ranks = None) -> Any:
-    """Return one rank's tensors on every rank; what was passed in stays as it is.
+    """Return one rank's tensors on every rank; the tensors passed in stay as they are.
 
     Args:
         data: tensors, nested or not, of equal shapes on all ranks and of any dtype.
@@ -278,7 +278,7 @@ def _check_alike(
     group: Ranks,
     show: Callable[[Tensor], str] = lambda t: f"{t.dtype}{tuple(t.shape)}",
 ) -> None:
-    """Raise on every rank when they differ in the operation or in what their data look like."""
+    """Raise on every rank when operations, or the shapes and kinds of data, differ."""
     if _size(group) > 1:
         _check_digests(operation, describe(data, show).replace("torch.", ""), group)
     # After the digests: no rank may leave before the others have learned of it.
@@ -304,7 +304,7 @@ def _check_digests(operation: str, text: str, group: Ranks) -> None:
 
 
 def _grouped(held: list[str]) -> str:
-    """Return which ranks hold what; long texts from shortly before their first difference."""
+    """Return the ranks of each text; long ones from shortly before their first difference."""
     letters = enumerate(zip(*held, strict=False))
     difference = next((i for i, each in letters if len(set(each)) > 1), 0)
     start = max(0, difference - _SHOWN_CHARACTERS // 2)

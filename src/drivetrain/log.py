@@ -94,7 +94,7 @@ def progress(
     """Return the iterable with a progress bar on the main process.
 
     Args:
-        iterable: what to iterate over.
+        iterable: yields the items of the loop.
         total: its length, when it does not know it.
         desc: text before the bar.
         disable: iterate without a bar.
@@ -111,7 +111,7 @@ def tqdm(
     """Return tqdm's bar when tqdm is installed, else ours, which has the same common methods.
 
     Args:
-        iterable: what to iterate over; None for a bar that ``update`` moves.
+        iterable: yields the items of the loop; None for a bar that ``update`` moves.
         args: arguments of tqdm: desc, total, leave.
         main_process_only: show the bar on rank 0 only.
         kwargs: keyword arguments of tqdm; ours knows desc, total and disable, and lets the rest be.

@@ -1,4 +1,4 @@
-"""Making do with the memory there is: batch sizes that fit, and letting go of what is unused."""
+"""Memory that does not suffice: batch sizes that fit, and the release of unused objects."""
 
 import functools
 import gc

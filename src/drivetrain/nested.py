@@ -38,7 +38,7 @@ def recursively_apply(
         function: called as ``function(tensor, *args, **kwargs)``.
         data: tensors in lists, tuples, named tuples, mappings and dataclasses.
         args: further arguments of the function.
-        test_type: what counts as a tensor.
+        test_type: whether an object counts as a tensor.
         error_on_other_type: refuse other leaves instead of returning them as they are.
         kwargs: further keyword arguments of the function.
 
@@ -77,7 +77,7 @@ def send_to_device(
     themselves; a mapping of which keys are skipped is moved item by item instead.
 
     Args:
-        data: tensors in nested containers; what is neither stays as it is.
+        data: tensors in nested containers; other objects stay as they are.
         device: the destination.
         non_blocking: copy asynchronously where the memory allows it.
         skip_keys: keys of mappings whose values stay where they are.

@@ -21,7 +21,7 @@ from drivetrain.errors import UsageError
 from drivetrain.runtime.world import CONFIG_VARIABLE
 
 STOP_S = 5.0
-"""How long a process has to end when another one failed, before it is killed."""
+"""Seconds that a process has to end after another's failure, before it is killed."""
 
 
 def notebook_launcher(
@@ -37,7 +37,7 @@ def notebook_launcher(
     Inside, ``Accelerator()`` finds its rank as it does under ``drivetrain launch``.
 
     Args:
-        function: called with ``args`` in every process; what it returns is dropped.
+        function: called with ``args`` in every process; its result is dropped.
         args: positional arguments.
         num_processes: number of processes; None takes one per accelerator, or per core without.
         start_method: ``fork`` for functions of a notebook; ``spawn`` for importable ones.
@@ -171,7 +171,7 @@ def _places() -> int:
 
 
 def _stop(processes: Sequence[Any]) -> None:
-    """End what is left: none when all went well."""
+    """End the processes that are left: none when all went well."""
     for process in processes:
         process.terminate()
     for process in processes:

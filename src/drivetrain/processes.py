@@ -18,7 +18,7 @@ from drivetrain.runtime.world import World
 
 
 class DistributedType(StrEnum):
-    """What the processes compute on; how the step is spread is the strategy's affair."""
+    """The kind of device that the processes compute on; it says nothing about the strategy."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -82,7 +82,7 @@ class Processes:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """What the processes compute on; NO for one process."""
+        """The kind of device that the processes compute on; NO for one process."""
         if not self.use_distributed:
             return DistributedType.NO
         kind = {"cuda": "gpu"}.get(self.device.type, self.device.type)
@@ -151,11 +151,11 @@ class Processes:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Context with this process's share of the inputs.
 
-        The share is new; what was passed in stays as it is.
+        The share is new; the inputs stay as they are.
 
         Args:
             inputs: a list, tuple, tensor, array, dataset, or a dict of equally long ones; the
-                first processes get what does not divide.
+                first processes get one element more where the length does not divide.
             apply_padding: repeat the last element so that all shares are equally long.
 
         Raises:

@@ -10,7 +10,7 @@ from drivetrain.shards import TensorFacts, parameters_among, state_tensors
 
 
 class Readable:
-    """What a strategy says of whole values; by default every rank has them all."""
+    """The whole values of a strategy's model; by default every rank has them all."""
 
     def gathered(
         self, parameters: Iterable[nn.Parameter], *, modify: bool = True
@@ -32,7 +32,7 @@ class Readable:
         return self.gathered(list(module.parameters()), modify=False)
 
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
-        """Return what the whole model's state dict holds, the same on every rank. Collective.
+        """Describe the tensors of the whole model's state dict, alike on every rank. Collective.
 
         Args:
             module: as ``unwrap`` returns it.

@@ -45,7 +45,6 @@ CLASSES_DEFINED_TWICE = {
     "_Loader",
 }
 CROWDED_FOLDERS = {
-    "src/drivetrain/facade",
     "src/drivetrain/sharding",
 }
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, TextIO
 
 from typing_extensions import override
 
-from drivetrain.tracking.numbers import as_number
-from drivetrain.tracking.tracker import Tracker
+from drivetrain.tracking.tracker import Tracker, as_number
 
 
 class JsonlTracker(Tracker):
@@ -52,7 +51,7 @@ class JsonlTracker(Tracker):
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can say: NaN and infinity, which it cannot, and all other things as text."""
+    """Return a value of JSON; NaN, infinity, and objects unknown to JSON become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

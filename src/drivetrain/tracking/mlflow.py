@@ -6,11 +6,10 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from drivetrain.tracking.numbers import as_number
-from drivetrain.tracking.tracker import Tracker
+from drivetrain.tracking.tracker import Tracker, as_number
 
 _PARAMETERS_PER_CALL, _LONGEST_PARAMETER = 100, 500
-"""What every MLflow server takes: parameters in one call, characters in one value."""
+"""Limits that every MLflow server accepts: parameters in one call, characters in one value."""
 
 
 class MlflowTracker(Tracker):

@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from drivetrain.availability import is_installed, is_tensorboard_available
 from drivetrain.errors import ConfigError
-from drivetrain.tracking.numbers import as_number
-from drivetrain.tracking.tracker import Tracker
+from drivetrain.tracking.tracker import Tracker, as_number
 
 
 class TensorboardTracker(Tracker):

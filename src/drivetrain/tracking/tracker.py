@@ -1,4 +1,4 @@
-"""The contract of an experiment tracker."""
+"""The contract of an experiment tracker, and the numbers among logged values."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ class Tracker(ABC):
     Attributes:
         name: how ``log_with`` names it.
         requires_logging_directory: whether the constructor takes ``logging_dir``.
-        module: what must be installed; "" for nothing.
+        module: name of the module that must be installed; "" for none.
 
     Args:
         run_name: the project or run; passed by position, since options may have that name too.
         logging_dir: a folder for files; only when the tracker requires one.
-        options: what the script passed in ``init_kwargs`` for this tracker.
+        options: of the script's ``init_kwargs`` for this tracker.
     """
 
     name: ClassVar[str]
@@ -27,13 +27,13 @@ class Tracker(ABC):
 
     @classmethod
     def available(cls) -> bool:
-        """Whether what the tracker needs is installed."""
+        """Whether the tracker's module is installed."""
         return not cls.module or is_installed(cls.module)
 
     @property
     @abstractmethod
     def tracker(self) -> Any:
-        """The object that does the work, for what this contract does not cover."""
+        """The object that does the work, for uses beyond this contract."""
 
     @abstractmethod
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
@@ -44,5 +44,21 @@ class Tracker(ABC):
         """Store values of one step."""
 
     def finish(self) -> None:
-        """Write what is buffered and let go."""
+        """Write buffered values, and let go."""
         return
+
+
+def as_number(value: Any) -> float | int | None:
+    """Return a number, or a tensor or array of one element, as a plain number; None for others."""
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str | bytes):
+        return None
+    item = getattr(value, "item", None)
+    if not callable(item):
+        return None
+    try:
+        number = item()
+    except (RuntimeError, ValueError, TypeError):  # more than one element
+        return None
+    return number if isinstance(number, int | float) else None

@@ -1,18 +1,19 @@
 """The trackers of one run: started together, and never in the way of training."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeAlias
 
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
+from drivetrain.nested import honor_type
 from drivetrain.registry import Registry
 from drivetrain.tracking.choice import Choice, choose
-from drivetrain.tracking.inert import Inert
-from drivetrain.tracking.secrets import without_secrets
 from drivetrain.tracking.tracker import Tracker
 
 logger = get_logger(__name__)
 
+_SECRET = re.compile(r"token|key|secret|password", re.IGNORECASE)
 _Options: TypeAlias = Mapping[str, Mapping[str, Any]] | None
 
 
@@ -23,7 +24,7 @@ class Trackers:
         log_with: a name, a class, an object, or a list of these; ``"all"`` takes every installed
             tracker that is available.
         logging_dir: folder for those that write files.
-        is_main: whether this process writes; the others only check what was asked for.
+        is_main: whether this process writes; the others only check ``log_with``.
         registry: where names are looked up; None means the installed trackers.
 
     Raises:
@@ -51,11 +52,11 @@ class Trackers:
     ) -> None:
         """Make the trackers and store the settings; keys that look like secrets are left out.
 
-        What fails here fails the run: a typo in the options is better known at the beginning.
+        A failure here ends the run: a typo in the options is better known at the beginning.
         Trackers that were started before are finished first.
 
         Args:
-            project: what the run belongs to.
+            project: name of the project that the run belongs to.
             config: the run's settings.
             init_kwargs: arguments of each tracker's constructor, by its name.
         """
@@ -65,7 +66,7 @@ class Trackers:
         for chosen in self._chosen:
             self.active.append(self._made(chosen, project, dict(init_kwargs or {})))
         if config is not None:
-            shown, secret = without_secrets(config)
+            shown, secret = _without_secrets(config)
             if secret and self.active:
                 logger.warning(
                     "settings whose names look secret are not stored: %s", ", ".join(secret)
@@ -86,7 +87,7 @@ class Trackers:
         self._each(lambda tracker: tracker.log(values, step=step, **options.get(tracker.name, {})))
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """Return a started tracker, or what it wraps; an inert object on other processes.
+        """Return a started tracker, or the object that it wraps; an inert one on other processes.
 
         Raises:
             UsageError: no such tracker was started.
@@ -100,7 +101,7 @@ class Trackers:
         raise UsageError(f"expected a started tracker, found no {name!r}; started: {started}")
 
     def finish(self) -> None:
-        """Finish every tracker, also those that failed: what they hold may still be written."""
+        """Finish every tracker, also after failures: buffered values may still be written."""
         active, self.active = self.active, []
         for tracker in active:
             self._attempt(tracker, lambda each: each.finish())
@@ -132,3 +133,66 @@ class Trackers:
                     f"the tracker {tracker.name!r} failed and is left out from here on: "
                     f"{type(error).__name__}: {error}"
                 )
+
+
+class Inert:
+    """Stands for a tracker on processes that do not log: takes every call, does nothing, is false.
+
+    A script may say ``tracker.run.summary["best"] = 1`` on every process.
+    """
+
+    def __getattr__(self, name: str) -> Self:
+        if name.startswith("__"):  # copy, pickle and numpy ask for protocols by name
+            raise AttributeError(name)
+        return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        del name, value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Self:
+        """Do nothing."""
+        del args, kwargs
+        return self
+
+    def __getitem__(self, key: object) -> Self:
+        del key
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None:
+        del key, value
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del error
+
+
+def _without_secrets(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings without those whose names look secret, and the names left out.
+
+    Args:
+        config: settings by name; mappings inside, also in lists, are searched as well.
+
+    Returns:
+        A new mapping, and the dotted names that it lacks.
+    """
+    dropped: list[str] = []
+
+    def clean(value: Any, path: str) -> Any:
+        if isinstance(value, Mapping):
+            dropped.extend(f"{path}{key}" for key in value if _SECRET.search(str(key)))
+            kept = {key: item for key, item in value.items() if not _SECRET.search(str(key))}
+            return {key: clean(item, f"{path}{key}.") for key, item in kept.items()}
+        if isinstance(value, list | tuple):
+            items = (clean(item, f"{path}{index}.") for index, item in enumerate(value))
+            return honor_type(value, items)
+        return value
+
+    return clean(config, ""), dropped

@@ -36,5 +36,5 @@ class TrackioTracker(Tracker):
 
     @override
     def finish(self) -> None:
-        """Write what is left, and end the run."""
+        """Write buffered values, and end the run."""
         self._run.finish()

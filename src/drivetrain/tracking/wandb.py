@@ -36,5 +36,5 @@ class WandbTracker(Tracker):
 
     @override
     def finish(self) -> None:
-        """Upload what is left, and end the run."""
+        """Upload buffered values, and end the run."""
         self._run.finish()
