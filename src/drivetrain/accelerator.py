@@ -50,7 +50,7 @@ from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Strategy
+from drivetrain.strategy import Run, Strategy
 from drivetrain.tracking import Trackers
 
 
@@ -140,28 +140,28 @@ class Accelerator(Processes):
 
     def _assemble(self, project: ProjectConfiguration, log_with: Any) -> None:
         """Make the collaborators, each with the parts of the run that it needs."""
-        runs = Runs(self.config, self.world, self.gradient_state)
-        self.run, scaling = runs.default, self.handlers.scaler
+        scaling = self.handlers.scaler
+        self._runs = Runs(self.config, self.world, self.gradient_state)
         self.precision, self.traffic = self.run.precision, self.run.traffic
         scaled = scaling.enabled and self.precision.needs_scaling
         self.scaler = LossScaler(scaling, enabled=scaled)
         self._prepared = PreparedObjects()
         self._gradients = WindowGradients(
-            self._prepared, self.gradient_state, self.scaler, self.run
+            self._prepared, self.gradient_state, self.scaler, self._runs
         )
         self._uneven = UnevenInputs(self._prepared, self.gradient_state, self.scaler, self.world)
         self._constructions = Constructions(self.device)
-        self._recomputations = Recomputations(self._prepared, runs)
+        self._recomputations = Recomputations(self._prepared, self._runs)
         self._preparation = Preparation(
             self._prepared,
-            runs,
+            self._runs,
             self.handlers.autocast,
             self._constructions,
             self._recomputations,
             self._gradients,
             self._uneven,
         )
-        self._gathering = Gathering(self.run, self.gradient_state)
+        self._gathering = Gathering(self._runs, self.gradient_state)
         self._weights = WholeWeights(self._prepared, self.world)
         self._checkpoints = RunCheckpoints(self._prepared, self._gradients, project, self.world)
         self._trackers = Trackers(
@@ -181,6 +181,15 @@ class Accelerator(Processes):
     def state(self) -> "Accelerator":
         """The run's state; an Accelerator holds it itself."""
         return self
+
+    @property
+    def run(self) -> Run:
+        """All facts that a strategy may know, for models without a strategy of their own."""
+        return self._runs.default
+
+    @run.setter
+    def run(self, run: Run) -> None:
+        self._runs.default = run
 
     @property
     def mesh(self) -> Mesh:

@@ -8,29 +8,29 @@ from torch import Tensor
 
 from drivetrain import communication
 from drivetrain.errors import UsageError
+from drivetrain.facade.settings import Runs
 from drivetrain.nested import find_batch_size, is_tensor, recursively_apply, slice_tensors
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Axis
-from drivetrain.strategy import Run
 
 
 class Gathering:
     """The exchange of values among the ranks of one Accelerator.
 
     Args:
-        run: values are exchanged over its axis ``dp``.
+        runs: values are exchanged over the axis ``dp`` of the default one.
         state: knows the samples of the last batch that repeat others.
     """
 
-    def __init__(self, run: Run, state: GradientState) -> None:
-        self._run = run
+    def __init__(self, runs: Runs, state: GradientState) -> None:
+        self._runs = runs
         self._state = state
         self._trigger = False
 
     @property
     def _axis(self) -> Axis:
         # Ranks along other axes share a batch: they would count it several times.
-        return self._run.mesh["dp"]
+        return self._runs.default.mesh["dp"]
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate tensors of all data-parallel ranks along dim 0."""
@@ -68,7 +68,7 @@ class Gathering:
         total = torch.tensor(
             [float(value) * count, float(count)],
             dtype=torch.float64,
-            device=self._run.world.device,
+            device=self._runs.default.world.device,
         )
         summed = communication.reduce(total, "sum", group=self._axis)
         return float(summed[0] / summed[1])
@@ -79,7 +79,7 @@ class Gathering:
 
     def check_trigger(self) -> bool:
         """Return whether any rank raised its flag, and lower all flags. Collective."""
-        flag = torch.tensor(int(self._trigger), device=self._run.world.device)
+        flag = torch.tensor(int(self._trigger), device=self._runs.default.world.device)
         raised = bool(communication.reduce(flag, "max").item())
         if raised:
             self._trigger = False
@@ -87,7 +87,7 @@ class Gathering:
 
     def _refuse_after_end(self, operation: str) -> None:
         """Raise when the ranks have parted: the local value would pass for that of all."""
-        if self._run.world.size > 1 and not dist.is_initialized():
+        if self._runs.default.world.size > 1 and not dist.is_initialized():
             raise UsageError(
                 f"expected {operation}() before end_training(), found it after: this rank has left "
                 "the process group"

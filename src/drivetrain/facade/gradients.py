@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from drivetrain import communication
 from drivetrain.errors import UsageError
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.settings import Runs
 from drivetrain.parts.norms import clip_
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.scaler import LossScaler
-from drivetrain.strategy import Run
 
 
 class WindowMean:
@@ -99,20 +99,20 @@ class WindowGradients:
         prepared: the models and their optimizers.
         state: the accumulation window.
         scaler: the loss scale of fp16.
-        run: its axis ``dp`` is the one that gradients are averaged over.
+        runs: gradients are averaged over the axis ``dp`` of the default one.
 
     Attributes:
         step: micro-batch of the window, from 1; kept in checkpoints.
     """
 
     def __init__(
-        self, prepared: PreparedObjects, state: GradientState, scaler: LossScaler, run: Run
+        self, prepared: PreparedObjects, state: GradientState, scaler: LossScaler, runs: Runs
     ) -> None:
         self.state = state
         self.scaler = scaler
         self.step = 0
         self._prepared = prepared
-        self._run = run
+        self._runs = runs
         self._mean = WindowMean(state, counted=False)
 
     @contextmanager
@@ -168,7 +168,8 @@ class WindowGradients:
         strategy.backward(scaled, **options)
         strategy.publish(loss)
         if self.state.sync_gradients:
-            factor = self._mean.finish(self._run.mesh["dp"], self._run.world.device)
+            run = self._runs.default
+            factor = self._mean.finish(run.mesh["dp"], run.world.device)
             if factor is not None:
                 for entry in self._prepared.models:
                     entry.strategy.scale_gradients(factor)
@@ -191,8 +192,9 @@ class WindowGradients:
             entry.strategy.clip_grad_norm(float("inf"), norm_type, only=only)
             for entry, only in zip(entries, chosen, strict=True)
         ]
+        device = self._runs.default.world.device
         total: Tensor = torch.linalg.vector_norm(
-            torch.stack([norm.to(self._run.world.device) for norm in norms]), norm_type
+            torch.stack([norm.to(device) for norm in norms]), norm_type
         )
         for entry, only in zip(entries, chosen, strict=True):
             clip_(list(entry.strategy.gradients(only)), total, max_norm)
@@ -259,11 +261,9 @@ class WindowGradients:
     def _unscale(self, entry: PreparedModel) -> None:
         if entry.scale is None or entry.unscaled or not self.scaler.is_enabled():
             return
+        world = self._runs.default.world
         entry.overflow = self.scaler.unscale(
-            list(entry.strategy.gradients()),
-            entry.scale,
-            ranks=self._run.world.size,
-            device=self._run.world.device,
+            list(entry.strategy.gradients()), entry.scale, ranks=world.size, device=world.device
         )
         entry.made_with, entry.scale, entry.unscaled = entry.scale, 1.0, True
 

@@ -77,6 +77,7 @@ SURFACE = {
     "register_for_checkpointing": "(*objects, encode=None, decode=None)",
     "register_load_state_pre_hook": "(hook)",
     "register_save_state_pre_hook": "(hook)",
+    "run": "property, settable",
     "save": "(obj, f, safe_serialization=False)",
     "save_iteration": "property",
     "save_model": (
@@ -112,7 +113,6 @@ ATTRIBUTES = {
     "handlers",
     "precision",
     "rng_types",
-    "run",
     "scaler",
     "step_scheduler_with_optimizer",
     "traffic",
