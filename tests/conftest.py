@@ -3,18 +3,30 @@
 A test that is parametrised over several things and runs on ranks has a product of cases. Of these
 the default run takes so many that every value of every parameter, and every number of ranks,
 occurs. A test over numbers of ranks alone runs on three, where no two neighbours are the same rank
-and little divides evenly, and on one other number, which the tests of a class take in turn. Tests
-that need no ranks run whole; what is marked ``exhaustive`` runs with the option alone.
+and little divides evenly, and every second test on one other number, in turn. Classes marked
+``variants`` inherit their tests: each test is taken by one of the classes, in turn. Tests that need
+no ranks run whole; what is marked ``exhaustive`` runs with the option alone.
+
+Four ranks and more share the cores of a small machine: of a file's tests on so many, each takes the
+values that the tests before it have not met yet, and at least two cases.
 """
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
-TELLING = 3
-"""The number of ranks at which most mistakes show."""
+TELLING = (3, 2)
+"""Numbers of ranks at which most mistakes show, the best first."""
+
+MANY, FEWEST_CASES = 4, 2
+"""On that many ranks, and more, tests share the cases of a file; each takes at least so many."""
+
+
+Fact = tuple[Hashable, Hashable]
+"""A parametrisation, or "ranks", and its value in a case."""
 
 
 def pytest_addoption(parser):
@@ -39,20 +51,36 @@ def pytest_collection_modifyitems(config, items):
 
 def selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield what the default run takes."""
-    cases = defaultdict(list)
-    turns: Counter[pytest.Collector] = Counter()
+    matrices = defaultdict(list)
     for item in items:
         if item.get_closest_marker("exhaustive") is None:
-            cases[item.parent, getattr(item, "originalname", item.name)].append(item)
-    for (parent, name), matrix in cases.items():
-        counts = sorted({ranks_of(item) for item in matrix})
-        if counts[-1] == 0 or len(matrix) == 1:
-            yield from matrix
-        elif len(counts) == len(matrix):
-            turns[parent] += 1
-            yield from in_turn(matrix, turns[parent])
-        else:
-            yield from covering(matrix, name)
+            owner = item.getparent(pytest.Module) if varies(item) else item.parent
+            matrices[owner, item.function.__qualname__].append(item)
+    turns: Counter[pytest.Collector] = Counter()
+    taken: Counter[pytest.Collector] = Counter()
+    met: defaultdict[Path, set[Fact]] = defaultdict(set)
+    for (owner, name), matrix in matrices.items():
+        chosen = matrix
+        if any(map(ranks_of, matrix)):
+            facts = facts_of(matrix)
+            wanted = set().union(*facts.values())
+            turns[owner] += not wanted
+            fewest = 1
+            if min(map(ranks_of, matrix)) >= MANY:
+                fewest = min(FEWEST_CASES, len(matrix))
+                wanted = {fact for fact in wanted if fact not in met[matrix[0].path]}
+                met[matrix[0].path] |= wanted
+            elif not varies(matrix[0]):
+                turn = None if wanted else turns[owner]
+                wanted |= {("ranks", n) for n in counts_for(matrix, turn)}
+            chosen = list(covering(facts, wanted, fewest, taken, name))
+        taken.update(item.parent for item in chosen)
+        yield from chosen
+
+
+def varies(item: pytest.Item) -> bool:
+    """Whether the class of a test is one of several that share its tests."""
+    return item.get_closest_marker("variants") is not None
 
 
 def ranks_of(item: pytest.Item) -> int:
@@ -61,42 +89,65 @@ def ranks_of(item: pytest.Item) -> int:
     return 0 if mark is None else mark.args[0]
 
 
-def in_turn(matrix: Sequence[pytest.Item], turn: int) -> Iterator[pytest.Item]:
-    """Yield the cases of a test over numbers of ranks alone: three ranks, and one other number."""
-    others = [item for item in matrix if ranks_of(item) != TELLING]
-    if len(others) == len(matrix):
-        yield others.pop(turn % len(others))
-    yield from (item for item in matrix if ranks_of(item) == TELLING)
-    yield others[turn % len(others)]
+def counts_for(matrix: Sequence[pytest.Item], turn: int | None) -> Iterator[int]:
+    """Yield the numbers of ranks that must occur: all, or in turn one or two of them."""
+    counts = sorted({ranks_of(item) for item in matrix})
+    if turn is None:
+        yield from counts
+        return
+    telling = next(n for n in (*TELLING, *counts) if n in counts)
+    yield telling
+    others = [n for n in counts if n != telling]
+    if others and turn % 2:
+        yield others[turn // 2 % len(others)]
 
 
-def covering(matrix: Sequence[pytest.Item], name: str) -> Iterator[pytest.Item]:
-    """Yield cases until each value of each parameter, and each number of ranks, has occurred.
+def covering(
+    facts: Mapping[pytest.Item, set[Fact]],
+    wanted: set[Fact],
+    fewest: int,
+    taken: Mapping[pytest.Collector, int],
+    name: str,
+) -> Iterator[pytest.Item]:
+    """Yield cases, some at least, until all that is wanted has occurred.
 
-    The next case is the one with the most values that are still missing; among equals two or three
-    ranks come first, then values that occurred least. Where several are left the name of the test
-    decides, so that tests over the same parameters meet them in different combinations.
+    The next case is the one with the most that is still missing; among equals two or three ranks
+    come first, then the class that took the fewest tests, then values that occurred least. Where
+    several are left the name of the test decides, so that tests over the same parameters meet them
+    in different combinations.
     """
-    facts = {item: set(facts_of(item)) for item in matrix}
-    missing = set().union(*facts.values())
+    left = {item: {*values, ("ranks", ranks_of(item))} for item, values in facts.items()}
     seen: Counter[Hashable] = Counter()
-    while missing:
+    missing = set(wanted)
+    while missing or len(facts) - len(left) < fewest:
         item = min(
-            facts,
+            left,
             key=lambda item: (
-                -len(facts[item] & missing),
-                ranks_of(item) not in (2, TELLING),
-                sum(seen[fact] for fact in facts[item]),
+                -len(left[item] & missing),
+                ranks_of(item) not in TELLING,
+                taken[item.parent] + seen[item.parent],
+                sum(seen[fact] for fact in left[item]),
                 zlib.crc32(f"{name}{item.name}".encode()),
             ),
         )
-        seen.update(facts[item])
-        missing -= facts.pop(item)
+        found = left.pop(item)
+        seen.update([item.parent, *found])
+        missing -= found
         yield item
 
 
-def facts_of(item: pytest.Item) -> Iterator[Hashable]:
-    """Yield the parameters of a case with their values, and its number of ranks."""
-    yield "ranks", ranks_of(item)
-    # One entry per parametrisation: values that were listed together stay together.
-    yield from enumerate(item.callspec._idlist)
+def facts_of(matrix: Sequence[pytest.Item]) -> dict[pytest.Item, set[Fact]]:
+    """Return the parameters of each case with their values, without those that say its ranks."""
+    facts: dict[pytest.Item, set[Fact]] = {item: set() for item in matrix}
+    # One id per parametrisation: values that were listed together stay together.
+    rows = [item.callspec._idlist if hasattr(item, "callspec") else () for item in matrix]
+    marks = list(matrix[0].iter_markers("parametrize"))
+    names = [str(mark.args[0]) for mark in marks] if len(marks) == len(rows[0]) else range(len(rows[0]))
+    for name, values in zip(names, zip(*rows, strict=False), strict=True):
+        pairs = set(zip(values, map(ranks_of, matrix), strict=True))
+        if len(set(values)) > 1 and not len(pairs) == len(set(values)) == len(
+            {n for _, n in pairs}
+        ):
+            for item, value in zip(matrix, values, strict=True):
+                facts[item].add((name, value))
+    return facts

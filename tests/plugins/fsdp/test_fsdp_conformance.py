@@ -5,7 +5,11 @@ The defaults are tested with those of all registered strategies.
 
 from typing import ClassVar
 
+import pytest
+
 from drivetrain.testing.conformance import StrategyConformance
+
+pytestmark = pytest.mark.variants
 
 
 class TestHybrid(StrategyConformance):

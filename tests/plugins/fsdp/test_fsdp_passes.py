@@ -213,6 +213,7 @@ def test_compiled_as_a_whole(name):
     check_compiled(STRATEGIES[name], wrap, None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2, timeout=200)
 @COMPILED
 def test_compiled_to_machine_code(monkeypatch):

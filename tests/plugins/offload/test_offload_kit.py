@@ -16,6 +16,8 @@ from drivetrain.testing.models import CASES
 DISK = {"optimizer": "nvme", "path": tempfile.gettempdir()}
 """The file has no name there."""
 
+pytestmark = pytest.mark.variants
+
 
 class ParametersOnDisk(StrategyConformance):
     """What is different where parameters lie on a disk."""
