@@ -141,13 +141,14 @@ def facts_of(matrix: Sequence[pytest.Item]) -> dict[pytest.Item, set[Fact]]:
     facts: dict[pytest.Item, set[Fact]] = {item: set() for item in matrix}
     # One id per parametrisation: values that were listed together stay together.
     rows = [item.callspec._idlist if hasattr(item, "callspec") else () for item in matrix]
-    marks = list(matrix[0].iter_markers("parametrize"))
-    names = [str(mark.args[0]) for mark in marks] if len(marks) == len(rows[0]) else range(len(rows[0]))
+    names = [str(mark.args[0]) for mark in matrix[0].iter_markers("parametrize")]
+    if len(names) != len(rows[0]):
+        names = [f"parameter {place}" for place in range(len(rows[0]))]
     for name, values in zip(names, zip(*rows, strict=False), strict=True):
         pairs = set(zip(values, map(ranks_of, matrix), strict=True))
-        if len(set(values)) > 1 and not len(pairs) == len(set(values)) == len(
-            {n for _, n in pairs}
-        ):
+        counts = {n for _, n in pairs}
+        says_ranks = len(pairs) == len(set(values)) == len(counts)
+        if len(set(values)) > 1 and not says_ranks:
             for item, value in zip(matrix, values, strict=True):
                 facts[item].add((name, value))
     return facts
