@@ -13,20 +13,18 @@ With P elements, N ranks and f = (N-1)/N a rank sends 3 f P elements per step an
 parameters, gradients and states each, and whole units in use. With R groups of S ranks: 3 f_S P
 inside of a group and 2 f_R P/S between groups.
 
-==============  ========================================================
-config.py       the knobs
-tree.py         which modules of a model run a forward
-units.py        which parameters are gathered together
-agreement.py    and that all ranks chose alike
-layout.py       which rows each rank owns: arithmetic
-strategy.py     the contract
-dtensors.py     the shards as torch's DTensors
-==============  ========================================================
+===========  =====================================================
+fsdp.py      the strategy: one step in its order, groups of ranks
+units.py     which parameters are a unit, which rows a rank owns
+tree.py      which modules of a model run a forward
+dtensors.py  the shards as torch's DTensors
+options.py   the options
+===========  =====================================================
 
-Units, their gradients, their gathering and their checkpoints are ``drivetrain.sharding``.
+The mechanisms that the step calls (gather, reduce, home, checkpoints) are ``drivetrain.sharding``.
 """
 
-from drivetrain_fsdp.config import FsdpConfig
-from drivetrain_fsdp.strategy import Fsdp
+from drivetrain_fsdp.fsdp import Fsdp
+from drivetrain_fsdp.options import FsdpConfig
 
 __all__ = ["Fsdp", "FsdpConfig"]

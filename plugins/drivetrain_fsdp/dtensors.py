@@ -3,8 +3,6 @@
 Inside of drivetrain shards are plain tensors, so optimizers pay nothing for the description.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,11 +10,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.sharding.ranks import Ranks
-from drivetrain.sharding.slot import Slot
+from drivetrain.sharding.placement import Placement, Ranks
+from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.sharding.unit import FlatTensor
 
 
-def as_dtensors(slots: Iterable[Slot], ranks: Ranks, device: torch.device) -> dict[str, DTensor]:
+def as_dtensors(placement: Placement, ranks: Ranks, device: torch.device) -> dict[str, DTensor]:
     """Return every parameter's shard as a DTensor that shares its memory. Collective.
 
     Each is sharded along the dim that is outermost in the parameter's memory, of those with more
@@ -24,7 +23,7 @@ def as_dtensors(slots: Iterable[Slot], ranks: Ranks, device: torch.device) -> di
     counts on the first rank alone.
 
     Args:
-        slots: the parameters.
+        placement: the parameters.
         ranks: those that train the model.
         device: where shards live.
 
@@ -37,15 +36,16 @@ def as_dtensors(slots: Iterable[Slot], ranks: Ranks, device: torch.device) -> di
     mesh = _device_mesh(ranks, device.type)
     replicated = [Replicate()] * (mesh.ndim - 1)
     found = {}
-    for slot in slots:
-        local = _piece(slot) if slot.owned_numel else _nothing(slot, ranks.sharing)
-        placement = Shard(slot.outer_dim) if slot.shape else Replicate()
+    for slot in placement:
+        flat = placement.flat_of(slot)
+        local = _piece(slot, flat) if slot.owned_numel else _nothing(slot, flat, ranks.sharing)
+        along = Shard(slot.outer_dim) if slot.shape else Replicate()
         if not slot.shape:
-            local = _everywhere(local, slot, ranks.sharing)
+            local = _everywhere(local, slot, flat, ranks.sharing)
         found[slot.name] = DTensor.from_local(
             local.detach(),
             mesh,
-            [*replicated, placement],
+            [*replicated, along],
             run_check=False,
             shape=torch.Size(slot.shape),
             stride=slot.strides,
@@ -53,10 +53,10 @@ def as_dtensors(slots: Iterable[Slot], ranks: Ranks, device: torch.device) -> di
     return found
 
 
-def _piece(slot: Slot) -> Tensor:
+def _piece(slot: ParameterSlot, flat: FlatTensor) -> Tensor:
     """Return this rank's rows in memory."""
-    tensor = slot.flat.share.tensor
-    if tensor is None or slot.flat.masters_left:
+    tensor = flat.shard.tensor
+    if tensor is None or flat.masters_left:
         raise UsageError(
             f"expected the rows of {slot.name!r} in memory, found that a store keeps them; take "
             "model.state_dict(), or leave offload.params out and take offload.optimizer: cpu"
@@ -82,7 +82,7 @@ def _device_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
     )
 
 
-def _nothing(slot: Slot, sharing: Communicator) -> Tensor:
+def _nothing(slot: ParameterSlot, flat: FlatTensor, sharing: Communicator) -> Tensor:
     """Return the rows of a rank that owns no element: none, unless rows have no elements."""
     rows = 0
     if slot.shape and not slot.numel:
@@ -90,11 +90,13 @@ def _nothing(slot: Slot, sharing: Communicator) -> Tensor:
         each = -(-total // sharing.size)
         rows = max(min(each, total - sharing.rank * each), 0)
     shape = [rows if dim == slot.outer_dim else size for dim, size in enumerate(slot.shape)]
-    return slot.flat.values.new_empty(shape, dtype=slot.flat.layout.master)
+    return flat.values.new_empty(shape, dtype=slot.master)
 
 
-def _everywhere(local: Tensor, slot: Slot, sharing: Communicator) -> Tensor:
+def _everywhere(
+    local: Tensor, slot: ParameterSlot, flat: FlatTensor, sharing: Communicator
+) -> Tensor:
     """Return a 0-d parameter's value on all ranks: its own memory on the one that owns it."""
-    value = local.reshape(()) if slot.owned_numel else _nothing(slot, sharing).new_zeros(())
+    value = local.reshape(()) if slot.owned_numel else _nothing(slot, flat, sharing).new_zeros(())
     sharing.broadcast(value, 0, label=f"the value of {slot.name}").wait()
     return value

@@ -1,4 +1,4 @@
-"""Which parameters are gathered and freed together.
+"""How FSDP cuts a model: which parameters are a unit, and which rows of each a rank owns.
 
 A unit is named by its key: the name of the module whose forward uses its parameters. What lies in
 no unit belongs to ROOT, the rest of the model. There are four ways to choose:
@@ -15,15 +15,19 @@ model they leave out modules without a forward, which the names of a list's memb
 import difflib
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
+from drivetrain.communication import gather_object
 from drivetrain.cost import TensorSpec
-from drivetrain.errors import UsageError
+from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.parts.naming import clean_name
+from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.precision import Precision
+from drivetrain.sharding.layout import UnitLayout, arrange, kind_of
 from drivetrain_fsdp.tree import ROOT, Tree, holds, named_modules, parent, upwards
 
 _SHOWN = 12
@@ -77,6 +81,80 @@ def unit_keys(
     if choice.how == "class":
         return _by_class(names, tree, choice.classes, model)
     return _by_function(names, tree, choice.function, model)
+
+
+def agreed_keys(
+    choose: Callable[[], list[str]], names: Sequence[str], function: str, axis: Axis
+) -> list[str]:
+    """Return the key of the unit that each parameter belongs to, in order. Collective.
+
+    Args:
+        choose: returns what this rank's call of the function means.
+        names: the parameters.
+        function: the function's path, for errors.
+        axis: the ranks that must agree.
+
+    Raises:
+        RankMismatchError: on every rank, when keys differ or only others could choose.
+        Exception: what this rank's function raised.
+    """
+    failure: Exception | None = None
+    keys: list[str] = []
+    try:
+        keys = choose()
+    except Exception as error:
+        failure = error  # raised below, when the other ranks know
+    told = gather_object({"keys": keys, "failure": str(failure) if failure else ""}, group=axis)
+    if failure is not None:
+        raise failure
+    expected = f"expected {function} to choose the same units on every rank, found "
+    for rank, other in zip(axis.ranks, told, strict=True):
+        if other["failure"]:
+            raise RankMismatchError(
+                f"{expected}that it failed on rank {rank}: {other['failure']}; see that rank's "
+                "own error"
+            )
+        for name, first, key in zip(names, told[0]["keys"], other["keys"], strict=True):
+            if first != key:
+                raise RankMismatchError(
+                    f"{expected}{name!r} in {first or 'the rest of the model'} on rank "
+                    f"{axis.ranks[0]} and in {key or 'the rest of the model'} on rank {rank}; let "
+                    "it depend on nothing but the model"
+                )
+    return keys
+
+
+def cut_model(
+    specs: Sequence[TensorSpec],
+    keys: Sequence[str],
+    precision: Precision,
+    size: int,
+    devices: Sequence[Hashable] | None = None,
+) -> list[UnitLayout]:
+    """Cut parameters into units and rows, in the order in which backward usually reaches them.
+
+    Args:
+        specs: the parameters in registration order.
+        keys: the unit of each.
+        precision: which dtypes they get.
+        size: number of ranks that share them.
+        devices: device of each parameter; only equal ones share a unit.
+    """
+    units: dict[tuple[str, Hashable], dict[Hashable, list[int]]] = {}
+    for index, key in enumerate(keys):
+        device = None if devices is None else devices[index]
+        kinds = units.setdefault((key, device), {})
+        kinds.setdefault(kind_of(specs[index], precision), []).append(index)
+    layouts = []
+    for (key, _), kinds in units.items():
+        flats = [
+            arrange([specs[index] for index in members], precision, size, "rows")
+            for members in kinds.values()
+        ]
+        first = min(members[0] for members in kinds.values())
+        layouts.append((first, UnitLayout(key, tuple(flats), sharded=True)))
+    # The unit whose earliest parameter comes last is complete first.
+    return [unit for _, unit in sorted(layouts, key=lambda pair: -pair[0])]
 
 
 def describe(keys: Sequence[str], specs: Sequence[TensorSpec]) -> str:

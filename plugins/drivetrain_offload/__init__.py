@@ -14,6 +14,10 @@ fp32) and writes as many; over the bus to the device go 2 P bytes of bf16 gradie
 new parameters.
 
 =======================  =========================================================================
+engine.py                submits an update per unit; forward waits per unit
+masters.py               the parameters whose state a store keeps, and their new values
+stored.py                the stores that options name, and the shards in them
+tiers.py, tier_bytes.py  the bytes of each tier, compared with the room of the machine
 strategy.py, options.py  the strategy ``offload``: another strategy by name, with stores chosen
 disk_bench.py            the command ``drivetrain disk-bench``; disk_speed.py measures for it
 steps/rules.py           the states that torch's optimizers keep, and the kernel that updates them

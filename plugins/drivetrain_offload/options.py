@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from drivetrain.config.option import NestedStrategy, nested_strategy, option
-from drivetrain.sharding.offload_options import OffloadOptions
+from drivetrain.sharding.options import OffloadOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

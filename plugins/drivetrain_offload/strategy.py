@@ -13,7 +13,7 @@ from typing_extensions import override
 from drivetrain.config.option import options_of
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
-from drivetrain.sharding.offload_options import OffloadOptions
+from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Strategy, find_strategy
 from drivetrain_offload.options import OffloadConfig
 

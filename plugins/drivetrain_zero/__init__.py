@@ -13,16 +13,16 @@ With P elements, N ranks and f = (N-1)/N a rank sends f P for the reduction and 
 updated parameters per step, as much as data parallelism does; stage 3 gathers once more for
 backward: 3 f P.
 
-==========  =====================================================
-config.py   the knobs
-layout.py   how a model is cut into units: arithmetic
-stages.py   the strategies: what each stage adds
-==========  =====================================================
+==========  ============================================================
+zero.py     the strategies: one step of all three stages, in its order
+units.py    how a model is cut into units: arithmetic
+options.py  the options
+==========  ============================================================
 
-Units, their gradients, their gathering and their checkpoints are ``drivetrain.sharding``.
+The mechanisms that the step calls (gather, reduce, home, checkpoints) are ``drivetrain.sharding``.
 """
 
-from drivetrain_zero.config import Zero1Config, Zero2Config, Zero3Config
-from drivetrain_zero.stages import Zero1, Zero2, Zero3
+from drivetrain_zero.options import Zero1Config, Zero2Config, Zero3Config
+from drivetrain_zero.zero import Zero1, Zero2, Zero3
 
 __all__ = ["Zero1", "Zero1Config", "Zero2", "Zero2Config", "Zero3", "Zero3Config"]

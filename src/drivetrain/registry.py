@@ -1,6 +1,6 @@
-"""Finds strategies, stores, trackers and commands by entry point, ours and strangers' alike.
+"""Finds strategies, stores, homes, trackers and commands by entry point, ours and strangers' alike.
 
-A plugin is a distribution that declares an entry point in one of four groups; nothing in the core
+A plugin is a distribution that declares an entry point in one of five groups; nothing in the core
 lists or imports one by name. Loading is lazy: asking for names imports no plugin.
 """
 
@@ -13,10 +13,17 @@ from drivetrain.errors import ConfigError, UnknownPluginError
 
 STRATEGIES = "drivetrain.strategies"
 STORES = "drivetrain.stores"
+HOMES = "drivetrain.homes"
 TRACKERS = "drivetrain.trackers"
 COMMANDS = "drivetrain.commands"
 
-_KINDS = {STRATEGIES: "strategy", STORES: "store", TRACKERS: "tracker", COMMANDS: "command"}
+_KINDS = {
+    STRATEGIES: "strategy",
+    STORES: "store",
+    HOMES: "home",
+    TRACKERS: "tracker",
+    COMMANDS: "command",
+}
 
 
 class Registry:
@@ -31,7 +38,7 @@ class Registry:
 
     @property
     def kind(self) -> str:
-        """What one plugin is called in messages: strategy, store, tracker or command."""
+        """What one plugin is called in messages: strategy, store, home, tracker or command."""
         return _KINDS[self.group]
 
     @property
@@ -109,6 +116,11 @@ def strategies() -> Registry:
 def stores() -> Registry:
     """Return the registry of tensor stores."""
     return Registry(STORES)
+
+
+def homes() -> Registry:
+    """Return the registry of homes: what keeps a model's shards between steps, and steps them."""
+    return Registry(HOMES)
 
 
 def trackers() -> Registry:

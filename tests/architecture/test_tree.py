@@ -14,14 +14,6 @@ FOLDER_MODULES = 20
 FILES_IN_CIRCLES = {
     "drivetrain.collectives.communicator",
     "drivetrain.collectives.staging",
-    "drivetrain.sharding.absent",
-    "drivetrain.sharding.flat",
-    "drivetrain.sharding.gathering",
-    "drivetrain.sharding.kept",
-    "drivetrain.sharding.module_units",
-    "drivetrain.sharding.share",
-    "drivetrain.sharding.slot",
-    "drivetrain.sharding.unit",
 }
 FOLDERS_IN_CIRCLES = {
     "drivetrain.building",
@@ -33,20 +25,13 @@ CLASSES_DEFINED_TWICE = {
     "Batch",
     "Call",
     "Job",
-    "Offload",
     "Outcome",
     "Part",
-    "Place",
     "Recording",
-    "Share",
-    "Slot",
-    "Use",
     "Worker",
     "_Loader",
 }
-CROWDED_FOLDERS = {
-    "src/drivetrain/sharding",
-}
+CROWDED_FOLDERS: set[str] = set()
 
 
 @pytest.fixture(scope="module")

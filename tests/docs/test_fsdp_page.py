@@ -18,7 +18,7 @@ from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.sharding.offload_options import OffloadOptions
+from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 from drivetrain_fsdp import Fsdp, FsdpConfig

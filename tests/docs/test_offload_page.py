@@ -12,7 +12,7 @@ import yaml
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from drivetrain.config import options_of
-from drivetrain.sharding.offload_options import OffloadOptions
+from drivetrain.sharding.options import OffloadOptions
 from drivetrain.store import ShardStepper, SteppingStore, TensorStore
 from drivetrain_offload import HostConfig, NvmeConfig, OffloadConfig
 from drivetrain_offload.disk_speed import ADAM_BYTES

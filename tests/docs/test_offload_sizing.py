@@ -11,12 +11,12 @@ from drivetrain.registry import stores, strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.sharding.offload_options import OffloadOptions
-from drivetrain.sharding.tier_bytes import Plan, held
-from drivetrain.sharding.tiers import Tiers, homes_of
+from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 from drivetrain_offload.disk_speed import ADAM_BYTES
+from drivetrain_offload.tier_bytes import TierPlan, held
+from drivetrain_offload.tiers import Tiers, tiers_of
 
 PAGE = Path(__file__).parents[2] / "docs/offload-sizing.md"
 BF16 = Precision.of("bf16", param=torch.bfloat16)
@@ -72,10 +72,10 @@ def tiers(specs, strategy, offload, precision, *, ranks=1, device="cuda"):
     units = kind.plan(config, model, run)
     lent = config.lent_buffers * kind.estimate(config, units, run).lent_bytes()
     states = {spec.name: 2 for spec in specs}
-    plan = Plan(model=model, units=units, precision=precision, rank=0, states=states, lent=lent)
+    plan = TierPlan(model=model, units=units, precision=precision, rank=0, states=states, lent=lent)
     named = {offload["optimizer"], offload.get("params", "")} - {""}
     opened = {name: stores().load(name) for name in named}
-    needed = held(plan, homes_of(config.offload, opened, world))
+    needed = held(plan, tiers_of(config.offload, opened, world))
     needed["host"]["buffers of stores"] += opened[offload["optimizer"]].working_bytes
     return Tiers(needed=needed, room=ROOM, sharing=ranks)
 

@@ -101,3 +101,51 @@ class BufferPool:
                 f"all {self.capacity_buffers} buffers on {device} are lent; give one back first"
             )
         return torch.empty(self.buffer_nbytes, dtype=torch.uint8, device=device)
+
+
+class LentBuffers:
+    """Buffers that a few borrowers at once may have: those of a pool, and others in need.
+
+    Args:
+        in_flight: how many may be lent at once; 0: none are.
+        nbytes: size of those that are kept for lending.
+        device: where they live.
+    """
+
+    def __init__(self, in_flight: int, nbytes: int, device: torch.device) -> None:
+        self.in_flight = in_flight
+        self._each = nbytes
+        self._device = device
+        self._pool = BufferPool(in_flight, nbytes) if in_flight and nbytes else None
+        self._out: dict[int, bool] = {}  # whether it is the pool's, by storage
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that are kept for lending."""
+        return self._pool.nbytes if self._pool is not None else 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether as many are out as there may be."""
+        return len(self._out) >= self.in_flight
+
+    def take(self, nbytes: int) -> Tensor:
+        """Lend a buffer of so many bytes, 1-D; one in need is not kept afterwards."""
+        fits = nbytes <= self._each and not self.exhausted
+        if self._pool is not None and fits:
+            buffer = self._pool.take(nbytes, torch.uint8, self._device)
+        else:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._out[buffer.untyped_storage()._cdata] = fits
+        return buffer
+
+    def take_back(self, buffer: Tensor) -> None:
+        """Take a lent buffer back."""
+        pooled = self._out.pop(buffer.untyped_storage()._cdata, False)
+        if self._pool is not None and pooled:
+            self._pool.give_back(buffer)
+
+    def close(self) -> None:
+        """Forget the pool's buffers."""
+        if self._pool is not None:
+            self._pool.close()

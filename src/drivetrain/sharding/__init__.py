@@ -1,32 +1,25 @@
 """Sharded units: parameters, gradients and optimizer states divided among ranks, unit by unit.
 
-A unit is what is gathered and freed together. Strategies say how a model is cut into units and
-what each rank owns of a parameter; the rest is here.
+A unit is a set of parameters that are gathered and freed together. A strategy says how a model is
+cut into units, what each rank owns of a parameter, and what happens at each event of a step. The
+mechanisms that it calls are here, from the bottom up:
 
-===================== =============================================================
-layout.py             which parameter lies where, who owns what: arithmetic
-ranks.py              who shares a model: everyone, those who divide it, replicas
-placement.py          a model's parameters into units, whole or built on meta
-slot.py, flat.py      one parameter; the parameters of one kind, side by side
-unit.py               gathered by one all-gather, freed together
-flat_gradients.py     where gradients arrive, and what is kept of them
-gradients.py          one unit's gradients: one reduce-scatter
-reducer.py            when units are reduced during backward
-gathering.py          when units are gathered and freed
-order.py              which unit usually follows which
-saving.py             what autograd saves: views without values
-module_units.py       the hooks of modules that units belong to
-hooks.py              hooks that copies of the model do not inherit
-absent.py             what is used while its values are away
-binding.py            fragments in the place of parameters in optimizers
-suitability.py        whether an optimizer may step fragments
-surgery.py            changes to whole parameters
-state.py              checkpoints
-uses.py               how often units are gathered
-estimate.py           bytes held and sent
-options.py            the options that strategies share
-accounts.py           the promise of a strategy over units
-strategy.py           the contract: what all strategies over units do
-divided.py            and what those do whose parameters come and go
-===================== =============================================================
+============= ==================================================================
+layout.py     which parameter lies where, who owns what: arithmetic
+slot.py       one parameter in its flat tensor: geometry
+shard.py      this rank's part of a flat tensor between its uses
+unit.py       flat tensors that are gathered by one all-gather, and freed together
+estimate.py   bytes held and sent
+options.py    the options that strategies share
+home.py       where shards lie and who steps them: beside the model, or elsewhere
+placement.py  the ranks of a model, and its parameters in units
+guard.py      parameters that are used while their values are away
+gather.py     when units are gathered and freed
+gradients.py  one unit's gradients, from autograd to fragments
+reduce.py     when units are reduced during backward
+hooks.py      the events of a step
+optimizers.py fragments in the place of parameters in optimizers
+state.py      checkpoints
+strategy.py   the contract, but for the step
+============= ==================================================================
 """

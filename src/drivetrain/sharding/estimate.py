@@ -16,13 +16,17 @@ With R replicas of N ranks, a rank also sends 2 (R-1)/R P/N to them, once per st
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
 
 from drivetrain.collectives import sent_bytes, sent_elements
 from drivetrain.collectives.volume import Operation, chunk_bounds
 from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
-from drivetrain.sharding.layout import FlatLayout, UnitLayout, is_block, offsets_in_bytes
+from drivetrain.sharding.layout import ROOT, FlatLayout, UnitLayout, is_block, offsets_in_bytes
 
 _ADAM_STATES = 2
 """An optimizer with this many states is Adam, which also counts steps per fragment."""
@@ -30,7 +34,7 @@ _ADAM_STATES = 2
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """The ranks that a cost is about: see ``drivetrain.sharding.ranks.Ranks``."""
+    """The ranks that a cost is about: see ``drivetrain.sharding.placement.Ranks``."""
 
     everyone: Axis
     sharing: Axis
@@ -60,11 +64,11 @@ class Estimate:
     """
 
     def __init__(self, units: Sequence[UnitLayout], precision: Precision, lines: Lines) -> None:
-        self._units = units
+        self.units = units
         self._trainable = [unit for unit in units if unit.trainable]
         self._precision = precision
         self._lines = lines
-        self._rank = lines.sharing.rank
+        self.rank = lines.sharing.rank
 
     def sent(
         self,
@@ -83,7 +87,7 @@ class Estimate:
             regather: how they come back for backward; None: they were not freed.
         """
         lines, sent = self._lines, Counter[tuple[str, str]]()
-        sharded = [unit for unit in self._units if unit.sharded]
+        sharded = [unit for unit in self.units if unit.sharded]
         resident = [unit for unit in self._trainable if not unit.sharded]
         gathered = sum(map(self._gather, resident)) + gathers * sum(map(self._gather, sharded))
         sent[lines.sharing.name, "all_gather"] += gathered
@@ -116,11 +120,11 @@ class Estimate:
         Returns:
             ``lent`` are buffers that gradients pass through, besides those that fragments have.
         """
-        placed = {place.name for unit in self._units for place in unit.places}
+        placed = {place.name for unit in self.units for place in unit.places}
         rest = sum(spec.nbytes for spec in model.parameters if spec.name not in placed)
-        sharded = [flat for unit in self._units if unit.sharded for flat in unit.flats]
-        whole = [flat for unit in self._units if not unit.sharded for flat in unit.flats]
-        trained = [flat for unit in self._units for flat in unit.trainable]
+        sharded = [flat for unit in self.units if unit.sharded for flat in unit.flats]
+        whole = [flat for unit in self.units if not unit.sharded for flat in unit.flats]
+        trained = [flat for unit in self.units for flat in unit.trainable]
         steps = 4 * sum(map(self._fragments, trained))
         states = model.states * sum(map(self._shard, trained))
         return {
@@ -156,18 +160,18 @@ class Estimate:
 
     def _gather(self, unit: UnitLayout) -> int:
         ranks = range(self._lines.sharing.size)
-        return sent_bytes("all_gather", [unit.owned_bytes(rank) for rank in ranks], self._rank)
+        return sent_bytes("all_gather", [unit.owned_bytes(rank) for rank in ranks], self.rank)
 
     def _reduce(self, unit: UnitLayout) -> int:
         lengths = [
             sum(flat.owned(rank) * self._wire(flat) for flat in unit.trainable)
             for rank in range(self._lines.sharing.size)
         ]
-        return sent_bytes("reduce_scatter", lengths, self._rank)
+        return sent_bytes("reduce_scatter", lengths, self.rank)
 
     def _cross(self, unit: UnitLayout, replicas: Axis) -> int:
         return sum(
-            self._wire(flat) * _of(replicas, "all_reduce", flat.owned(self._rank))
+            self._wire(flat) * _of(replicas, "all_reduce", flat.owned(self.rank))
             for flat in unit.trainable
         )
 
@@ -192,11 +196,11 @@ class Estimate:
         return self._precision.reduce_dtype(flat.dtype).itemsize
 
     def _shard(self, flat: FlatLayout) -> int:
-        return flat.owned(self._rank) * flat.master.itemsize
+        return flat.owned(self.rank) * flat.master.itemsize
 
     def _fragments(self, flat: FlatLayout) -> int:
         """Return how many parameters this rank owns a piece of."""
-        shares = [place.shares[self._rank] for place in flat.places]
+        shares = [place.shares[self.rank] for place in flat.places]
         return sum(stop > start for start, stop in shares)
 
     def _gradients(self, flat: FlatLayout, *, kept: bool) -> int:
@@ -206,7 +210,7 @@ class Estimate:
         total = self._precision.accumulate_dtype(flat.dtype)
         # Fragments of another dtype have gradients of their own.
         converted = 0 if total is flat.master else self._shard(flat)
-        return flat.owned(self._rank) * total.itemsize + converted
+        return flat.owned(self.rank) * total.itemsize + converted
 
     def _buffer(self, flat: FlatLayout) -> int:
         """Return the bytes of a whole buffer that is kept beside the fragments' gradients."""
@@ -217,9 +221,107 @@ class Estimate:
         wire = self._precision.reduce_dtype(flat.dtype)
         total = self._precision.accumulate_dtype(flat.dtype)
         # Nothing owned is nothing to be anywhere.
-        in_order = wire is total and len(flat.pieces(self._rank)) <= 1
+        in_order = wire is total and len(flat.pieces(self.rank)) <= 1
         return in_order and total is flat.master
 
 
 def _of(axis: Axis, operation: Operation, elements: int) -> int:
     return sent_elements(operation, elements, size=axis.size, rank=axis.rank)
+
+
+# --- how often units are gathered in a forward and its backward ---
+#
+# A forward usually uses modules in the order in which they are registered, each once, and backward
+# the other way round. The model decides in the end; gathering follows it.
+
+_LOOKUPS = nn.Embedding | nn.EmbeddingBag
+"""Layers whose backward reads no values."""
+
+
+class UnitUse(NamedTuple):
+    """A module that needs a unit in forward.
+
+    Attributes:
+        key: the unit's.
+        read_back: whether its backward reads values again.
+    """
+
+    key: str
+    read_back: bool
+
+
+def gathers_again(
+    units: Sequence[UnitLayout], model: nn.Module | None, spared: int
+) -> Counter[str]:
+    """Return how often each unit is gathered after its first time in a forward with its backward.
+
+    Args:
+        units: the plan; those that stay whole, and what is left of the model, are not freed.
+        model: says which layers are tied, and which only look values up; None: none.
+        spared: how many units are not freed because forward ends and backward begins with them.
+    """
+    uses = usual_uses(units, model)
+    last = list(dict.fromkeys(use.key for use in reversed(uses)))[:spared]
+    gathers: Counter[str] = Counter(dict.fromkeys((use.key for use in uses), -1))
+    for use in uses:
+        gathers[use.key] += 1
+    live = set(last)
+    for use in reversed(uses):
+        if not use.read_back:
+            continue
+        if use.key in live:
+            live.discard(use.key)  # freed when its backward is over
+        else:
+            gathers[use.key] += 1
+    return gathers
+
+
+def usual_uses(units: Sequence[UnitLayout], model: nn.Module | None) -> list[UnitUse]:
+    """Return which units a forward needs, in order; those that are freed after it only.
+
+    Backward reads a layer's values if the layer's inputs need gradients, and those of a module
+    with layers inside also if one of these is trained.
+    """
+    freed = [unit for unit in reversed(units) if unit.sharded and unit.key != ROOT]
+    return _of_names(freed, units) if model is None else _of_modules(freed, model)
+
+
+def _of_names(freed: Sequence[UnitLayout], units: Sequence[UnitLayout]) -> list[UnitUse]:
+    elsewhere = any(unit.trainable for unit in units if unit not in freed)
+    flows, uses = False, []  # whether gradients flow back to here
+    for unit in freed:
+        trained = bool(unit.trainable)
+        inside = trained and not _is_layer(unit.key, freed)
+        uses.append(UnitUse(unit.key, read_back=flows or inside))
+        flows = flows or trained or elsewhere
+    return uses
+
+
+def _of_modules(units: Sequence[UnitLayout], model: nn.Module) -> list[UnitUse]:
+    parameters = named_parameters(model)
+    owner = {id(parameters[place.name]): unit.key for unit in units for place in unit.places}
+    keys = {unit.key for unit in units}
+    flows = waits = False  # whether gradients flow back to here
+    uses = []
+    for name, module in model.named_modules():
+        own = clean_name(f"{name}.")[:-1]
+        tied = {owner.get(id(parameter)) for parameter in module._parameters.values()}
+        outside = {key for key in tied if key is not None and not f"{own}.".startswith(f"{key}.")}
+        for key in sorted(outside | ({own} & keys)):
+            inside = key == own and not _is_layer(key, units) and _trains(module)
+            read_back = (flows or inside) and not isinstance(module, _LOOKUPS)
+            uses.append(UnitUse(key, read_back))
+        # What a module around others has for itself, it usually uses after the first of them.
+        waits = waits or _trains(module, inside=False)
+        flows = flows or (waits and next(module.children(), None) is None)
+    return uses
+
+
+def _trains(module: nn.Module, *, inside: bool = True) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=inside))
+
+
+def _is_layer(key: str, units: Sequence[UnitLayout]) -> bool:
+    """Return whether a unit is one layer: a module with nothing inside but parameters."""
+    names = [place.name for unit in units if unit.key == key for place in unit.places]
+    return all(name.rpartition(".")[0] == key for name in names)

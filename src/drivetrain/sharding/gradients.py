@@ -1,221 +1,400 @@
-"""One unit's gradients on one rank: reduced together, by one reduce-scatter over its flat tensors.
+"""The gradients of one unit on one rank, from autograd to what the optimizer steps with.
 
-With replicas, a reduce-scatter adds up within the ranks that share the unit, and an all-reduce of
-what a rank owns adds up over the replicas: at once, or for several micro-batches together.
+::
+
+    autograd's --x 1/N--> buffer --reduce-scatter in place--> own pieces --> kept --> fragments
+
+A rank that keeps whole gradients keeps the buffer: where its own pieces are one range, the
+fragments' gradients are views of it, and micro-batches may add to it without sending anything.
+Otherwise the buffer is lent between the first gradient and the end of the reduction. Gradients of
+low precision are added up in fp32. With replicas, the reduce-scatter adds up within the ranks that
+share the unit, and an all-reduce of the owned pieces adds up over the replicas.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from drivetrain.collectives import Handle
+from drivetrain.errors import UsageError
 from drivetrain.runtime.precision import Precision
-from drivetrain.sharding.flat import Flat
-from drivetrain.sharding.flat_gradients import FlatGradients
 from drivetrain.sharding.layout import offsets_in_bytes
-from drivetrain.sharding.ranks import Ranks
-from drivetrain.sharding.slot import Slot
-from drivetrain.sharding.unit import Unit
-
-Lend = Callable[[int], Tensor]
-"""Lends a buffer of so many bytes: 1-D, of bytes."""
+from drivetrain.sharding.placement import Ranks
+from drivetrain.sharding.shard import make_placeholder
+from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.sharding.unit import FlatTensor, Unit
 
 
-class UnitGradients:
-    """The gradients of one unit.
+class FlatGradients:
+    """The gradients of one flat tensor: the buffer they arrive in, and what is kept of them.
 
     Args:
-        unit: the unit.
-        precision: the dtypes of gradients.
-        lend: lends a buffer; None keeps one for good.
-        take_back: takes a lent buffer back.
-        ranks: those that train the model.
-        make_way: called before the first gradient of a backward.
+        flat: the flat tensor.
+        rank: this rank among those that share the unit.
+        wire: dtype in which gradients cross ranks.
+        total: dtype in which they are added up.
+        stays: whether a buffer is kept for good; otherwise it is lent.
 
     Attributes:
-        unit: the unit.
-        awaited: the parameters that gradients are expected for in this round.
-        pending: how many of them have not come.
-        present: those with a gradient on this rank since gradients were last handed out.
+        buffer: 1-D, where gradients arrive; None while there is none.
+        filled: the parameters whose places in the buffer hold a gradient.
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        precision: Precision,
-        lend: Lend | None,
-        take_back: Callable[[Tensor], None],
-        ranks: Ranks,
-        make_way: Callable[[Unit], None] | None = None,
+        self, flat: FlatTensor, rank: int, wire: torch.dtype, total: torch.dtype, *, stays: bool
     ) -> None:
-        self.unit = unit
-        self.awaited: list[Slot] = []
-        self.pending = 0
-        self.present: set[Slot] = set()
-        self._lend = lend
-        self._take_back = take_back
-        self._make_way = make_way
-        self._reducing = ranks.reducing
-        self._replicas = ranks.replicas
-        self._flats = {flat: self._make(flat, precision) for flat in unit.flats}
-        self._active: list[FlatGradients] = []
-        self._opened = False
-        self._lent: Tensor | None = None
-        self._reduction: Handle | None = None
-        self._replication: list[Handle] = []
-
-    def _make(self, flat: Flat, precision: Precision) -> FlatGradients:
-        dtype = flat.layout.dtype
-        wire, total = precision.reduce_dtype(dtype), precision.accumulate_dtype(dtype)
-        return FlatGradients(flat, wire, total, stays=self._lend is None)
-
-    def begin(self) -> bool:
-        """Begin a round; return whether any gradient is expected."""
-        self.awaited = [slot for slot in self.unit.slots if slot.parameter.requires_grad]
-        self.pending = len(self.awaited)
-        return bool(self.awaited)
-
-    @property
-    def on_its_way(self) -> bool:
-        """Whether the buffers are being reduced."""
-        return self._reduction is not None
-
-    @property
-    def done(self) -> bool:
-        """Whether the reduction is over."""
-        return self._reduction is None or self._reduction.done()
+        self.flat = flat
+        self.wire = wire
+        self.buffer: Tensor | None = None
+        self.filled: set[ParameterSlot] = set()
+        self._total = total
+        self._owned = [slot for slot in flat.slots if slot.owned_numel]
+        self._range = slice(*flat.pieces[rank][0]) if len(flat.pieces[rank]) == 1 else None
+        self._stays = stays
+        self._views: dict[ParameterSlot, Tensor] = {}
+        self._kept: Tensor | None = None
+        self._replica_sum: Tensor | None = None
 
     # --- filling ---
 
-    def receive(self, slot: Slot, scale: float) -> None:
-        """Move a parameter's fresh gradient into its buffer, times a scale.
+    def use(self, buffer: Tensor | None) -> None:
+        """Let gradients arrive in a buffer like the flat tensor; None takes it away."""
+        self.buffer = buffer
+        self._views = {}
+        if buffer is not None:
+            self._views = {slot: slot.view(buffer) for slot in self.flat.slots}
+
+    def receive(self, slot: ParameterSlot, grad: Tensor, scale: float) -> None:
+        """Move a parameter's fresh gradient into the buffer, times a scale.
 
         Raises:
             UsageError: the gradient is sparse or part of a graph.
         """
-        if slot.parameter.grad is None:
-            return
-        if not self._opened:
-            self._open()
-        self._flats[slot.flat].receive(slot, scale)
+        if grad.requires_grad or grad.layout is not torch.strided:
+            found = "part of a graph" if grad.requires_grad else f"{grad.layout}"
+            raise UsageError(
+                f"the gradient of {slot.name!r} is {found}, expected a dense one outside of "
+                "autograd; use torch.autograd.grad for gradients of gradients, and sparse=False "
+                "for embeddings"
+            )
+        if slot in self.filled:
+            if self.buffer is not None and self.buffer.dtype is not self._total:
+                self.use(self.buffer.to(self._total))  # a sum is about to be made
+            self._views[slot].add_(grad, alpha=scale)
+        else:
+            torch.mul(grad, scale, out=self._views[slot])  # one pass over memory
+            self.filled.add(slot)
+        slot.parameter.grad = None
 
     def scale(self, factor: float) -> None:
-        """Multiply what was received and not handed out."""
-        if self._reduction is None:
-            for gradients in self._flats.values():
-                gradients.scale(factor)
+        """Multiply gradients that were received."""
+        for slot, view in self._views.items():
+            if slot in self.filled:
+                view.mul_(factor)
+        if self._replica_sum is not None:
+            self._replica_sum.mul_(factor)
 
-    def forget(self, only: Collection[Slot] | None = None) -> None:
-        """Drop what was received and not handed out, of some parameters or of all."""
-        slots = self.unit.slots if only is None else only
-        self.present.difference_update(slots)
-        for slot in slots:
-            slot.filled = False
-            self._flats[slot.flat].drop_waiting([slot])
-        waiting = any(slot.filled for slot in self.unit.slots)
-        if self._opened and self._reduction is None and not waiting:
-            self._close()
+    def set_aside(self) -> None:
+        """Save gradients that lie in the buffer and were not cleared: this round adds to them."""
+        if self._kept is not None and self._in_buffer(self._kept):
+            self._move(self._kept)
 
-    def _open(self) -> None:
-        self._opened = True
-        if self._make_way is not None:
-            self._make_way(self.unit)
-        trained = {slot.flat for slot in self.unit.slots if slot.parameter.requires_grad}
-        self._active = [self._flats[flat] for flat in self.unit.flats if flat in trained]
-        if self._lend is not None:
-            self._borrow(self._lend)
-            return
-        for gradients in self._active:
-            if gradients.buffer is None:
-                values = gradients.flat.values
-                gradients.use(torch.zeros_like(values, dtype=gradients.wire))
-            else:
-                gradients.set_aside()
+    def drop(self, slots: Collection[ParameterSlot]) -> None:
+        """Forget gradients that were received, or wait for replicas, of some parameters."""
+        self.filled.difference_update(slots)
+        if self._replica_sum is not None:
+            for slot in slots:
+                self._replica_sum[slot.local].zero_()
 
-    def _borrow(self, lend: Lend) -> None:
-        sizes = [
-            gradients.flat.layout.numel * gradients.wire.itemsize for gradients in self._active
-        ]
-        starts = offsets_in_bytes(sizes)
-        self._lent = lend(starts[-1])
-        for gradients, start, size in zip(self._active, starts, sizes, strict=False):
-            gradients.use(self._lent[start : start + size].view(gradients.wire))
+    def _move(self, kept: Tensor) -> None:
+        """Keep the gradients that fragments have, if any, in other memory."""
+        having = self.flat.with_gradients()
+        self._kept = kept.clone() if having else self._kept
+        for slot in having:
+            self._follow(slot)
+            self.hand_out(slot)
 
     # --- reducing ---
 
-    def launch(self) -> None:
-        """Send the buffers on their way; parameters without a gradient count as zeros."""
-        if not self._opened:
-            self._open()
-        missing = {slot for gradients in self._active for slot in gradients.fill_gaps()}
-        self.present.update(slot for slot in self.awaited if slot not in missing)
-        outgoing = [gradients.outgoing() for gradients in self._active]
-        self._reduction = self._reducing.reduce_parts(
-            [
-                [part for parts in outgoing for part in parts[rank]]
-                for rank in range(self._reducing.size)
-            ],
-            label=f"gradients of {self.unit.label}",
-        )
+    def fill_gaps(self) -> list[ParameterSlot]:
+        """Write zeros where no gradient came; return the parameters."""
+        missing = [slot for slot in self.flat.slots if slot not in self.filled]
+        for slot in missing:
+            self._views[slot].zero_()
+        self.filled.clear()
+        return missing
 
-    def settle(self, *, replicate: bool) -> None:
-        """Wait for the reduction and keep what this rank owns.
+    def outgoing(self) -> Tensor:
+        """Return what is to be reduced, 1-D: the buffer, in the dtype of the wire."""
+        if self.buffer is None:
+            raise UsageError("expected gradients to be sent, found none")
+        return self.buffer.to(self.wire)
+
+    def keep_owned(self, sent: Tensor) -> None:
+        """Keep this rank's ranges of the mean over ranks; the rest is of no use."""
+        self._keep([sent[slot.own] for slot in self._owned], sent)
+
+    def add_to_replica_sum(self, sent: Tensor) -> None:
+        """Add this rank's ranges to the sum that is to cross to the replicas."""
+        ranges, total = [sent[slot.own] for slot in self._owned], self._replica_sum
+        if total is None:
+            total = torch.empty(self.flat.owned, dtype=self._total, device=sent.device)
+            _copy([total[slot.local] for slot in self._owned], ranges)
+            self._replica_sum = total
+        else:
+            for slot, values in zip(self._owned, ranges, strict=True):
+                total[slot.local].add_(values)
+
+    def crossing(self) -> Tensor:
+        """Return what is to be added up over replicas, 1-D, in place."""
+        if self._replica_sum is None:
+            raise UsageError("expected gradients for other replicas, found none")
+        return self._replica_sum.to(self.wire)
+
+    def keep_crossed(self, crossed: Tensor) -> None:
+        """Keep what was added up over replicas."""
+        self._keep([crossed[slot.local] for slot in self._owned], None)
+        self._replica_sum = None
+
+    # --- keeping ---
+
+    def _in_buffer(self, kept: Tensor) -> bool:
+        return self.buffer is not None and _shares(kept, self.buffer)
+
+    def _keep(self, ranges: Sequence[Tensor], sent: Tensor | None) -> None:
+        """Add ranges, one for each owned parameter, to the gradients of fragments, or keep them."""
+        having = self.flat.with_gradients()
+        if not having:
+            self._kept = self._kept_anew(ranges, sent)
+            return
+        for slot in having:
+            self._follow(slot)
+        self.to_sum_dtype()
+        if self._kept is not None:
+            for slot, values in zip(self._owned, ranges, strict=True):
+                if slot in having:
+                    self._kept[slot.local].add_(values.to(self._kept.device))
+                else:
+                    self._kept[slot.local].copy_(values)
+
+    def _kept_anew(self, ranges: Sequence[Tensor], sent: Tensor | None) -> Tensor:
+        flat, kept, device = self.flat, self._kept, self.flat.gradient_device
+        # The first gradient of a window waits as it came where a store has the master.
+        dtype = self.wire if flat.masters_left else self._total
+        if self._stays and sent is not None and sent is self.buffer and self._range is not None:
+            in_place = sent[self._range]
+            if in_place.device == device and in_place.dtype is dtype:
+                return in_place
+        if kept is None or kept.dtype is not dtype or self._in_buffer(kept):
+            kept = torch.empty(flat.owned, dtype=dtype, device=device)
+        _copy([kept[slot.local] for slot in self._owned], ranges)
+        return kept
+
+    def to_sum_dtype(self) -> None:
+        """Keep gradients in the dtype of sums: they are about to be changed in place."""
+        if self._kept is None or self._kept.dtype is self._total:
+            return
+        self._kept = self._kept.to(self._total)
+        for slot in self.flat.with_gradients():
+            self.hand_out(slot)
+
+    def give_away(self) -> None:
+        """Let go of the memory of gradients that were taken: somebody else reads it.
+
+        Those that fragments still have, as where another optimizer steps them, move.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        self._move(kept)
+        if self._in_buffer(kept):
+            self.use(None)
+
+    # --- handing out ---
+
+    def hand_out(self, slot: ParameterSlot) -> None:
+        """Give a parameter's fragment its gradient."""
+        fragment = self.flat.fragment(slot)
+        if fragment is None or self._kept is None:
+            return
+        piece = slot.piece(self._kept)
+        if self.flat.masters_left and fragment.dtype is not piece.dtype:
+            make_placeholder(slot, fragment, piece.dtype)
+        fragment.grad = piece if piece.dtype is fragment.dtype else piece.to(fragment.dtype)
+
+    def _follow(self, slot: ParameterSlot) -> None:
+        """Take over changes of a handed out gradient that is no view of what is kept.
+
+        Elements that nobody changed keep the digits that the fragment's dtype has no room for.
+        """
+        grad = self.flat.fragments[slot].grad
+        if grad is not None and self._kept is not None and not _shares(grad, self._kept):
+            piece = slot.piece(self._kept)
+            piece.copy_(torch.where(piece.to(grad.dtype) == grad, piece, grad))
+
+
+def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(list(to), list(values))
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+class UnitGradients:
+    """The gradients of one unit, reduced together by one reduce-scatter.
+
+    Args:
+        unit: the unit.
+        precision: the dtypes of gradients.
+        ranks: those that train the model.
+        stays: whether buffers are kept for good; otherwise they are lent.
+
+    Attributes:
+        flats: the gradients of each of its flat tensors.
+        awaited: the parameters with a gradient to come in this round.
+        came: the parameters whose gradients have come in this round.
+        pending: how many gradients are still to come.
+        present: those with a gradient on this rank since gradients were last handed out.
+        opened: whether there are buffers for gradients to arrive in.
+        reduction: the reduce-scatter under way.
+    """
+
+    def __init__(self, unit: Unit, precision: Precision, ranks: Ranks, *, stays: bool) -> None:
+        self.unit = unit
+        self.awaited: list[ParameterSlot] = []
+        self.came: set[ParameterSlot] = set()
+        self.pending = 0
+        self.present: set[ParameterSlot] = set()
+        self.opened = False
+        self._stays = stays
+        self._reducing = ranks.reducing
+        self._replicas = ranks.replicas
+        self.flats: list[FlatGradients] = []
+        for flat in unit.flats:
+            dtype = flat.layout.dtype
+            wire, total = precision.reduce_dtype(dtype), precision.accumulate_dtype(dtype)
+            self.flats.append(FlatGradients(flat, ranks.sharing.rank, wire, total, stays=stays))
+        self._of = {slot: flat for flat in self.flats for slot in flat.flat.slots}
+        self._label = f"gradients of {unit.label}"
+        self._active: list[FlatGradients] = []
+        self._lent: Tensor | None = None
+        self._sent: list[tuple[FlatGradients, Tensor]] = []
+        self.reduction: Handle | None = None
+        self._crossing: list[tuple[FlatGradients, Tensor, Handle]] = []
+
+    def begin(self) -> bool:
+        """Begin a round; return whether any gradient is expected."""
+        self.awaited = [slot for slot in self.unit.slots if slot.parameter.requires_grad]
+        self.came.clear()
+        self.pending = len(self.awaited)
+        return bool(self.awaited)
+
+    @property
+    def done(self) -> bool:
+        """Whether the reduction is over."""
+        return self.reduction is None or self.reduction.done()
+
+    # --- filling ---
+
+    def open(self, lend: Callable[[int], Tensor] | None) -> None:
+        """Make buffers ready for the first gradient.
+
+        Args:
+            lend: lends a buffer of so many bytes, 1-D; None keeps one for good.
+        """
+        self.opened = True
+        trained = {self._of[slot] for slot in self.unit.slots if slot.parameter.requires_grad}
+        self._active = [flat for flat in self.flats if flat in trained]
+        if lend is not None:
+            sizes = [flat.flat.layout.numel * flat.wire.itemsize for flat in self._active]
+            starts = offsets_in_bytes(sizes)
+            self._lent = lend(starts[-1])
+            for flat, start, size in zip(self._active, starts, sizes, strict=False):
+                flat.use(self._lent[start : start + size].view(flat.wire))
+            return
+        for flat in self._active:
+            if flat.buffer is None:
+                flat.use(torch.zeros_like(flat.flat.values, dtype=flat.wire))
+            else:
+                flat.set_aside()
+
+    def receive(self, slot: ParameterSlot, grad: Tensor, scale: float) -> None:
+        """Move a gradient into its flat tensor's buffer, times a scale."""
+        self._of[slot].receive(slot, grad, scale)
+
+    def forget(self, slots: Collection[ParameterSlot]) -> Tensor | None:
+        """Drop what was received and not handed out; return a lent buffer if nothing is left."""
+        self.present.difference_update(slots)
+        for flat in self.flats:
+            flat.drop([slot for slot in flat.flat.slots if slot in slots])
+        waiting = any(flat.filled for flat in self.flats)
+        done = self.opened and self.reduction is None and not waiting
+        return self._close() if done else None
+
+    # --- reducing ---
+
+    def send(self) -> None:
+        """Send the buffers on their way; parameters without a gradient count as zeros."""
+        missing = {slot for flat in self._active for slot in flat.fill_gaps()}
+        self.present.update(slot for slot in self.awaited if slot not in missing)
+        self._sent = [(flat, flat.outgoing()) for flat in self._active]
+        outgoing = [flat.flat.cut(sent) for flat, sent in self._sent]
+        ranks = range(self._reducing.size)
+        parts = [[part for cut in outgoing for part in cut[rank]] for rank in ranks]
+        self.reduction = self._reducing.reduce_parts(parts, label=self._label)
+
+    def keep_owned(self, *, replicate: bool) -> Tensor | None:
+        """Wait for the reduction and keep what this rank owns; return a buffer that was lent.
 
         Args:
             replicate: whether replicas are about to hand gradients out: what they own is added up.
         """
-        if self._reduction is None:
-            return
-        self._reduction.wait()
-        self._reduction = None
-        for gradients in self._active:
+        if self.reduction is None:
+            return None
+        self.reduction.wait()
+        self.reduction = None
+        sent, self._sent = self._sent, []
+        for flat, reduced in sent:
             if self._replicas is None:
-                gradients.settle()
+                flat.keep_owned(reduced)
             else:
-                gradients.put_by()
-        self._close()
+                flat.add_to_replica_sum(reduced)
         if self._replicas is not None and replicate:
             label = f"gradients of replicas of {self.unit.label}"
-            self._replication = [
-                self._replicas.all_reduce(gradients.crossing(), label=label)
-                for gradients in self._active
-            ]
+            for flat in self._active:
+                total = flat.crossing()
+                handle = self._replicas.all_reduce(total, label=label)
+                self._crossing.append((flat, total, handle))
+        return self._close()
 
     def finish(self) -> None:
         """Wait for the replicas."""
-        if not self._replication:
-            return
-        for handle in self._replication:
+        crossing, self._crossing = self._crossing, []
+        for flat, total, handle in crossing:
             handle.wait()
-        self._replication = []
-        for gradients in self._active:
-            gradients.arrive()
+            flat.keep_crossed(total)
 
-    def _close(self) -> None:
-        self._opened = False
-        if self._lent is not None:
-            self._take_back(self._lent)
-            self._lent = None
-        for gradients in self._active:
-            low = gradients.buffer is not None and gradients.buffer.dtype is gradients.wire
-            if self._lend is not None or not low:  # what sums were made in is larger
-                gradients.use(None)
+    def _close(self) -> Tensor | None:
+        """Take buffers away that do not stay; return the one that was lent."""
+        self.opened = False
+        lent, self._lent = self._lent, None
+        for flat in self._active:
+            low = flat.buffer is not None and flat.buffer.dtype is flat.wire
+            if not self._stays or not low:  # the buffer that sums were made in is larger
+                flat.use(None)
+        return lent
 
     # --- handing out ---
 
-    def widen(self, flats: Collection[Flat]) -> None:
-        """Keep gradients in the dtype of sums: they are about to be changed in place."""
-        for flat in flats:
-            self._flats[flat].widen()
+    def of(self, slots: Iterable[ParameterSlot]) -> set[FlatGradients]:
+        """Return the gradients of the flat tensors that some of the parameters lie in."""
+        return {self._of[slot] for slot in slots if slot in self._of}
 
-    def give_away(self, flats: Collection[Flat]) -> None:
-        """Let go of the memory of gradients that were handed out: somebody else reads it."""
-        for flat in flats:
-            self._flats[flat].give_away()
-
-    def deliver(self, slots: Sequence[Slot]) -> None:
+    def deliver(self, slots: Sequence[ParameterSlot]) -> None:
         """Give these parameters' fragments their gradients."""
         for slot in slots:
-            self._flats[slot.flat].hand_out(slot)
+            self._of[slot].hand_out(slot)
         self.present.clear()

@@ -1,10 +1,123 @@
-"""Module hooks that copies and pickles of the model do not inherit: these are ordinary models."""
+"""The hooks of one model: the named methods of its strategy that a step calls, and where.
 
-from collections.abc import Callable
-from typing import Any
+Everything that happens in a step begins in one of these hooks, in an optimizer's hooks
+(``optimizers.py``) or in ``backward``. Copies and pickles of the model do not inherit them: these
+are ordinary models.
+"""
 
-from torch import nn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.parts.naming import clean_name
+from drivetrain.parts.replicate import ForwardHook
+from drivetrain.parts.rounds import on_gradient
+from drivetrain.sharding.gather import Gather
+from drivetrain.sharding.gradients import UnitGradients
+from drivetrain.sharding.home import BoundOptimizer
+from drivetrain.sharding.layout import ROOT
+from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.sharding.unit import Unit
+
+
+class StepEvents(Protocol):
+    """The events of a step, in their order: a strategy says what happens at each."""
+
+    def before_forward(self) -> None:
+        """A training forward of the model begins."""
+
+    def before_compiled_forward(self) -> None:
+        """A forward of a compiled model begins, which asks no guards."""
+
+    def before_module(self, units: Sequence[Unit]) -> None:
+        """The forward of a module begins that needs these units whole."""
+
+    def after_module(self, units: Sequence[Unit], outputs: Any) -> None:
+        """It has ended, with these outputs."""
+
+    def gradient_came(self, unit: UnitGradients, slot: ParameterSlot) -> None:
+        """Autograd has accumulated a parameter's gradient."""
+
+    def after_module_backward(self, units: Sequence[Unit]) -> None:
+        """The gradients of a module's inputs are there: its backward needs these units no more."""
+
+    def before_step(self, bound: BoundOptimizer) -> None:
+        """An optimizer is about to step."""
+
+    def after_step(self, bound: BoundOptimizer) -> None:
+        """An optimizer has stepped."""
+
+    def before_zero_grad(self, bound: BoundOptimizer | None, *, set_to_none: bool) -> None:
+        """Gradients are about to be cleared: those of an optimizer, or of the whole model."""
+
+
+class StepHooks:
+    """The hooks on one model, its modules and its parameters.
+
+    Args:
+        model: the user's model.
+        gather: gathers its sharded units.
+        step: is told what happens.
+    """
+
+    def __init__(self, model: nn.Module, gather: Gather, step: StepEvents) -> None:
+        self._model = model
+        self._step = step
+        self._gradients: dict[ParameterSlot, RemovableHandle] = {}
+        self._handles = [model.register_forward_pre_hook(ForwardHook(step.before_forward))]
+        if is_compiled(model):
+            wait = UnitHook(lambda module, inputs: step.before_compiled_forward())
+            self._handles.append(model.register_forward_pre_hook(wait))
+        model.__dict__["zero_grad"] = ZeroGrad(model, step)
+        if gather.units:
+            self._watch_modules(gather)
+
+    def watch_gradients(self, units: Sequence[UnitGradients]) -> None:
+        """Follow changes of ``requires_grad``; every rank must make the same ones."""
+        # A guarded parameter answers slowly, and here every one is asked, twice per step.
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in units:
+                for slot in unit.unit.slots:
+                    if slot.parameter.requires_grad is not (slot in self._gradients):
+                        self._follow(unit, slot)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in (*self._handles, *self._gradients.values()):
+            handle.remove()
+        self._handles, self._gradients = [], {}
+        self._model.__dict__.pop("zero_grad", None)
+
+    def _follow(self, unit: UnitGradients, slot: ParameterSlot) -> None:
+        if slot in self._gradients:
+            self._gradients.pop(slot).remove()
+            return
+        step = self._step
+
+        def came(parameter: Tensor) -> None:  # a closure, since it runs for each parameter
+            step.gradient_came(unit, slot)
+
+        self._gradients[slot] = on_gradient(slot.parameter, came)
+
+    def _watch_modules(self, gather: Gather) -> None:
+        model = self._model
+        begin = UnitHook(lambda module, inputs: gather.begin_forward())
+        end = UnitHook(lambda module, inputs, outputs: gather.end_forward(outputs))
+        self._handles += [
+            model.register_forward_pre_hook(begin, prepend=True),
+            model.register_forward_hook(end, always_call=True),
+        ]
+        for module, units in users(model, gather.units).items():
+            hook = ModuleHook(gather, units, self._step)
+            self._handles += [
+                module.register_forward_pre_hook(UnitHook(hook.enter), with_kwargs=True),
+                module.register_forward_hook(UnitHook(hook.leave), always_call=True),
+            ]
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -39,18 +152,110 @@ class ZeroGrad:
 
     Args:
         module: the model.
-        clear: clears what the strategy keeps; None for nothing.
+        step: is told; None: nobody is.
     """
 
-    def __init__(self, module: nn.Module, clear: Callable[[bool], None] | None) -> None:
+    def __init__(self, module: nn.Module, step: StepEvents | None) -> None:
         self._module = module
-        self._clear = clear
+        self._step = step
 
     def __call__(self, set_to_none: bool = True) -> None:
         """Clear all gradients of the model."""
         type(self._module).zero_grad(self._module, set_to_none)
-        if self._clear is not None:
-            self._clear(set_to_none)
+        if self._step is not None:
+            self._step.before_zero_grad(None, set_to_none=set_to_none)
 
     def __reduce__(self) -> tuple[type["ZeroGrad"], tuple[nn.Module, None]]:
         return ZeroGrad, (self._module, None)
+
+
+# --- modules ---
+
+
+def users(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
+    """Return which units each module needs whole while its forward runs.
+
+    Those are the unit that is named after it, and units of parameters that are tied to its own.
+    """
+    if is_compiled(model):
+        # Its inside is one graph, which hooks on parts of it would break.
+        return {model: list(units)} if units else {}
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    found: dict[nn.Module, list[Unit]] = {}
+    for unit in units:
+        key = unit.layout.key
+        if key == ROOT:
+            continue
+        own = [modules[key]] if key in modules else []
+        for module in (*own, *_tied(modules, unit)):
+            found.setdefault(module, []).append(unit)
+    return found
+
+
+def _tied(modules: dict[str, nn.Module], unit: Unit) -> Iterator[nn.Module]:
+    """Yield the modules outside of a unit's own that hold one of its parameters."""
+    inside = f"{unit.layout.key}."
+    held = {id(parameter) for parameter in unit.parameters}
+    for name, module in modules.items():
+        outside = name != unit.layout.key and not name.startswith(inside)
+        if outside and any(id(p) in held for p in module._parameters.values()):
+            yield module
+
+
+class ModuleHook:
+    """The hooks of one module around its forward and its backward.
+
+    Args:
+        gather: is told when a forward begins and ends.
+        units: the units that the module needs, those of several dtypes apart.
+        step: is told what happens.
+    """
+
+    def __init__(self, gather: Gather, units: Sequence[Unit], step: StepEvents) -> None:
+        self._gather = gather
+        self._units = units
+        self._step = step
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Tell of the forward's begin, and of the backward's end: it has passed the inputs."""
+        self._gather.enter(self)
+        self._step.before_module(self._units)
+        if torch.is_grad_enabled():
+            inputs = []
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                    inputs.append(leaf)
+            hook = CountedHook(len(inputs), self._units, self._step)
+            for leaf in inputs:
+                leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # dies with the graph
+
+    def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Tell of the forward's end; after an exception the model's own hook frees."""
+        if outputs is not None:
+            self._step.after_module(self._units, outputs)
+        self._gather.leave(self)
+
+
+class CountedHook:
+    """A hook of a module's inputs that tells when the gradients of all of them have come.
+
+    It holds nothing of the graph: autograd's nodes keep their hooks, and a hook that keeps nodes
+    makes a cycle that is never freed. (``register_multi_grad_hook`` does.)
+
+    Args:
+        count: how many inputs there are.
+        units: the units that the module needs.
+        step: is told.
+    """
+
+    def __init__(self, count: int, units: Sequence[Unit], step: StepEvents) -> None:
+        self._count = count
+        self._units = units
+        self._step = step
+        self._seen = 0
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Count one gradient."""
+        self._seen += 1
+        if self._seen % self._count == 0:
+            self._step.after_module_backward(self._units)

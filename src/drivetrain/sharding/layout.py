@@ -1,15 +1,15 @@
-"""Where every parameter of a unit lies, and what each rank owns of it. Arithmetic only.
+"""The layout of a unit: where each parameter lies, and which range of it each rank owns.
 
-A unit is what is gathered and freed together. Parameters of one kind (dtypes, trainable or frozen)
-lie side by side in one flat tensor, each in the order of its memory, so that a parameter is a view
-of it. Of every parameter a rank owns one range, its share::
+A unit is a set of parameters that are gathered and freed together. Parameters of one kind (dtypes,
+trainable or frozen) lie side by side in one flat tensor, each in the order of its memory, so that a
+parameter is a view of the flat tensor. Of every parameter a rank owns one range, its shard::
 
     | p0 | p1      | p2   | p3         |
     | rank 0     | rank 1    | rank 2  |      flat: the tensor is cut into equal ranges
     | rank 0       | rank 1| rank 2    |      whole: parameters belong to ranks
     |0|1|2| 0| 1| 2| 0|1|2 |  0| 1|  2 |      rows: every parameter is cut along its outermost dim
 
-Strategy and cost estimate read the same layout, so the estimate is exact.
+All of it is arithmetic. Strategy and cost estimate read the same layout, so the estimate is exact.
 """
 
 import itertools
@@ -25,9 +25,9 @@ from drivetrain.cost import TensorSpec
 from drivetrain.runtime.precision import Precision
 
 ROOT = ""
-"""The unit of what belongs to no repeated block and is not large."""
+"""The key of the rest of the model: parameters outside of repeated blocks and large layers."""
 
-Cut: TypeAlias = Literal["flat", "whole", "rows"]
+CutStyle: TypeAlias = Literal["flat", "whole", "rows"]
 """How parameters are divided among ranks."""
 
 Range: TypeAlias = tuple[int, int]
@@ -41,7 +41,7 @@ _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterPlace:
     """One parameter's place in its flat tensor.
 
     Attributes:
@@ -82,11 +82,11 @@ class FlatLayout:
         cut: how they are divided.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[ParameterPlace, ...]
     dtype: torch.dtype
     master: torch.dtype
     trainable: bool
-    cut: Cut
+    cut: CutStyle
 
     @property
     def numel(self) -> int:
@@ -133,7 +133,7 @@ class UnitLayout:
     sharded: bool
 
     @property
-    def places(self) -> Iterable[Place]:
+    def places(self) -> Iterable[ParameterPlace]:
         """The places of all its parameters."""
         return itertools.chain.from_iterable(flat.places for flat in self.flats)
 
@@ -152,7 +152,9 @@ class UnitLayout:
         return sum(flat.owned(rank) * flat.dtype.itemsize for flat in self.flats)
 
 
-def arrange(specs: Sequence[TensorSpec], precision: Precision, size: int, cut: Cut) -> FlatLayout:
+def arrange(
+    specs: Sequence[TensorSpec], precision: Precision, size: int, cut: CutStyle
+) -> FlatLayout:
     """Put parameters of one kind side by side, and cut them for the ranks that share them.
 
     Args:
@@ -170,7 +172,7 @@ def arrange(specs: Sequence[TensorSpec], precision: Precision, size: int, cut: C
             if cut == "rows"
             else [_overlap(offset, spec.numel, pair) for pair in itertools.pairwise(edges)]
         )
-        places.append(Place(spec.name, spec.shape, spec.outer_dim, offset, tuple(shares)))
+        places.append(ParameterPlace(spec.name, spec.shape, spec.outer_dim, offset, tuple(shares)))
     return _flat(specs[0], places, precision, cut)
 
 
@@ -193,7 +195,9 @@ def arrange_whole(
     for owner, owned in enumerate(owners):
         for spec in owned:
             shares = [(0, spec.numel) if rank == owner else (0, 0) for rank in range(len(loads))]
-            places.append(Place(spec.name, spec.shape, spec.outer_dim, offset, tuple(shares)))
+            places.append(
+                ParameterPlace(spec.name, spec.shape, spec.outer_dim, offset, tuple(shares))
+            )
             offset += spec.numel
     return _flat(specs[0], places, precision, "whole")
 
@@ -243,6 +247,8 @@ def _overlap(offset: int, numel: int, edges: Range) -> Range:
     return first, max(first, last)
 
 
-def _flat(spec: TensorSpec, places: Sequence[Place], precision: Precision, cut: Cut) -> FlatLayout:
+def _flat(
+    spec: TensorSpec, places: Sequence[ParameterPlace], precision: Precision, cut: CutStyle
+) -> FlatLayout:
     dtype, master, trainable = kind_of(spec, precision)
     return FlatLayout(tuple(places), dtype, master, trainable, cut)

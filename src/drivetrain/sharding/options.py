@@ -1,19 +1,131 @@
-"""The options that strategies over units have in common, and what follows from them."""
+"""The options that strategies over units share, and what the mechanisms ask of them."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, TypeAlias
 
-from drivetrain.config.option import option, section
+from drivetrain.config.option import mapping, option, section
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.mesh import Axis, Mesh
-from drivetrain.sharding.gathering import Until
-from drivetrain.sharding.offload_options import OffloadOptions
+from drivetrain.sharding.layout import CutStyle
+
+Until: TypeAlias = Literal["forward", "backward", "step"]
+"""When a unit is freed that a training forward has gathered."""
+
+
+class ShardedConfig(Protocol):
+    """The answers that the mechanisms need from the options of a strategy over units."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's fused kernel steps optimizers that leave the choice open."""
+
+    @property
+    def offload(self) -> "OffloadOptions":
+        """Which state lies in stores."""
+
+    @property
+    def buffers(self) -> str:
+        """``broadcast`` sends rank 0's buffers around before a training forward; or ``none``."""
+
+    @property
+    def cut(self) -> CutStyle:
+        """How parameters are divided among ranks."""
+
+    @property
+    def lent_buffers(self) -> int:
+        """How many gradient buffers are lent; 0 keeps whole gradients."""
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether every micro-batch's gradients are reduced."""
+
+    @property
+    def ahead(self) -> int:
+        """How many units are gathered ahead of the one that computes."""
+
+    @property
+    def most_live(self) -> int | None:
+        """How many units may be whole or on their way at once; None: as ``ahead`` gives."""
+
+    @property
+    def until(self) -> Until:
+        """When a unit is freed that a training forward has gathered."""
+
+    def near(self, mesh: Mesh) -> Axis | None:
+        """Return the neighbors that keep units together until backward; None: there are none."""
+
+    def places(self, spec: TensorSpec) -> bool:
+        """Return whether a parameter lies in a unit; one that never moves needs none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadOptions:
+    """The section ``offload``: which state lies in stores between its uses, and in which stores."""
+
+    optimizer: str = option(
+        "",
+        help="store that keeps optimizer state and master weights, and steps them: cpu, nvme, or "
+        "another installed one; empty leaves them on the device",
+    )
+    params: str = option(
+        "",
+        help="store that keeps this rank's share of the parameters between their uses, where they "
+        "are divided; needs a store for optimizer, too",
+    )
+    path: str = option("", help="directory on a local disk, for stores that keep files")
+    ratio: float = option(
+        1.0,
+        help="share of the parameters whose optimizer state is offloaded; those that forward "
+        "needs first stay",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    delayed: bool = option(
+        False,
+        help="whether parameters change one step late, so that an update may take as long as a "
+        "whole step; another trajectory than without",
+    )
+    store_options: dict[str, int | float | bool | str] = mapping(
+        help="options of the stores, such as request_mib of nvme; the same for all of them"
+    )
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            ConfigError: says which ones.
+        """
+        if self.params and not self.optimizer:
+            raise ConfigError(
+                f"expected offload.optimizer with offload.params: {self.params}, found none: an "
+                "optimizer on the device needs the parameters there; name a store for both"
+            )
+        if self.params and self.ratio < 1:
+            raise ConfigError(
+                f"expected offload.ratio: 1 with offload.params: {self.params}, found "
+                f"{self.ratio:g}: what lies in a store is stepped there; leave one of them out"
+            )
+        idle = [
+            f"{knob}: {getattr(self, knob)}"
+            for knob in ("path", "ratio", "delayed", "store_options")
+            if getattr(self, knob) != _DEFAULTS[knob]
+        ]
+        if idle and not self.optimizer:
+            raise ConfigError(
+                f"expected a store in offload.optimizer with {', '.join(idle)}, found none; name "
+                "one, such as cpu, or leave these out"
+            )
+
+
+_DEFAULTS: dict[str, Any] = {
+    field.name: getattr(OffloadOptions(), field.name) for field in fields(OffloadOptions)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitsOptions:
-    """Options of every strategy over units."""
+    """The options of every strategy over units."""
 
     buffers: Literal["broadcast", "none"] = option(
         "broadcast",
@@ -57,14 +169,33 @@ class UnitsOptions:
         """Whether every micro-batch's gradients are reduced."""
         return False
 
+    @property
+    def ahead(self) -> int:
+        """How many units are gathered ahead: none, where none is freed."""
+        return 0
+
+    @property
+    def most_live(self) -> int | None:
+        """How many units may be whole or on their way at once."""
+        return None
+
+    @property
+    def until(self) -> Until:
+        """When a unit is freed that a training forward has gathered."""
+        return "step"
+
+    def near(self, mesh: Mesh) -> Axis | None:
+        """Return None: nothing is freed, so no neighbors keep it together."""
+        return None
+
     def places(self, spec: TensorSpec) -> bool:
-        """Return whether a parameter lies in a unit; what never moves needs none."""
+        """Return whether a parameter lies in a unit; one that never moves needs none."""
         return spec.trainable
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions(UnitsOptions):
-    """Options where gradients are divided."""
+    """The options of strategies that divide gradients."""
 
     accumulate: Literal["reduce", "local"] = option(
         "reduce",
@@ -88,7 +219,7 @@ class GradientOptions(UnitsOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterOptions(GradientOptions):
-    """Options where parameters are divided, too."""
+    """The options of strategies that divide parameters, too."""
 
     reshard_after_forward: bool | int = option(
         True,

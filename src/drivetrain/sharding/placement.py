@@ -1,35 +1,109 @@
-"""Puts a model's parameters into units, also those that begin to train later."""
+"""The placement of a model: which ranks share it, and which unit each of its parameters lies in."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.building import WeightSource, fill, meta_tensors
+from drivetrain.collectives import Communicator, connect
 from drivetrain.cost import TensorSpec
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.overlap import check_apart
 from drivetrain.parts.replicate import replicate
+from drivetrain.runtime.mesh import Axis
+from drivetrain.sharding.home import Home
 from drivetrain.sharding.layout import UnitLayout
-from drivetrain.sharding.ranks import Ranks
-from drivetrain.sharding.slot import Slot
-from drivetrain.sharding.unit import Unit
-from drivetrain.store import TensorStore
+from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.sharding.unit import FlatTensor, Unit
+from drivetrain.strategy import Run
 
-Plan: TypeAlias = Callable[[Sequence[TensorSpec], Sequence[Hashable]], Sequence[UnitLayout]]
+CutModel: TypeAlias = Callable[[Sequence[TensorSpec], Sequence[Hashable]], Sequence[UnitLayout]]
 """Cuts parameters into units, given the device of each; only equal devices share a unit."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that train one model together, and how they divide it.
+
+    Attributes:
+        everyone: all ranks that train the model on batches of their own.
+        sharing: the ranks that each own a part of every unit.
+        reducing: the same ranks, for gradients. Where units are gathered in backward, that is a
+            communicator of its own: over gloo ranks may then finish gradients in different places
+            of the order of gathers, as when a parameter has no gradient on one of them. Backends
+            with one queue per group still want one order.
+        replicas: the ranks that own the same parts as this one; None: no others do, and those who
+            share are everyone.
+    """
+
+    everyone: Communicator
+    sharing: Communicator
+    reducing: Communicator
+    replicas: Communicator | None = None
+
+    @classmethod
+    def in_one_queue(cls, run: Run) -> "Ranks":
+        """Connect ``dp``: each rank owns a part, and all collectives keep one order."""
+        world = run.world
+        everyone = connect(run.mesh["dp"], run.traffic, world.device, world.timeout)
+        return cls(everyone, everyone, everyone)
+
+    @classmethod
+    def in_queues(
+        cls, run: Run, everyone: Axis, sharing: Axis, replicas: Axis | None = None
+    ) -> "Ranks":
+        """Connect these axes, with queues of their own for gathers and for gradients."""
+        all_ranks = connect_checked(run, everyone)
+        ranks = cls(
+            all_ranks,
+            all_ranks if sharing is everyone else connect_checked(run, sharing),
+            connect_checked(run, sharing),
+            None if replicas is None else connect_checked(run, replicas),
+        )
+        for one in ranks._communicators:  # a failure of one reaches the ranks of the others
+            one.companions = [other for other in ranks._communicators if other is not one]
+        return ranks
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for all about state that is whole everywhere."""
+        return self.everyone.rank == 0
+
+    @property
+    def original(self) -> bool:
+        """Whether this rank speaks for its replicas."""
+        return self.replicas is None or self.replicas.rank == 0
+
+    @property
+    def _communicators(self) -> list[Communicator]:
+        found = (self.replicas, self.reducing, self.sharing, self.everyone)
+        return list(dict.fromkeys(one for one in found if one is not None))
+
+    def close(self) -> None:
+        """Close the communicators."""
+        for communicator in self._communicators:
+            communicator.close()
+
+
+def connect_checked(run: Run, axis: Axis) -> Communicator:
+    """Connect an axis whose ranks are told where they do different things."""
+    world = run.world
+    return connect(axis, run.traffic, world.device, world.timeout, checked=True)
+
+
 class Placement:
-    """The units of one model.
+    """The units of one model, and who lies where in them.
 
     Args:
         ranks: those that train it.
-        plan: cuts parameters into units.
-        belongs: whether a parameter lies in a unit; what never moves may need none.
+        home: where shards lie.
+        cut: cuts parameters into units.
+        belongs: whether a parameter lies in a unit; one that never moves may need none.
         device: where parameters without values get theirs.
-        store: gives the store of this rank's shares of sharded units; None: memory.
 
     Attributes:
         units: in the order in which backward usually reaches them.
@@ -39,23 +113,39 @@ class Placement:
     def __init__(
         self,
         ranks: Ranks,
-        plan: Plan,
+        home: Home,
+        cut: CutModel,
         belongs: Callable[[TensorSpec], bool],
         device: torch.device,
-        store: Callable[[], TensorStore | None] = lambda: None,
     ) -> None:
         self.units: list[Unit] = []
-        self.slots: dict[nn.Parameter, Slot] = {}
+        self.slots: dict[nn.Parameter, ParameterSlot] = {}
         self._ranks = ranks
-        self._plan = plan
+        self._home = home
+        self._cut = cut
         self._belongs = belongs
         self._device = device
-        self._store = store
         self._source: WeightSource | None = None
         self._outside: dict[str, nn.Parameter] = {}
+        self._flats: dict[ParameterSlot, FlatTensor] = {}
+        self._units: dict[ParameterSlot, Unit] = {}
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[ParameterSlot]:
         return iter(self.slots.values())
+
+    def flat_of(self, slot: ParameterSlot) -> FlatTensor:
+        """Return the flat tensor that a parameter lies in."""
+        return self._flats[slot]
+
+    def unit_of(self, slot: ParameterSlot) -> Unit:
+        """Return the unit that a parameter is gathered with."""
+        return self._units[slot]
+
+    def fragment_of(self, slot: ParameterSlot) -> nn.Parameter | None:
+        """Return what optimizers hold in a parameter's place; None if nothing, or not yet."""
+        return self._flats[slot].fragments.get(slot)
+
+    # --- laying out ---
 
     def remember(self, model: nn.Module, source: WeightSource) -> None:
         """Keep the source of a model built on meta; fill what lies in no unit."""
@@ -83,53 +173,32 @@ class Placement:
 
     def follow(self) -> list[Unit]:
         """Make units of parameters that lie in none and belong into one now; return them."""
+        if not self._outside:
+            return []
         specs = [TensorSpec.of(name, parameter) for name, parameter in self._outside.items()]
         chosen = [spec for spec in specs if self._belongs(spec)]
         if not chosen:
             return []
         devices = [self._device_of(self._outside[spec.name]) for spec in chosen]
-        units = [self._make(layout) for layout in self._plan(chosen, devices)]
+        units = [self._make(layout) for layout in self._cut(chosen, devices)]
         for spec in chosen:
             del self._outside[spec.name]
         self.units += units
-        self.slots.update({slot.parameter: slot for unit in units for slot in unit.slots})
+        for unit in units:
+            self.slots.update({slot.parameter: slot for slot in unit.slots})
+            self._flats.update({slot: flat for flat in unit.flats for slot in flat.slots})
+            self._units.update(dict.fromkeys(unit.slots, unit))
         return units
 
-    def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
-        """Return the units of parameters, in order."""
-        wanted = {self.slots[one].unit for one in parameters if one in self.slots}
-        return [unit for unit in self.units if unit in wanted]
-
-    def gradients(
-        self, only: Collection[nn.Parameter] | None = None
-    ) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield the gradients of this rank's fragments, of some parameters or of all."""
-        chosen = self.slots.values() if only is None else [self.slots.get(p) for p in only]
-        for slot in chosen:
-            if slot is not None and slot.fragment is not None and slot.fragment.grad is not None:
-                yield slot, slot.fragment.grad
-
-    def clear_gradients(self, *, set_to_none: bool) -> None:
-        """Clear the fragments' gradients."""
-        for slot in self:
-            if slot.fragment is None or slot.fragment.grad is None:
-                continue
-            if set_to_none:
-                slot.fragment.grad = None
-            else:
-                slot.fragment.grad.zero_()
-
-    def send_around(self, stepped: Collection[Unit]) -> None:
-        """Bring what other ranks stepped into units that stay whole, in the order of forward."""
-        for unit in reversed(self.units):
-            if unit.resident and unit in stepped and unit.moves:
-                unit.arrive()
-                unit.start()
-
     def _make(self, layout: UnitLayout) -> Unit:
-        first = next(iter(layout.places))
-        device = self._device_of(self._outside[first.name])
-        unit = Unit(layout, self._outside, self._values, self._ranks.sharing, device, self._store())
+        device = self._device_of(self._outside[next(iter(layout.places)).name])
+        rank, label = self._ranks.sharing.rank, layout.key or "the rest of the model"
+        flats = []
+        for kind in layout.flats:
+            flat = FlatTensor(kind, self._outside, rank, device, sharded=layout.sharded)
+            flat.shard = self._home.shard(flat, label)
+            flats.append(flat)
+        unit = Unit(layout, flats, self._ranks.sharing, self._values)
         if self._source is not None and unit.resident:
             replicate(unit.values, self._ranks.everyone, "replicate model")
         return unit
@@ -141,3 +210,105 @@ class Placement:
 
     def _device_of(self, parameter: nn.Parameter) -> torch.device:
         return self._device if parameter.is_meta else parameter.device
+
+    # --- all units together ---
+
+    def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+        """Return the units of parameters, in order."""
+        wanted = {self._units[self.slots[one]] for one in parameters if one in self.slots}
+        return [unit for unit in self.units if unit in wanted]
+
+    def gradients(
+        self, only: Collection[nn.Parameter] | None = None
+    ) -> dict[ParameterSlot, Tensor]:
+        """Return the gradients of this rank's fragments, of some parameters or of all."""
+        slots = self.slots
+        chosen = slots.values() if only is None else [slots[p] for p in only if p in slots]
+        found = {}
+        for slot in chosen:
+            fragment = self.fragment_of(slot)
+            if fragment is not None and fragment.grad is not None:
+                found[slot] = fragment.grad
+        return found
+
+    def clear_gradients(self, *, set_to_none: bool) -> None:
+        """Clear the gradients of this rank's fragments."""
+        for slot, gradient in self.gradients().items():
+            fragment = self.fragment_of(slot)
+            if fragment is not None and set_to_none:
+                fragment.grad = None
+            else:
+                gradient.zero_()
+
+    def send_around(self, stepped: Collection[Unit]) -> None:
+        """Bring what other ranks stepped into units that stay whole, in the order of forward.
+
+        Forward needs the last unit first, so its all-gather is sent first; each of them goes on
+        until the forward reaches its unit.
+        """
+        for unit in reversed(self.units):
+            if unit.resident and unit in stepped and unit.moves:
+                unit.wait_for_values()
+                unit.start()
+
+    def wait_for_values(self) -> None:
+        """Return when every value that is on its way is there."""
+        for unit in self.units:
+            unit.wait_for_values()
+
+    def wait_for_steps(self) -> None:
+        """Return when this rank's shards have been stepped."""
+        for unit in self.units:
+            unit.wait_for_step()
+
+
+# --- edits: a script changes whole parameters, and what rank 0 changed becomes everybody's ---
+
+_PIECE = 1 << 20
+_PRIME = 1_000_003
+_RANGE = 1 << 62
+_WORDS = {1: torch.int8, 2: torch.int16}
+
+
+@contextmanager
+def edits_accepted(units: Sequence[Unit], communicator: Communicator, home: Home) -> Iterator[None]:
+    """Context in which whole parameters may be changed, on all ranks alike or on rank 0 alone.
+
+    Changes are found by comparing fingerprints, so it does not matter how they were made.
+
+    Args:
+        units: whole inside of the context.
+        communicator: all ranks that train the model.
+        home: where masters lie that follow.
+    """
+    before = [_fingerprints(unit) for unit in units]
+    yield
+    after = [_fingerprints(unit) for unit in units]
+    changed = [old != new for old, new in zip(before, after, strict=True)]
+    if not units:
+        return
+    flags = torch.tensor(changed, dtype=torch.uint8, device=units[0].values[0].device)
+    communicator.all_reduce(flags, reduction="max", label="changed parameters").wait()
+    for unit, flag in zip(units, flags.tolist(), strict=True):
+        if flag:
+            unit.accept(communicator)
+            home.values_changed(unit)
+
+
+def _fingerprints(unit: Unit) -> list[int]:
+    return [fingerprint(flat) for flat in unit.values]
+
+
+@torch.no_grad()
+def fingerprint(flat: Tensor) -> int:
+    """Return a number that changes when an element changes or elements swap places.
+
+    Args:
+        flat: 1-D, of any dtype; read in pieces, so memory stays constant.
+    """
+    total = 0
+    words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
+    for piece in torch.split(words, _PIECE):
+        ramp = torch.arange(1, piece.numel() + 1, device=piece.device)
+        total = (total * _PRIME + int((piece.to(torch.int64) * ramp).sum())) % _RANGE
+    return total

@@ -1,103 +1,98 @@
-"""One parameter in its unit: where it lies, what this rank owns of it, and what optimizers hold."""
+"""The geometry of one parameter in its flat tensor: where it lies, what this rank owns of it."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.parts.buckets import is_dense
-from drivetrain.sharding.layout import Place, row_length
-
-if TYPE_CHECKING:
-    from drivetrain.sharding.flat import Flat
-    from drivetrain.sharding.kept import Kept
+from drivetrain.sharding.layout import FlatLayout, ParameterPlace, row_length
 
 
-class Slot:
-    """One parameter in its unit.
-
-    Args:
-        place: where it lies in its flat tensor.
-        parameter: the user's own object.
-        flat: the flat tensor.
-        rank: this rank among those that share the unit.
-        first: where its share begins in the rank's shard.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ParameterSlot:
+    """One parameter in its flat tensor. Nothing of it changes while the model trains.
 
     Attributes:
         name: the parameter's name.
-        parameter: the parameter.
-        flat: the flat tensor that it lies in.
-        unit: the unit that it is gathered with.
+        parameter: the user's own object.
         shape: the parameter's shape.
         outer_dim: the dim that is outermost in memory.
         strides: its strides; the flat tensor holds it in this order.
+        contiguous: whether the order of memory is that of the flattened parameter.
         numel: its elements.
+        master: the dtype that the optimizer updates.
+        divided: whether ranks own parts of it; otherwise one of them owns it whole.
         span: where it lies in the flat tensor.
         owned: the (start, stop) of the parameter, in the order of its memory, that this rank owns.
-        own: where its share lies in the flat tensor.
-        local: where its share lies in this rank's shard.
+        owned_numel: elements that this rank owns.
+        own: where the owned range lies in the flat tensor.
+        local: where the owned range lies in this rank's shard of the flat tensor.
         fragment_shape: shape of what the optimizer holds: 1-D, rows, or the parameter's own.
         fragment_strides: its strides.
-        fragment: what the optimizer holds in the parameter's place; None where nothing is owned.
-        kept: what a store keeps for the optimizer; None if that has it itself.
-        round: the round in which its gradient last came.
-        filled: whether its place in the gradient buffer holds a gradient.
     """
 
-    __slots__ = (
-        "filled",
-        "flat",
-        "fragment",
-        "fragment_shape",
-        "fragment_strides",
-        "kept",
-        "local",
-        "name",
-        "numel",
-        "outer_dim",
-        "own",
-        "owned",
-        "parameter",
-        "round",
-        "shape",
-        "span",
-        "strides",
-        "unit",
-    )
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    outer_dim: int
+    strides: tuple[int, ...]
+    contiguous: bool
+    numel: int
+    master: torch.dtype
+    divided: bool
+    span: slice
+    owned: tuple[int, int]
+    owned_numel: int
+    own: slice
+    local: slice
+    fragment_shape: tuple[int, ...]
+    fragment_strides: tuple[int, ...]
 
-    def __init__(
-        self, place: Place, parameter: nn.Parameter, flat: "Flat", rank: int, first: int
-    ) -> None:
-        self.name = place.name
-        self.parameter = parameter
-        self.flat = flat
-        self.unit = flat.unit
-        self.shape = place.shape
-        self.outer_dim = place.outer_dim
-        self.numel = place.numel
-        self.strides = parameter.stride() if is_dense(parameter) else _plain(self.shape)
-        self.span = slice(place.offset, place.offset + place.numel)
-        self.owned = place.shares[rank]
-        self.own = slice(place.offset + self.owned[0], place.offset + self.owned[1])
-        self.local = slice(first, first + self.owned_numel)
-        self.fragment_shape, self.fragment_strides = self._fragment_geometry()
-        self.fragment: nn.Parameter | None = None
-        self.kept: Kept | None = None
-        self.round = 0
-        self.filled = False
+    @classmethod
+    def of(
+        cls,
+        place: ParameterPlace,
+        parameter: nn.Parameter,
+        flat: FlatLayout,
+        rank: int,
+        first: int,
+    ) -> "ParameterSlot":
+        """Return the slot of a parameter.
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether the order of memory is that of the flattened parameter."""
-        return all(
-            mine == usual or size == 1
-            for mine, usual, size in zip(self.strides, _plain(self.shape), self.shape, strict=True)
+        Args:
+            place: where it lies in its flat tensor.
+            parameter: the user's own object.
+            flat: the layout of the flat tensor.
+            rank: this rank among those that share the unit.
+            first: where the owned range begins in the rank's shard.
+        """
+        plain = _plain(place.shape)
+        strides = parameter.stride() if is_dense(parameter) else plain
+        owned = place.shares[rank]
+        numel = owned[1] - owned[0]
+        shape, inner = _fragment_geometry(place, strides, flat, numel)
+        return cls(
+            name=place.name,
+            parameter=parameter,
+            shape=place.shape,
+            outer_dim=place.outer_dim,
+            strides=strides,
+            contiguous=all(
+                mine == usual or size == 1
+                for mine, usual, size in zip(strides, plain, place.shape, strict=True)
+            ),
+            numel=place.numel,
+            master=flat.master,
+            divided=flat.cut != "whole",
+            span=slice(place.offset, place.offset + place.numel),
+            owned=owned,
+            owned_numel=numel,
+            own=slice(place.offset + owned[0], place.offset + owned[1]),
+            local=slice(first, first + numel),
+            fragment_shape=shape,
+            fragment_strides=inner,
         )
-
-    @property
-    def owned_numel(self) -> int:
-        """Elements that this rank owns."""
-        return self.owned[1] - self.owned[0]
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the parameter's place in a flat tensor, in the parameter's shape."""
@@ -105,7 +100,7 @@ class Slot:
         return flat.as_strided(self.shape, self.strides, start)
 
     def piece(self, shard: Tensor) -> Tensor:
-        """Return the share's place in a tensor like the rank's shard, in the fragment's shape."""
+        """Return the owned range's place in a tensor like the rank's shard, in fragment shape."""
         start = shard.storage_offset() + self.local.start
         return shard.as_strided(self.fragment_shape, self.fragment_strides, start)
 
@@ -120,22 +115,25 @@ class Slot:
         """
         return _ordered(values, self.strides)
 
-    def share_in_order(self, values: Tensor) -> Tensor:
+    def fragment_in_order(self, values: Tensor) -> Tensor:
         """Return a fragment-shaped tensor's elements in the parameter's order of memory, 1-D."""
         if self.contiguous:
             return values.reshape(-1)
         return _ordered(values, self.fragment_strides)
 
-    def _fragment_geometry(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        cut = self.flat.layout.cut
-        if cut == "flat":
-            return (self.owned_numel,), (1,)
-        if cut == "whole" or not self.shape:
-            return self.shape, self.strides
-        # Dims inside of the outermost keep their strides, so these rows are dense, too.
-        rows = self.owned_numel // max(row_length(self.shape, self.outer_dim), 1)
-        shape = [rows if dim == self.outer_dim else n for dim, n in enumerate(self.shape)]
-        return tuple(shape), self.strides
+
+def _fragment_geometry(
+    place: ParameterPlace, strides: tuple[int, ...], flat: FlatLayout, owned_numel: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of what the optimizer holds of a parameter."""
+    if flat.cut == "flat":
+        return (owned_numel,), (1,)
+    if flat.cut == "whole" or not place.shape:
+        return place.shape, strides
+    # Dims inside of the outermost keep their strides, so these rows are dense, too.
+    rows = owned_numel // max(row_length(place.shape, place.outer_dim), 1)
+    shape = [rows if dim == place.outer_dim else n for dim, n in enumerate(place.shape)]
+    return tuple(shape), strides
 
 
 def _ordered(values: Tensor, strides: tuple[int, ...]) -> Tensor:

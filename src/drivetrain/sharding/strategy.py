@@ -1,153 +1,246 @@
-"""What strategies over units have in common: lay out, reduce, step what is owned, send around."""
+"""The contract of strategies over units, but for the step: each of them tells its order itself."""
 
+from abc import abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain.building import WeightSource
-from drivetrain.collectives import connect
-from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError, StorageError
 from drivetrain.parts.naming import named_parameters
-from drivetrain.parts.replicate import ForwardHook, replicate
-from drivetrain.sharding.accounts import Accounted, ConfigT
-from drivetrain.sharding.binding import Binding, Bound
-from drivetrain.sharding.hooks import UnitHook, ZeroGrad, is_compiled
+from drivetrain.parts.rounds import Rounds
+from drivetrain.sharding.estimate import Estimate, Lines, Regather, gathers_again
+from drivetrain.sharding.gather import Gather
+from drivetrain.sharding.home import BoundOptimizer, home_kind, open_home
+from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
-from drivetrain.sharding.offload import Offload
-from drivetrain.sharding.owned import OwnedGradients
-from drivetrain.sharding.placement import Placement
-from drivetrain.sharding.ranks import Ranks
-from drivetrain.sharding.reducer import Reducer
-from drivetrain.sharding.slot import Slot
+from drivetrain.sharding.optimizers import Fragments, check_suits
+from drivetrain.sharding.options import ShardedConfig
+from drivetrain.sharding.placement import Placement, Ranks, connect_checked, edits_accepted
+from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.state import ShardedState
-from drivetrain.sharding.surgery import changes_accepted
-from drivetrain.sharding.tiers import plan_of
 from drivetrain.sharding.unit import Unit
 from drivetrain.shards import Reader, Shard
-from drivetrain.strategy import Prepared, Run
+from drivetrain.strategy import Run, Strategy
+
+ConfigT = TypeVar("ConfigT", bound=ShardedConfig)
 
 
-class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
-    """What strategies over units do, over the mesh axis ``dp``; one object per prepared model.
+class Closeable(Protocol):
+    """Something that a strategy makes in ``prepare`` and takes off in ``close``."""
 
+    def close(self) -> None:
+        """Take it off."""
+
+
+MadeT = TypeVar("MadeT", bound=Closeable)
+
+
+class Accounted(Strategy[ConfigT], Generic[ConfigT]):
+    """A strategy over the mesh axis ``dp`` that cuts a model into units: what it promises."""
+
+    @classmethod
+    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
+        """Return one axis, ``dp``, over all ranks."""
+        return {"dp": world_size}
+
+    @classmethod
+    @abstractmethod
+    def plan(
+        cls,
+        config: ConfigT,
+        model: ModelSpec,
+        run: Run,
+        devices: Sequence[Hashable] | None = None,
+    ) -> list[UnitLayout]:
+        """Cut parameters into units, in the order in which backward usually reaches them.
+
+        Args:
+            config: the options.
+            model: its parameters; those that lie in no unit, too.
+            run: its mesh and dtypes.
+            devices: the device of each parameter; only equal ones share a unit.
+        """
+
+    @classmethod
+    def lines(cls, config: ConfigT, run: Run) -> Lines:
+        """Return the ranks that the cost is about."""
+        return Lines(run.mesh["dp"], run.mesh["dp"])
+
+    @classmethod
+    def estimate(cls, config: ConfigT, units: Sequence[UnitLayout], run: Run) -> Estimate:
+        """Return the sums over a plan of units."""
+        return Estimate(units, run.precision, cls.lines(config, run))
+
+    @classmethod
+    def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
+        """Return what ``drivetrain.sharding.estimate`` works out."""
+        units = cls.plan(config, model, run)
+        estimate = cls.estimate(config, units, run)
+        regather = None
+        if config.until == "forward":  # a unit that is freed after forward comes back
+            over = config.near(run.mesh) or cls.lines(config, run).sharing
+            # Backward begins with as many as it holds then: the last one and those gathered ahead.
+            regather = Regather(over, gathers_again(units, model.module, 1 + config.ahead))
+        sent = estimate.sent(
+            reductions=run.accumulation if config.reduces_each else 1,
+            gathers=1 if config.until == "step" else run.accumulation,
+            buffers=model.buffers if config.buffers == "broadcast" else (),
+            regather=regather,
+        )
+        held = home_kind(config.offload).held(estimate, model, config, run)
+        return Cost(held=held, sent=sent)
+
+
+class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
+    """A strategy over units, over the mesh axis ``dp``; one object per prepared model.
+
+    A subclass cuts the model (``plan``), makes what a step needs in ``prepare``, and says what
+    happens at each event of a step (``drivetrain.sharding.hooks.StepEvents``) and in ``backward``.
     ``prepare`` returns the very objects it was given: parameters become views of units, and the
     optimizers' groups hold this rank's fragments of them.
+
+    Attributes:
+        model: the user's model, once there is one.
+        home: where shards lie between steps.
+        ranks: those that train the model.
+        neighbors: the ranks that keep freed units together until backward; None: there are none.
+        placement: the model's units.
+        rounds: the synchronised backwards.
+        reduce: averages gradients.
+        gather: brings and frees sharded units.
+        optimizers: they hold this rank's fragments.
+        hooks: on the model, its modules and its parameters.
     """
 
-    def __init__(self, config: ConfigT, run: Run) -> None:
-        super().__init__(config, run)
-        self._model = nn.Module()  # until there is one
-        self._offload = Offload(config.offload, run.world.device)  # may refuse its options
-        self._ranks = self._connect()
-        self._placement = Placement(
-            self._ranks,
-            self._plan_units,
-            config.places,
-            run.world.device,
-            lambda: self._offload.parameters,
-        )
-        self._handles: list[RemovableHandle] = []
-        # Replicas own the same once more.
-        sharing, device = self._ranks.sharing, run.world.device
-        self._gradients = OwnedGradients(
-            self._placement, self._offload, lambda: self._reducer, sharing, device
-        )
-        self._reducer = self._make_reducer([])
-        self._binding = Binding(
-            self._placement.slots, cut=config.cut, fused=config.fused, watch=self
-        )
+    rounds: Rounds
+    reduce: Reduce
+    gather: Gather
+    optimizers: Fragments
+    hooks: StepHooks
 
-    def _plan_units(
+    def __init__(self, config: ConfigT, run: Run) -> None:
+        near = config.near(run.mesh)
+        super().__init__(config, run)
+        self.model = nn.Module()  # until there is one
+        self.home = open_home(config.offload, run)
+        self.ranks = self.connect()
+        self.placement = Placement(
+            self.ranks, self.home, self._cut, config.places, run.world.device
+        )
+        self.neighbors = None
+        self._made = ExitStack()  # what close() takes off, the latest first
+        self._made.callback(self.home.close)
+        self._made.callback(self.ranks.close)
+        if near is not None:
+            axis = run.mesh.start_neighbors("dp", near.size, run.world)
+            self.neighbors = connect_checked(run, axis)
+            self._made.callback(self.neighbors.close)
+        self._made.callback(self._leave)
+
+    def made(self, thing: MadeT) -> MadeT:
+        """Let ``close`` take something off, before what was made earlier; return it."""
+        self._made.callback(thing.close)
+        return thing
+
+    def connect(self) -> Ranks:
+        """Connect the ranks that share the model."""
+        return Ranks.in_one_queue(self.run)
+
+    def _cut(
         self, specs: Sequence[TensorSpec], devices: Sequence[Hashable] | None = None
-    ) -> list[UnitLayout]:
-        spec = ModelSpec(tuple(specs), module=self._model)
+    ) -> Sequence[UnitLayout]:
+        spec = ModelSpec(tuple(specs), module=self.model)
         return self.plan(self.config, spec, self.run, devices)
 
-    def _connect(self) -> Ranks:
-        world, axis = self.run.world, self.run.mesh["dp"]
-        return Ranks.all_sharing(connect(axis, self.run.traffic, world.device, world.timeout))
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether a forward gathers units."""
+        divided = any(not unit.resident for unit in self.placement.units)
+        return divided and self.ranks.sharing.size > 1
 
     # --- taking over ---
 
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Remember where the values come from: units ask for them one by one."""
-        self._placement.remember(model, source)
+        self.placement.remember(model, source)
 
-    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
-        """Lay the model out in units and give the optimizers this rank's fragments."""
-        self._model = model
+    def check(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse optimizers that cannot step what a rank owns.
+
+        Raises:
+            UsageError: says which partition they need.
+        """
         for optimizer in optimizers:
-            self._binding.check(optimizer)
+            check_suits(optimizer, self.config.cut)
+
+    def lent_bytes(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+        """Cut the model on paper, and show what will lie where; return the size of lent buffers.
+
+        Raises:
+            PreflightError: some rank has too little room for its part.
+        """
         specs = [TensorSpec.of(name, p) for name, p in named_parameters(model).items()]
-        units = self._plan_units(specs)
-        self._reducer = self._make_reducer(units)
-        if self._offload.active:
-            rank, lent = self._ranks.sharing.rank, self._lent_bytes(units)
-            plan = plan_of(model, optimizers, units, self.run, rank=rank, lent=lent)
-            self._offload.announce(plan, self.run)
-        self._add(self._placement.lay_out(model))
-        for optimizer in optimizers:
-            self._binding.add(optimizer)
-        self._handles.append(model.register_forward_pre_hook(ForwardHook(self._before_forward)))
-        if is_compiled(model):  # a compiled forward does not ask the parameters' guards
-            self._handles.append(model.register_forward_pre_hook(UnitHook(self._before_compiled)))
-        model.__dict__["zero_grad"] = ZeroGrad(model, self._clear)
-        return Prepared(model, tuple(optimizers))
+        units, lent = self._cut(specs), self.config.lent_buffers
+        each = self.estimate(self.config, units, self.run).lent_bytes() if lent else 0
+        rank = self.ranks.sharing.rank
+        self.home.announce(model, optimizers, units, self.run, rank=rank, lent=lent * each)
+        return each
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Choose homes for more units, and reduce their gradients."""
+        self.home.choose(units)
+        self.reduce.watch(units)
+
+    def follow(self) -> None:
+        """Follow changes of ``requires_grad``; every rank must make the same ones."""
+        if thawed := self.placement.follow():
+            self.take(thawed)
+        self.hooks.watch_gradients(self.reduce.units)
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Give one more optimizer its fragments."""
-        self._binding.check(optimizer)
-        self._binding.add(optimizer)
+        self.check([optimizer])
+        self.optimizers.add(optimizer)
         return optimizer
 
-    def _make_reducer(self, layouts: Sequence[UnitLayout]) -> Reducer:
-        lent = self.config.lent_buffers
-        return Reducer(
-            self._ranks,
-            self.run.precision,
-            self.run.world.device,
-            in_flight=lent,
-            pool_bytes=self._lent_bytes(layouts) // lent if lent else 0,
-            make_way=self._gradients.make_way,
-            at_end=self._after_round,
-        )
+    # --- around the step ---
 
-    def _lent_bytes(self, layouts: Sequence[UnitLayout]) -> int:
-        lent = self.config.lent_buffers
-        return lent * self.estimate(self.config, layouts, self.run).lent_bytes() if lent else 0
+    def before_compiled_forward(self) -> None:
+        """Wait for all values: a compiled forward does not ask the parameters' guards."""
+        self.placement.wait_for_values()
 
-    def _add(self, units: Sequence[Unit]) -> None:
-        self._offload.choose(units)
-        self._reducer.add(units)
+    def running(self) -> AbstractContextManager[None]:
+        """Gather what a forward needs, though nothing calls the model."""
+        return self.gather.running()
 
-    # --- the step ---
-
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """Run backward; unless gradients stay local, return with this rank's range of them."""
-        rounds = self._reducer.rounds
-        if not self._reducer.synchronizing:
-            loss.backward(**options)  # type: ignore[no-untyped-call]
-            return
-        self._refresh()
-        before = rounds.count
-        loss.backward(**options)  # type: ignore[no-untyped-call]
-        if rounds.count == before:
-            rounds.take_part()  # the loss reached no parameter here; others may wait
-        else:
-            rounds.finish()
+    @contextmanager
+    def accumulating(self, enabled: bool = True) -> Iterator[None]:
+        """Keep gradients local inside, or where they are reduced each time, from replicas only."""
+        reduce, reducing = self.reduce, self.config.reduces_each
+        before = reduce.synchronizing, reduce.replicating
+        if not reducing:
+            reduce.synchronizing = not enabled
+        elif self.ranks.replicas is not None:
+            reduce.replicating = not enabled
+        try:
+            yield
+        finally:
+            reduce.synchronizing, reduce.replicating = before
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments."""
-        yield from self._gradients.read(only)
+        self.rounds.finish()
+        yield from self.reduce.read(only)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the fragments' gradients, and those that wait in the buffers."""
-        self._gradients.scale(factor)
+        self.rounds.finish()
+        self.reduce.scale(factor)
 
     def clip_grad_norm(
         self,
@@ -157,132 +250,71 @@ class UnitsStrategy(Accounted[ConfigT], Generic[ConfigT]):
         only: Collection[nn.Parameter] | None = None,
     ) -> Tensor:
         """Scale the gradients to a norm of at most max_norm: one number crosses the wire."""
-        return self._gradients.clip(max_norm, norm_type, only)
+        self.rounds.finish()
+        return self.reduce.clip(max_norm, norm_type, only)
 
-    def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Keep gradients local inside, or where they are reduced each time, from replicas only."""
-        if self.config.reduces_each and self._ranks.replicas is None:
-            return nullcontext()
-        return self._reducer.accumulating(enabled, reducing=self.config.reduces_each)
-
-    def _before_forward(self) -> None:
-        if not self._reducer.synchronizing:
-            return
-        self._reducer.rounds.finish()  # what an exception in backward cut short
-        self._refresh()
-        if self.config.buffers == "broadcast":
-            replicate(self._model.buffers(), self._ranks.everyone, "buffers before forward")
-
-    def _refresh(self) -> None:
-        """Follow changes of ``requires_grad``; every rank must make the same ones."""
-        if thawed := self._placement.follow():
-            self._add(thawed)
-        self._reducer.refresh()
-
-    def bound(self, bound: Bound) -> None:
-        """Let a store keep what an optimizer would."""
-        self._offload.adopt(bound)
-
-    def before_step(self, bound: Bound) -> None:
-        """Submit the step of what stores keep."""
-        self._reducer.rounds.finish()
-        self._offload.submit(bound)
-
-    def cleared(self, slots: Iterable[Slot], *, set_to_none: bool) -> None:
-        """Drop gradients of micro-batches that were not sent, too."""
-        self._gradients.forget(list(slots), set_to_none=set_to_none)
-
-    def _after_round(self) -> None:
-        """Do what the strategy does when a backward is over."""
-
-    def after_step(self, bound: Bound) -> None:
-        """Send the updated ranges around, in the order in which forward will need them."""
-        self._offload.give_back(bound, self._reducer.give_away)
-        self._placement.send_around(bound.units)
-
-    def _before_compiled(self, module: nn.Module, inputs: Any) -> None:
-        self._arrive()
-
-    def _arrive(self) -> None:
-        for unit in self._placement.units:
-            unit.arrive()
-
-    def _clear(self, set_to_none: bool) -> None:
-        self._gradients.forget(None, set_to_none=set_to_none)
-        self._placement.clear_gradients(set_to_none=set_to_none)
+    def before_zero_grad(self, bound: BoundOptimizer | None, *, set_to_none: bool) -> None:
+        """Drop gradients of micro-batches that were not sent, too; without optimizer, all."""
+        self.rounds.finish()  # what an exception cut short must not come after this
+        slots = None if bound is None else bound.slots.values()
+        self.reduce.forget(slots, set_to_none=set_to_none)
+        if bound is None:
+            self.placement.clear_gradients(set_to_none=set_to_none)
 
     # --- state ---
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's range of every parameter and of its optimizer state."""
-        self._settle()
+        self.placement.wait_for_steps()
         return self._state().shards()
 
     def load(self, reader: Reader) -> None:
-        """Load this rank's ranges; those of the others arrive by an all-gather."""
-        self._arrive()
-        self._settle()
-        self._offload.drop_late()
+        """Load this rank's ranges; those of the others arrive when they are needed."""
+        self.gather.values_changed()
+        self.placement.wait_for_values()
+        self.placement.wait_for_steps()
+        self.home.drop_late()
         self._state().load(reader)
-        for unit in self._placement.units:
+        for unit in self.placement.units:
             if unit.resident:
                 unit.start()
-        self._arrive()
-
-    def _settle(self) -> None:
-        for unit in self._placement.units:
-            unit.settle()
+        self.placement.wait_for_values()
 
     def names(self) -> Mapping[int, str]:
         """Return the parameter's name of every fragment, by identity."""
-        return {
-            id(slot.fragment): slot.name for slot in self._placement if slot.fragment is not None
-        }
+        held = ((self.placement.fragment_of(slot), slot.name) for slot in self.placement)
+        return {id(fragment): name for fragment, name in held if fragment is not None}
 
     def _state(self) -> ShardedState:
-        slots = {slot.name: slot for slot in self._placement}
-        held = [(bound.optimizer, list(bound.slots)) for bound in self._binding]
-        return ShardedState(self._model, slots, held, self._ranks)
+        return ShardedState(self.model, self.placement, self.optimizers, self.home, self.ranks)
 
     @contextmanager
     def gathered(
         self, parameters: Iterable[nn.Parameter], *, modify: bool = True
     ) -> Iterator[None]:
         """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
-        self._settle()
-        if modify and self._offload.late:
-            self._take_over_late()  # changes come on top of what is newest
-        units = self._placement.units_of(parameters)
-        changes = changes_accepted(units, self._ranks.everyone) if modify else nullcontext()
-        with self._holding(units), changes:
-            yield
-
-    def _take_over_late(self) -> None:
-        self._offload.take_over_late()
-        self._placement.send_around(self._placement.units)
-
-    @contextmanager
-    def _holding(self, units: Sequence[Unit]) -> Iterator[None]:
+        self.placement.wait_for_steps()
+        if modify and self.home.take_over_late():  # changes come on top of what is newest
+            self.gather.values_changed()
+            self.placement.send_around(self.placement.units)
+        units = self.placement.units_of(parameters)
         for unit in units:
-            unit.arrive()
-        yield
+            if unit.resident:
+                unit.wait_for_values()
+        held = self.gather.holding([unit for unit in units if not unit.resident])
+        accepted = edits_accepted(units, self.ranks.everyone, self.home)
+        with held, accepted if modify else nullcontext():
+            yield
 
     def close(self) -> None:
         """Take everything off; parameters that are whole become ordinary ones.
 
-        Where a rank or a store failed, what did not arrive stays guarded.
+        Divided parameters stay divided, unless this is the only rank. Where a rank or a store
+        failed, what did not arrive stays guarded.
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._model.__dict__.pop("zero_grad", None)
-        self._binding.close()
-        self._reducer.close()
-        try:
-            self._arrive()
-            self._settle()
-        except (CollectiveError, StorageError):
-            return
-        finally:
-            self._ranks.close()
-            self._offload.close()
+        self._made.close()
+
+    def _leave(self) -> None:
+        with suppress(CollectiveError, StorageError):
+            self.placement.wait_for_values()
+            self.placement.wait_for_steps()

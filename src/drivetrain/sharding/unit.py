@@ -1,7 +1,7 @@
 """One unit on one rank: parameters that are gathered and freed together, by one all-gather.
 
 A resident unit keeps its parameters whole: an all-gather in place brings what the other ranks
-updated. A sharded unit keeps only what this rank owns; its flat tensors get memory before use and
+updated. A sharded unit keeps only this rank's shards; its flat tensors get memory before use and
 lose it after. The parameter objects and their views stay the same throughout, so what autograd
 saved is valid again as soon as the values are.
 """
@@ -14,15 +14,134 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain.building import become
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.solo import Finished
 from drivetrain.errors import CollectiveError, StorageError
-from drivetrain.parts.guard import Guard, guard, unguard
-from drivetrain.sharding.flat import Flat, Values
-from drivetrain.sharding.kept import take_master
-from drivetrain.sharding.layout import UnitLayout
-from drivetrain.sharding.slot import Slot
-from drivetrain.store import Pending, TensorStore
+from drivetrain.parts.guard import Guard, check_ordinary, guard, unguard
+from drivetrain.sharding.layout import FlatLayout, UnitLayout
+from drivetrain.sharding.shard import ShardHome, ShardInPlace, make_placeholder
+from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.store import Pending
+
+WholeValues = Callable[[str, nn.Parameter], Tensor]
+"""Gives the whole values of a parameter; called once for each, in order."""
+
+
+class FlatTensor:
+    """The parameters of one kind in a unit, side by side in one tensor; and this rank's shard.
+
+    Args:
+        layout: which parameters it holds.
+        sharded: whether its values are freed between uses.
+        parameters: parameters by name.
+        rank: this rank among those that share the unit.
+        device: where it lives.
+
+    Attributes:
+        layout: which parameters it holds.
+        sharded: whether its values are freed between uses.
+        values: 1-D, all parameters in the dtype that forward reads; without memory while freed.
+        shard: what this rank owns, in the dtype that the optimizer updates.
+        owned: how many elements that are.
+        pieces: for each rank, what it owns as ranges of the flat tensor.
+        parts: for each rank, what it owns of the values, as views.
+        own: what this rank owns of the values, as views.
+        slots: its parameters, in order.
+        fragments: what optimizers hold in the places of parameters.
+        masters_left: whether a store keeps the masters of all its parameters.
+        gradient_device: where the gradients of this rank's shard are kept.
+    """
+
+    shard: ShardHome
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: Mapping[str, nn.Parameter],
+        rank: int,
+        device: torch.device,
+        *,
+        sharded: bool,
+    ) -> None:
+        self.layout = layout
+        self.sharded = sharded
+        self.values = torch.empty(layout.numel, dtype=layout.dtype, device=device)
+        self.slots: list[ParameterSlot] = []
+        first = 0
+        for place in layout.places:
+            parameter = parameters[place.name]
+            check_ordinary(place.name, parameter)
+            slot = ParameterSlot.of(place, parameter, layout, rank, first)
+            self.slots.append(slot)
+            first += slot.owned_numel
+        self.owned = first
+        self.pieces = [layout.pieces(one) for one in range(len(layout.places[0].shares))]
+        self.parts = self.cut(self.values)
+        self.own = self.parts[rank]
+        self.fragments: dict[ParameterSlot, nn.Parameter] = {}
+        self.masters_left = False
+        self.gradient_device = device
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates another dtype than forward reads."""
+        return self.layout.master is not self.layout.dtype
+
+    def cut(self, flat: Tensor) -> list[list[Tensor]]:
+        """Return what each rank owns of a tensor like the values, as views."""
+        return [[flat[start:stop] for start, stop in pieces] for pieces in self.pieces]
+
+    def adopt(self, values: WholeValues) -> None:
+        """Copy the parameters' whole values in, and make the parameters views of the flat tensor.
+
+        Args:
+            values: gives them.
+        """
+        for slot in self.slots:
+            given = values(slot.name, slot.parameter)
+            view = slot.view(self.values)
+            if not self.sharded:
+                view.copy_(given)
+            if slot.owned_numel and self.shard.separate:
+                self.shard.write(slot, slot.in_memory_order(given)[slice(*slot.owned)])
+            if slot.parameter.is_meta:
+                become(slot.parameter, view, slot.name)
+            else:
+                slot.parameter.data = view  # the object and all that hold it stay
+        self.shard.flush()
+
+    def leave_masters(self) -> None:
+        """Keep what forward reads only: a store keeps the masters of all its parameters."""
+        self.masters_left = True
+        if self.sharded:
+            self.shard.narrow(self.layout.dtype)
+        else:
+            self.shard = ShardInPlace(self.values, self.own)
+
+    def fragment(self, slot: ParameterSlot) -> nn.Parameter | None:
+        """Return what an optimizer holds in a parameter's place; None where nothing is owned."""
+        found = self.fragments.get(slot)
+        if found is not None or not slot.owned_numel:
+            return found
+        memory = self.shard.tensor
+        if memory is None:  # a store will keep the master
+            fragment = nn.Parameter(torch.empty(0, dtype=self.layout.master))
+            make_placeholder(slot, fragment, self.layout.master)
+        else:
+            fragment = nn.Parameter(slot.piece(memory))
+        fragment.requires_grad_(slot.parameter.requires_grad)
+        self.fragments[slot] = fragment
+        return fragment
+
+    def with_gradients(self) -> dict[ParameterSlot, Tensor]:
+        """Return the gradients of this rank's fragments that have one, in order."""
+        found = {}
+        for slot in self.slots:
+            fragment = self.fragments.get(slot)
+            if fragment is not None and fragment.grad is not None:
+                found[slot] = fragment.grad
+        return found
 
 
 class NearPart:
@@ -49,65 +168,64 @@ class NearPart:
 
 
 class Unit:
-    """One unit.
+    """Parameters that are gathered and freed together.
 
     Args:
-        layout: what it holds.
-        parameters: its parameters by name.
-        values: gives the whole values of a parameter.
+        layout: which parameters it holds, and who owns what of them.
+        flats: its flat tensors, one for each kind.
         communicator: the ranks that share it.
-        device: where it lives.
-        store: where this rank's share lies between uses, if the unit is sharded; None: in memory.
+        values: gives the whole values of a parameter.
 
     Attributes:
-        layout: what it holds.
+        layout: which parameters it holds, and who owns what of them.
         flats: its parameters by kind.
         slots: its parameters, in order.
+        parameters: the user's own objects, in order.
+        values: the flat tensors, each 1-D.
         communicator: the ranks that share it.
         label: names it in errors.
+        resident: whether the parameters stay whole between uses.
         whole: whether the parameters' values are there.
-        guard: decides what happens when a parameter is used that is not whole.
+        absent: decides what happens when a parameter is used that is not whole.
         arrival: the all-gather under way.
-        updates: steps of what this rank owns that are under way.
+        updates: steps of this rank's shards that are under way.
         holds: how many users keep the unit whole.
         near: a copy of a part of the values, from which few neighbors can restore them.
+        storages: the identities of the values' storages, which last as long as the unit.
     """
 
     def __init__(
         self,
         layout: UnitLayout,
-        parameters: Mapping[str, nn.Parameter],
-        values: Values,
+        flats: Sequence[FlatTensor],
         communicator: Communicator,
-        device: torch.device,
-        store: TensorStore | None = None,
+        values: WholeValues,
     ) -> None:
         self.layout = layout
+        self.flats = flats
         self.communicator = communicator
         self.label = layout.key or "the rest of the model"
+        self.slots = [slot for flat in flats for slot in flat.slots]
+        self.parameters = [slot.parameter for slot in self.slots]
+        self.values = [flat.values for flat in flats]
+        self.resident = not layout.sharded
         self.whole = True
         self.arrival: Handle | None = None
         self.updates: list[Pending] = []
         self.holds = 0
         self.near: NearPart | None = None
-        self.guard: Guard = self
-        rank = communicator.rank
-        self.flats = [Flat(flat, self, parameters, rank, device, store) for flat in layout.flats]
-        self.slots: list[Slot] = [slot for flat in self.flats for slot in flat.slots]
+        self.absent: Guard = self
+        self.storages = {flat.untyped_storage()._cdata for flat in self.values}
+        self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
         self._parts = [
-            [part for flat in self.flats for part in flat.parts[other]]
-            for other in range(communicator.size)
+            [part for flat in flats for part in flat.parts[rank]]
+            for rank in range(communicator.size)
         ]
         with torch.no_grad():
-            for flat in self.flats:
+            for flat in flats:
                 flat.adopt(values)
         if layout.sharded:
             self.free()  # before the next unit gets memory
-
-    @property
-    def resident(self) -> bool:
-        """Whether the parameters stay whole between uses."""
-        return not self.layout.sharded
 
     @property
     def live(self) -> bool:
@@ -117,62 +235,58 @@ class Unit:
     @property
     def moves(self) -> bool:
         """Whether an optimizer may have changed the parameters: not if all were always frozen."""
-        trained = any(slot.parameter.requires_grad for slot in self.slots)
+        trained = any(parameter.requires_grad for parameter in self.parameters)
         return trained or bool(self.layout.trainable)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters, in order."""
-        return [slot.parameter for slot in self.slots]
-
-    @property
-    def values(self) -> list[Tensor]:
-        """The flat tensors, each 1-D."""
-        return [flat.values for flat in self.flats]
 
     @property
     def live_bytes(self) -> int:
         """Bytes of memory that the flat tensors have now."""
-        return sum(flat.untyped_storage().nbytes() for flat in self.values)
+        return sum(memory.nbytes() for memory, _ in self._memory)
 
     # --- values on their way ---
 
     def start(self) -> None:
-        """Bring the values of the other ranks; the parameters are guarded until they are there."""
+        """Send the all-gather; the parameters are guarded until their values are there.
+
+        Where few neighbors hold the values together, they restore them. A shard that is being
+        stepped, or lies in a store, is waited for in the background, just before it is sent.
+        """
         if self.layout.sharded:
-            for flat in self.flats:
-                flat.values.untyped_storage().resize_(flat.layout.nbytes)
+            for memory, nbytes in self._memory:
+                memory.resize_(nbytes)
         label = f"parameters of {self.label}"
         if self.near is not None:
             self.arrival = self.near.restore(label)
             self.near = None
-            self.shut()
+            self.guard()
             return
         first = None if self._at_hand() else partial(self._fill_own, tuple(self.updates))
         if first is None:
             self._fill_own()
         if self.communicator.size == 1 and self.resident and first is None:
-            self.open()
+            self.unguard()
             return
         self.arrival = self.communicator.gather_parts(self._parts, label=label, first=first)
-        self.shut()
+        self.guard()
 
     def _at_hand(self) -> bool:
-        """Return whether this rank's share is there; if it lies in a store, let that begin."""
+        """Return whether this rank's shards are there; let what lies in a store begin to come."""
         if self.updates:
             return False
+        at_hand = True
         for flat in self.flats:
-            flat.share.ahead()
-        return all(flat.share.at_hand for flat in self.flats)
+            flat.shard.ahead()
+            at_hand &= flat.shard.at_hand
+        return at_hand
 
     def _fill_own(self, after: Sequence[Pending] = ()) -> None:
         for update in after:
             update.wait()
         for flat in self.flats:
-            flat.share.fill()
+            flat.shard.fill()
 
-    def settle(self) -> None:
-        """Return when what this rank owns has been stepped.
+    def wait_for_step(self) -> None:
+        """Return when this rank's shards have been stepped.
 
         Raises:
             StorageError: the store could not.
@@ -181,20 +295,15 @@ class Unit:
             update.wait()
         self.updates = []
 
-    def park(self) -> None:
-        """Keep the values, but let nobody use the parameters without asking the guard."""
-        self.arrival = Finished()
-        self.shut()
-
-    def arrive(self) -> None:
-        """Wait for the values and give the parameters free.
+    def wait_for_values(self) -> None:
+        """Return when the values are there, with the parameters unguarded.
 
         Raises:
             StorageError: this rank's store failed.
             CollectiveError: another rank did, or the connection to it.
         """
         if self.arrival is not None:
-            self.settle()  # its own error, not that of the operation that waits for it
+            self.wait_for_step()  # its own error, not that of the operation that waits for it
             try:
                 self.arrival.wait()
             except CollectiveError as error:
@@ -202,26 +311,31 @@ class Unit:
                     raise error.__cause__ from None
                 raise
             self.arrival = None
-            self.open()
+            self.unguard()
 
-    def open(self) -> None:
-        """Let everybody use the parameters: the values are there."""
+    def park(self) -> None:
+        """Keep the values, but let nobody use the parameters without asking the guard."""
+        self.arrival = Finished()
+        self.guard()
+
+    def guard(self) -> None:
+        """Let nobody use the parameters without asking the guard."""
+        self.whole = False
+        for parameter in self.parameters:
+            guard(parameter, self.absent)
+
+    def unguard(self) -> None:
+        """Let everybody use the parameters: their values are there."""
         self.whole = True
-        for slot in self.slots:
-            unguard(slot.parameter)
+        for parameter in self.parameters:
+            unguard(parameter)
 
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Wait for the values, then do what was asked: a resident unit guards itself."""
-        self.arrive()
+        self.wait_for_values()
         return function(*args, **kwargs)
-
-    def shut(self) -> None:
-        """Let nobody use the parameters without asking the guard."""
-        self.whole = False
-        for slot in self.slots:
-            guard(slot.parameter, self.guard)
 
     def free(self) -> None:
         """Give the memory of a sharded unit back; its shards stay.
@@ -229,12 +343,13 @@ class Unit:
         A gather that failed is an error for those who need the values, not here.
         """
         if self.arrival is not None:
+            # The communication thread may still be writing into the memory that is about to go.
             with suppress(CollectiveError, StorageError):
                 self.arrival.wait()
             self.arrival = None
-        self.shut()
-        for flat in self.flats:
-            flat.values.untyped_storage().resize_(0)
+        self.guard()
+        for memory, _ in self._memory:
+            memory.resize_(0)
 
     def free_but_near(self, neighbors: Communicator) -> None:
         """Free a sharded unit that is whole, but keep what few neighbors can restore it from."""
@@ -242,15 +357,8 @@ class Unit:
         self.free()
 
     def accept(self, everyone: Communicator, source: int = 0) -> None:
-        """Make one rank's whole values those of all ranks, and take this rank's part from them."""
+        """Make one rank's whole values those of all ranks, and this rank's shards follow."""
         for flat in self.flats:
             label = f"changed parameters of {self.label}"
             everyone.broadcast(flat.values, source, label=label).wait()
-            flat.share.take()
-            for slot in flat.slots:
-                take_master(slot)
-
-
-def storages(units: Sequence[Unit]) -> dict[int, Unit]:
-    """Return units by the identity of their flat storages, which last as long as the units."""
-    return {flat.untyped_storage()._cdata: unit for unit in units for flat in unit.values}
+            flat.shard.take()

@@ -10,6 +10,7 @@ from torch import nn
 
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.runtime.precision import Precision
+from drivetrain.sharding.estimate import gathers_again, usual_uses
 from drivetrain.sharding.layout import (
     ROOT,
     UnitLayout,
@@ -19,7 +20,6 @@ from drivetrain.sharding.layout import (
     is_block,
     offsets_in_bytes,
 )
-from drivetrain.sharding.uses import gathers_again, usual_uses
 
 PLAIN = Precision.of("no")
 SHAPES = [(), (1,), (0,), (0, 3), (3, 0), (7,), (5, 4), (2, 3, 5), (1, 9), (64,)]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from drivetrain.errors import UsageError
-from drivetrain.sharding.suitability import check_suits
+from drivetrain.sharding.optimizers import check_suits
 
 
 class ByRow(Optimizer):

@@ -13,14 +13,14 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.room import group_rooms
 from drivetrain.runtime.world import World
-from drivetrain.sharding import tiers as tiers_module
 from drivetrain.sharding.estimate import Estimate, Lines
 from drivetrain.sharding.layout import UnitLayout, arrange
-from drivetrain.sharding.offload_options import OffloadOptions
-from drivetrain.sharding.tier_bytes import Homes, Plan, held
-from drivetrain.sharding.tiers import Tiers, announce_tiers, homes_of, plan_of
+from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
+from drivetrain_offload import tiers as tiers_module
+from drivetrain_offload.tier_bytes import TierChoice, TierPlan, held
+from drivetrain_offload.tiers import Tiers, announce_tiers, plan_of, tiers_of
 
 FULL = Precision.of("no")
 LOW = Precision.of("bf16", param=torch.bfloat16)
@@ -33,7 +33,7 @@ def plan(*, precision=FULL, sharded=False, ranks=2, lent=80, frozen=False, state
     model = nn.Linear(50, 20, bias=False).requires_grad_(not frozen)
     spec = ModelSpec.of(model, states=states)
     flat = arrange(spec.parameters, precision, ranks, "flat")
-    return Plan(
+    return TierPlan(
         model=spec,
         units=[UnitLayout("", (flat,), sharded)],
         precision=precision,
@@ -53,7 +53,7 @@ def rounded(found):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_stays_on_the_device_is_what_cost_says(precision, sharded, lent, frozen):
     given = plan(precision=precision, sharded=sharded, lent=lent, frozen=frozen)
-    ours = held(given, Homes(device="device", optimizer="host", ratio=0.0))["device"]
+    ours = held(given, TierChoice(device="device", optimizer="host", ratio=0.0))["device"]
     axis = Mesh.plan({"dp": 2}, World(rank=1, size=2, hosts=("a", "a")))["dp"]
     estimate = Estimate(given.units, precision, Lines(axis, axis))
     theirs = estimate.held(given.model, lent_buffers=1 if lent else 0)
@@ -66,7 +66,7 @@ def test_what_stays_on_the_device_is_what_cost_says(precision, sharded, lent, fr
 
 
 def test_on_a_cpu_parameters_of_the_masters_dtype_are_stepped_where_they_are():
-    found = held(plan(), Homes(device="host", optimizer="disk"))
+    found = held(plan(), TierChoice(device="host", optimizer="disk"))
     assert rounded(found) == {
         "host": {"parameters": 4000, "gradients": 2000, "buffers of gradients": 80},
         "disk": {"optimizer": 4000},
@@ -74,7 +74,7 @@ def test_on_a_cpu_parameters_of_the_masters_dtype_are_stepped_where_they_are():
 
 
 def test_masters_of_another_dtype_lie_with_the_states():
-    found = held(plan(precision=LOW), Homes(device="host", optimizer="disk"))
+    found = held(plan(precision=LOW), TierChoice(device="host", optimizer="disk"))
     assert rounded(found) == {
         "host": {"parameters": 2000, "gradients": 1000, "buffers of gradients": 80},
         "disk": {"optimizer": 4000, "masters": 2000},
@@ -82,7 +82,7 @@ def test_masters_of_another_dtype_lie_with_the_states():
 
 
 def test_a_share_that_is_stepped_in_memory_is_kept_once():
-    found = held(plan(precision=LOW, sharded=True), Homes(device="host", optimizer="host"))
+    found = held(plan(precision=LOW, sharded=True), TierChoice(device="host", optimizer="host"))
     assert rounded(found) == {
         "host": {
             "parameters": 2000,  # in fp32
@@ -95,7 +95,7 @@ def test_a_share_that_is_stepped_in_memory_is_kept_once():
 
 
 def test_on_an_accelerator_the_host_has_masters_of_all():
-    found = held(plan(), Homes(device="device", optimizer="host"))
+    found = held(plan(), TierChoice(device="device", optimizer="host"))
     assert rounded(found) == {
         "device": {"parameters": 4000, "buffers of gradients": 80},
         "host": {"masters": 2000, "optimizer": 4000, "gradients": 2000},
@@ -103,7 +103,7 @@ def test_on_an_accelerator_the_host_has_masters_of_all():
 
 
 def test_divided_parameters_in_a_store():
-    homes = Homes(device="device", optimizer="disk", parameters="disk")
+    homes = TierChoice(device="device", optimizer="disk", parameters="disk")
     assert rounded(held(plan(precision=LOW, sharded=True), homes)) == {
         "device": {"buffers of gradients": 80, "largest unit in use": 2000},
         "host": {"gradients": 1000},
@@ -114,16 +114,18 @@ def test_divided_parameters_in_a_store():
 
 
 def test_parameters_that_stay_whole_are_in_no_store():
-    homes = Homes(device="device", optimizer="host", parameters="disk")
+    homes = TierChoice(device="device", optimizer="host", parameters="disk")
     assert held(plan(), homes)["device"]["parameters"] == 4000
     assert not held(plan(), homes)["disk"]
 
 
 def test_whole_gradients_are_on_the_device_too():
-    found = held(plan(lent=0), Homes(device="device", optimizer="host"))
+    found = held(plan(lent=0), TierChoice(device="device", optimizer="host"))
     assert found["device"]["gradients"] == 4000
     assert found["host"]["gradients"] == 2000
-    assert held(plan(lent=0), Homes(device="host", optimizer="host"))["host"]["gradients"] == 4000
+    assert (
+        held(plan(lent=0), TierChoice(device="host", optimizer="host"))["host"]["gradients"] == 4000
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,10 +138,10 @@ def test_a_part_of_the_state_in_whole_units(ratio, chosen):
     specs = ModelSpec.of(model).parameters
     units = [UnitLayout("", (arrange([spec], FULL, 1, "flat"),), False) for spec in specs]
     states = {spec.name: 2 for spec in specs}
-    given = Plan(
+    given = TierPlan(
         model=ModelSpec.of(model), units=units, precision=FULL, rank=0, states=states, lent=0
     )
-    found = held(given, Homes(device="device", optimizer="host", ratio=ratio))
+    found = held(given, TierChoice(device="device", optimizer="host", ratio=ratio))
     moved = sum([250, 500, 250][:chosen])
     assert found["host"]["optimizer"] == 8 * moved
     assert found["device"]["optimizer"] == 8 * (1000 - moved)
@@ -147,7 +149,7 @@ def test_a_part_of_the_state_in_whole_units(ratio, chosen):
 
 
 def test_late_updates_take_memory_of_their_own():
-    found = held(plan(), Homes(device="host", optimizer="disk", delayed=True))
+    found = held(plan(), TierChoice(device="host", optimizer="disk", delayed=True))
     assert rounded(found) == {
         "host": {
             "parameters": 4000,
@@ -162,7 +164,7 @@ def test_late_updates_take_memory_of_their_own():
 def test_what_lies_in_no_unit_stays_on_the_device():
     model = nn.Sequential(nn.Linear(50, 20, bias=False), nn.BatchNorm1d(20))
     given = plan()
-    both = Plan(
+    both = TierPlan(
         model=ModelSpec.of(model),
         units=[],
         precision=FULL,
@@ -170,7 +172,7 @@ def test_what_lies_in_no_unit_stays_on_the_device():
         states=given.states,
         lent=0,
     )
-    found = held(both, Homes(device="device", optimizer="host"))
+    found = held(both, TierChoice(device="device", optimizer="host"))
     assert rounded(found) == {"device": {"parameters": 4160, "buffers": 168}}
 
 
@@ -267,11 +269,11 @@ STORES = {"memory": Store(True), "file": Store(False)}
 def test_homes():
     options = OffloadOptions(optimizer="memory", params="file", ratio=0.5, delayed=True)
     accelerated = World(device=torch.device("cuda", 0))
-    assert homes_of(options, STORES, accelerated) == Homes(
+    assert tiers_of(options, STORES, accelerated) == TierChoice(
         device="device", optimizer="host", parameters="disk", ratio=0.5, delayed=True
     )
     plain = OffloadOptions(optimizer="file", params="memory")  # where they lie anyway
-    assert homes_of(plain, STORES, World()) == Homes(device="host", optimizer="disk")
+    assert tiers_of(plain, STORES, World()) == TierChoice(device="host", optimizer="disk")
 
 
 def announced(monkeypatch, tmp_path, *, host, disk):

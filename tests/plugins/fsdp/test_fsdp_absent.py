@@ -82,7 +82,7 @@ def start(strategy):
 
 
 def units_of(twins):
-    return twins.accelerator.strategy_of(twins.model)._placement.units
+    return twins.accelerator.strategy_of(twins.model).placement.units
 
 
 def assert_freed(twins):

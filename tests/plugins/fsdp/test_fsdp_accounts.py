@@ -33,7 +33,7 @@ TINY = Namespace(dim=16, heads=2, layers=3, seq=9, vocab=53)
 
 def gpt(options=TINY):
     """Return the model of the benchmark: a table of positions that its own forward reads."""
-    path = Path(__file__).parents[2] / "benchmarks" / "ddp_step.py"
+    path = Path(__file__).parents[3] / "benchmarks" / "ddp_step.py"
     spec = importlib.util.spec_from_file_location("ddp_step", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -149,7 +149,7 @@ class Run:
 
     @property
     def units(self):
-        return self.strategy._placement.units
+        return self.strategy.placement.units
 
     def close(self):
         self.accelerator.free_memory()
@@ -161,7 +161,7 @@ class Run:
         states = [v for state in self.optimizer.state.values() for v in state.values()]
         fragments = [p for group in self.optimizer.param_groups for p in group["params"]]
         gradients = [*self.strategy.gradients(), *(p.grad for p in parameters)]
-        shards = [flat.share.tensor for flat in flats]
+        shards = [flat.shard.tensor for flat in flats]
         return {
             "parameters": storage_bytes([*parameters, *fragments, *shards]),
             "gradients": storage_bytes(gradients),
@@ -332,11 +332,11 @@ def check_held(strategy, shared, **options):
     if local:  # whole ones, of which those of units of one parameter are no copies
         whole = 4 * run.elements
         assert whole <= promised["gradients"] + promised["lent"] <= whole + own
-    assert run.strategy._reducer.pool_bytes <= promised["lent"]
+    assert run.strategy.reduce.buffers.nbytes <= promised["lent"]
     block = 4 * (12 * GPT.dim**2 + 13 * GPT.dim)
     described = 4 * run.elements  # the copy that the cost is asked about
     live = live_bytes() - run.before - described
-    rings = 2 * (shared > 1) + (run.strategy._ranks.replicas is not None)  # they receive into it
+    rings = 2 * (shared > 1) + (run.strategy.ranks.replicas is not None)  # they receive into it
     assert live <= 1.05 * sum(promised.values()) + rings * block, "tensors that nobody counts"
     for unit in run.units:
         assert shared == 1 or unit.live_bytes == 0

@@ -89,7 +89,7 @@ class Run:
 
     @property
     def units(self):
-        return self.accelerator.strategy_of(self.model)._placement.units
+        return self.accelerator.strategy_of(self.model).placement.units
 
     def sent(self, operation):
         entry = self.accelerator.traffic.entries().get(("dp", operation))
@@ -129,13 +129,13 @@ def test_frozen_shards_cost_their_gathers_alone():
     assert now[1] - reduced == elements * 8 // 2
 
     strategy = run.accelerator.strategy_of(run.model)
-    assert strategy._reducer.pool_bytes == 2 * elements * 8 // len(blocks)
+    assert strategy.reduce.buffers.nbytes == 2 * elements * 8 // len(blocks)
     held = [p for group in run.optimizer.param_groups for p in group["params"]]
     assert sum(p.numel() for p in held) == elements // 2
     states = [v for state in run.optimizer.state.values() for v in state.values() if v.dim()]
     assert sum(v.numel() for v in states) == 2 * elements // 2
-    for slot in strategy._placement:
-        assert slot.parameter.requires_grad or slot.fragment is None
+    for slot in strategy.placement:
+        assert slot.parameter.requires_grad or strategy.placement.fragment_of(slot) is None
     run.close()
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 from drivetrain import Accelerator
-from drivetrain.sharding import reducer
+from drivetrain.sharding import reduce
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import OUT, WIDTH, Case, by_rank, linear, numbers
 
@@ -58,7 +58,7 @@ STRATEGIES = {
 @pytest.mark.parametrize("strategy", list(STRATEGIES.values()), ids=list(STRATEGIES))
 @pytest.mark.ranks(4)
 def test_gradients_of_some_ranks_only(monkeypatch, strategy):
-    monkeypatch.setattr(reducer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(reduce, "PATIENCE_S", 0.2)
     accelerator = Accelerator(strategy=strategy, cpu=True)
     twins = Twins(accelerator, CASE, lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9))
     for step in range(4):

@@ -50,10 +50,10 @@ def test_values_are_those_of_plain_construction(ranks):
     assert all(p.is_meta for p in model.parameters())
     assert torch.equal(torch.rand(()), drawn)  # the generator is where construction leaves it
     model = accelerator.prepare(model)
-    slots = list(accelerator.strategy_of(model)._placement)
-    for slot in slots:
+    placement = accelerator.strategy_of(model).placement
+    for slot in placement:
         share = expected[slot.name].flatten()[slice(*slot.owned)]
-        assert torch.equal(slot.flat.share.tensor[slot.local], share), slot.name
+        assert torch.equal(placement.flat_of(slot).shard.tensor[slot.local], share), slot.name
     found = accelerator.get_state_dict(model)
     assert list(found) == list(expected)
     for name, tensor in expected.items():

@@ -103,7 +103,7 @@ CHOICES = {
 def trains(options, keys, live_units):
     accelerator = start(live_units=live_units, **options)
     twins = Twins(accelerator, GPT, adamw)
-    units = accelerator.strategy_of(twins.model)._placement.units
+    units = accelerator.strategy_of(twins.model).placement.units
     assert {unit.layout.key for unit in units} == keys
     for step in range(3):
         twins.backward(step)

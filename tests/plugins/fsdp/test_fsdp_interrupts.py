@@ -72,7 +72,7 @@ def spring(model, where, error):
 
 
 def units_of(twins):
-    return twins.accelerator.strategy_of(twins.model)._placement.units
+    return twins.accelerator.strategy_of(twins.model).placement.units
 
 
 def assert_freed(twins):
@@ -142,7 +142,7 @@ def test_replicas_that_are_not_equally_fast(monkeypatch):
     def done(gradients):
         if torch.distributed.get_rank() >= 2:
             return False  # until backward ends
-        gradients._reduction.wait()
+        gradients.reduction.wait()
         return True
 
     monkeypatch.setattr(UnitGradients, "done", property(done))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
-from drivetrain.sharding import reducer
+from drivetrain.sharding import reduce
 
 WIDTH = 8
 DIVIDED = {
@@ -220,7 +220,7 @@ def after_a_look(model, x, backward, rank):
 @pytest.mark.ranks(2)
 def test_no_rank_waits_for_gradients_that_do_not_come(monkeypatch, strategy):
     """There are more units than buffers, and the first one is complete on one rank only."""
-    monkeypatch.setattr(reducer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(reduce, "PATIENCE_S", 0.2)
     for body in (other_depth, after_a_dropped_forward, after_a_look):
         torch.manual_seed(0)
         train(strategy, Net(), body)
@@ -228,7 +228,7 @@ def test_no_rank_waits_for_gradients_that_do_not_come(monkeypatch, strategy):
 
 @pytest.mark.ranks(2)
 def test_the_rest_of_the_model_on_one_rank_only(monkeypatch):
-    monkeypatch.setattr(reducer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(reduce, "PATIENCE_S", 0.2)
     torch.manual_seed(0)
     train({"name": "fsdp"}, Heads(), lambda m, x, b, rank: b(m(x, rank).square().mean()))
 

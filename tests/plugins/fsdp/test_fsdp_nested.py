@@ -131,11 +131,11 @@ def test_parameters_are_divided_twice():
     both.step(0)
     strategy = both.accelerator.strategy_of(both.model)
     (inner,) = [s for s in vars(strategy).values() if type(s).__name__ == "Fsdp"]
-    matrices = [s for s in inner._placement if "proj.weight" in s.name]
+    matrices = [s for s in inner.placement if "proj.weight" in s.name]
     whole = {n: p.numel() for n, p in both.twin.named_parameters()}
     assert len(matrices) == 2 * 7
     assert all(s.owned_numel == whole[s.name] // 4 for s in matrices)
-    assert not any(unit.live_bytes for unit in inner._placement.units)
+    assert not any(unit.live_bytes for unit in inner.placement.units)
     both.close()
 
 

@@ -102,7 +102,7 @@ def test_recompute_costs_no_gather(strategy, how):
             before = [calls(accelerator, o) for o in ("all_gather", "reduce_scatter")]
             twins.backward(step)
             now = [calls(accelerator, o) for o in ("all_gather", "reduce_scatter")]
-            units = accelerator.strategy_of(twins.model)._placement.units
+            units = accelerator.strategy_of(twins.model).placement.units
             assert strategy.get("sharding") == "grad" or not any(u.live_bytes for u in units)
             twins.step()
         twins.check()
@@ -139,7 +139,7 @@ def test_peak_of_recomputed_units():
     """Recomputation and backward of a block share its unit: two are whole at most, as without."""
     accelerator = start(STRATEGIES["full"], config={"recompute": {"mode": "full"}})
     twins = Twins(accelerator, case())
-    units = [u for u in accelerator.strategy_of(twins.model)._placement.units if u.layout.key]
+    units = [u for u in accelerator.strategy_of(twins.model).placement.units if u.layout.key]
     live = []
     for block in twins.model.blocks:
         block.down.register_forward_pre_hook(lambda *_: live.append(sum(u.live for u in units)))

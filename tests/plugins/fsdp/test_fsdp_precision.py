@@ -79,7 +79,7 @@ def test_two_dtypes_travel_as_one(options, reduce):
     accelerator = start(options, "bf16", config=config)
     twins = LowTwins(accelerator, CASE, copies_loss(CASE, LOW), rounding=1e-5)
     strategy = accelerator.strategy_of(twins.model)
-    for unit in strategy._placement.units:
+    for unit in strategy.placement.units:
         assert {(f.dtype, f.master) for f in unit.layout.flats} == {
             (LOW, torch.float32),
             (torch.float32, torch.float32),
@@ -91,7 +91,7 @@ def test_two_dtypes_travel_as_one(options, reduce):
         [b - a for a, b in zip(old, sent(accelerator, o), strict=True)]
         for old, o in zip(before, ("all_gather", "reduce_scatter"), strict=True)
     )
-    units = len(strategy._placement.units)
+    units = len(strategy.placement.units)
     assert units == 3
     assert gathers[0] == units
     assert reductions[0] == units

@@ -82,14 +82,15 @@ def gradients_of(twins):
     """Return this rank's gradients by name, with the same rows of the twin's gradient."""
     strategy = twins.accelerator.strategy_of(twins.model)
     found = {}
-    for slot in strategy._placement:
+    for slot in strategy.placement:
         theirs = twins.twin.get_parameter(slot.name).grad
-        if slot.fragment is None or not slot.owned_numel:
+        fragment = strategy.placement.fragment_of(slot)
+        if fragment is None or not slot.owned_numel:
             continue
         rows = None
         if theirs is not None:
-            rows = slot.in_memory_order(theirs)[slice(*slot.owned)].view(slot.fragment.shape)
-        found[slot.name] = slot.fragment.grad, rows
+            rows = slot.in_memory_order(theirs)[slice(*slot.owned)].view(fragment.shape)
+        found[slot.name] = fragment.grad, rows
     return found
 
 
@@ -103,16 +104,14 @@ def check_gradients(twins):
 def check_replicas(twins):
     """Ranks that own the same rows own the same bits, of states too."""
     strategy = twins.accelerator.strategy_of(twins.model)
-    shards = [
-        flat.share.tensor.clone() for unit in strategy._placement.units for flat in unit.flats
-    ]
+    shards = [flat.shard.tensor.clone() for unit in strategy.placement.units for flat in unit.flats]
     states = [
         value
         for state in twins.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
-    told = everyone((strategy._ranks.sharing.rank, shards + states))
+    told = everyone((strategy.ranks.sharing.rank, shards + states))
     for rank, (index, tensors) in enumerate(told):
         first = next(t for i, t in told if i == index)
         equal = [torch.equal(a, b) for a, b in zip(first, tensors, strict=True)]
@@ -253,9 +252,11 @@ def test_gradients_cross_in_low_precision(low):
 
 def _with_gradients(twins):
     twins.backward(9)
-    for slot in twins.accelerator.strategy_of(twins.model)._placement:
-        if slot.fragment is not None and slot.fragment.grad is not None:
-            yield slot.name, slot.fragment.grad
+    placement = _slots(twins)
+    for slot in placement:
+        fragment = placement.fragment_of(slot)
+        if fragment is not None and fragment.grad is not None:
+            yield slot.name, fragment.grad
 
 
 @pytest.mark.ranks(4)
@@ -282,7 +283,7 @@ def test_groups_of_one_and_of_all():
 
 
 def _slots(twins):
-    return twins.accelerator.strategy_of(twins.model)._placement
+    return twins.accelerator.strategy_of(twins.model).placement
 
 
 def _units(twins):

@@ -93,7 +93,7 @@ def check_rows(accelerator, twins):
     """What a rank owns is what ``torch.chunk`` gives it of the whole values."""
     strategy, axis = accelerator.strategy_of(twins.model), twins.axis
     whole = weights(accelerator, twins.model)
-    slots = {slot.name: slot for slot in strategy._placement}
+    slots = {slot.name: slot for slot in strategy.placement}
     assert set(slots) == set(whole)
     for name, slot in slots.items():
         value = whole[name]
@@ -101,11 +101,11 @@ def check_rows(accelerator, twins):
         expected = rows_of(value, dim, axis.size, axis.rank)
         assert slot.owned_numel == expected.numel(), name
         if expected.numel():
-            piece = slot.piece(slot.flat.share.tensor)
+            piece = slot.piece(strategy.placement.flat_of(slot).shard.tensor)
             assert torch.equal(piece, expected), name
             assert piece.shape == expected.shape
         else:
-            assert slot.fragment is None
+            assert strategy.placement.fragment_of(slot) is None
     held = sum(everyone(sum(slot.owned_numel for slot in slots.values())))
     assert held == sum(value.numel() for value in whole.values()), "something is held twice"
 
@@ -181,10 +181,10 @@ def test_one_gather_and_one_reduction_per_unit():
     twins = Twins(accelerator, case(blends), trained)
     check_rows(accelerator, twins)
     strategy = accelerator.strategy_of(twins.model)
-    assert [len(unit.flats) for unit in strategy._placement.units] == [1, 5, 5, 5]
+    assert [len(unit.flats) for unit in strategy.placement.units] == [1, 5, 5, 5]
     twins.backward(0)  # does not know yet which unit forward ends with
     twins.step()
-    counted = Counted(strategy._ranks)
+    counted = Counted(strategy.ranks)
     once = {"0": 1, "1": 1, "2": 1, "3": 1}
     for step in range(1, 4):
         loss = twins.loss(step)

@@ -61,7 +61,7 @@ def start(config=None, window=1, **options):
 
 
 def units_of(twins):
-    return twins.accelerator.strategy_of(twins.model)._placement.units
+    return twins.accelerator.strategy_of(twins.model).placement.units
 
 
 def assert_freed(twins):
@@ -219,7 +219,7 @@ def test_kept_until_somebody_steps():
 
 
 def count_gathers(twins):
-    communicator = twins.accelerator.strategy_of(twins.model)._ranks.sharing
+    communicator = twins.accelerator.strategy_of(twins.model).ranks.sharing
     given, labels = communicator.gather_parts, []
 
     def gather(parts, *, label="", first=None):

@@ -98,7 +98,7 @@ class Twins:
 
     @property
     def units(self):
-        return [u.layout.key for u in self.accelerator.strategy_of(self.model)._placement.units]
+        return [u.layout.key for u in self.accelerator.strategy_of(self.model).placement.units]
 
     def sent(self, operation):
         entry = self.accelerator.traffic.entries().get(("dp", operation))

@@ -14,7 +14,7 @@ from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.naming import clean_name
-from drivetrain.sharding.module_units import users
+from drivetrain.sharding.hooks import users
 from drivetrain.testing.huggingface import ARCHITECTURES, bert, gpt2, llama
 from drivetrain_fsdp.units import UnitChoice, describe, unit_keys
 
@@ -400,7 +400,7 @@ def gathering(model, **choice):
     model = accelerator.prepare(model)
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
-    for module, units in users(model, accelerator.strategy_of(model)._placement.units).items():
+    for module, units in users(model, accelerator.strategy_of(model).placement.units).items():
         for unit in units:
             found.setdefault(unit.layout.key, []).append(names[id(module)])
     accelerator.free_memory()

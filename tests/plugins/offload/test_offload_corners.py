@@ -9,8 +9,8 @@ from torch.optim import SGD, AdamW
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.sharding.share import ShareInStore
 from drivetrain_offload.steps.tiles import Tiler
+from drivetrain_offload.stored import ShardInStore
 
 WIDTH = 24
 STRATEGIES = {
@@ -117,7 +117,7 @@ def test_two_optimizers_step_one_unit_at_once(name, tmp_path, monkeypatch):
         return close(accelerator, model)
 
     expected = run(None)
-    slowly(monkeypatch, ShareInStore, "_fetch", 0.01)
+    slowly(monkeypatch, ShardInStore, "_fetch", 0.01)
     for offload in offloads(name, tmp_path):
         assert_same(run(offload), expected)
 

@@ -219,9 +219,9 @@ def test_trainings_side_by_side_do_not_meet(tmp_path):
 
 PLACES = (
     "torch.nn.Linear.forward",
-    "drivetrain.sharding.offload.Offload._step_of",
+    "drivetrain_offload.engine.OffloadEngine._step_of",
     "drivetrain_offload.steps.stepping.Stepper.submit",
-    "drivetrain.sharding.offload.Offload.give_back",
+    "drivetrain_offload.engine.OffloadEngine.give_back",
 )
 
 

@@ -14,14 +14,14 @@ from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.sharding.offload_options import OffloadOptions
+from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Run, find_strategy
 from drivetrain.traffic import Traffic
 from drivetrain_fsdp import Fsdp
 from drivetrain_launch.cli import run
 from drivetrain_offload import Offload, OffloadConfig
 from drivetrain_zero import Zero2, Zero3
-from drivetrain_zero.config import Zero2Config, Zero3Config
+from drivetrain_zero.options import Zero2Config, Zero3Config
 
 ON_CPU = OffloadOptions(optimizer="cpu")
 

@@ -67,18 +67,18 @@ class Run:
     def sent(self):
         """Return the ledger's bytes, those of gathers that hide under the next forward too."""
         for unit in self.units():
-            unit.arrive()
+            unit.wait_for_values()
         return self.accelerator.traffic.sent()
 
     def units(self):
-        return self.strategy._placement.units
+        return self.strategy.placement.units
 
     def held(self):
         """Return the bytes of live tensors by kind, gradients among them."""
         parameters = list(self.model.parameters())
         masters = [shard.tensor for shard in self.strategy.shards() if not shard.state]
         states = [v for state in self.optimizer.state.values() for v in state.values()]
-        kept = [flat.share.tensor for unit in self.units() for flat in unit.flats]
+        kept = [flat.shard.tensor for unit in self.units() for flat in unit.flats]
         fragments = [p for group in self.optimizer.param_groups for p in group["params"]]
         return {
             "parameters": storage_bytes([*parameters, *masters, *kept, *fragments]),
@@ -92,7 +92,7 @@ class Run:
 
 def benchmark():
     """Return the benchmark's module, which holds the model."""
-    path = Path(__file__).parents[2] / "benchmarks" / "ddp_step.py"
+    path = Path(__file__).parents[3] / "benchmarks" / "ddp_step.py"
     spec = importlib.util.spec_from_file_location("ddp_step", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -152,7 +152,7 @@ def check_memory(strategy, world, **options):
     promised = {k: n for k, n in run.cost.held.items() if k != "lent" or masters}
     assert sum(promised.values()) == pytest.approx(sum(expected), rel=0.05)
     live = live_bytes() - run.before
-    lent = run.strategy._reducer.pool_bytes
+    lent = run.strategy.reduce.buffers.nbytes
     assert lent <= run.cost.held.get("lent", 0)
     # Three buckets in the ring's hands, on top of what is promised.
     assert live - lent <= 1.05 * sum(expected) + 3 * 0.1 * 2**20, "tensors that nobody counts"
@@ -162,7 +162,7 @@ def check_memory(strategy, world, **options):
 
 
 def buffers(run):
-    flats = [f for g in run.strategy._reducer._gradients for f in g._flats.values()]
+    flats = [f for g in run.strategy.reduce.units for f in g.flats]
     return [flat.buffer for flat in flats if flat.buffer is not None]
 
 

@@ -87,7 +87,7 @@ def start(strategy, **options):
 
 
 def assert_freed(twins):
-    units = twins.accelerator.strategy_of(twins.model)._placement.units
+    units = twins.accelerator.strategy_of(twins.model).placement.units
     whole = [u.label for u in units if not u.resident and u.live_bytes]
     assert not whole, f"still whole: {whole}"
 

@@ -73,7 +73,7 @@ def start(strategy, **options):
 
 
 def units_of(twins):
-    return twins.accelerator.strategy_of(twins.model)._placement.units
+    return twins.accelerator.strategy_of(twins.model).placement.units
 
 
 def reductions(twins):

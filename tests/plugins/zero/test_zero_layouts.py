@@ -30,7 +30,7 @@ from drivetrain.testing.models import (
     squared_error,
     tokens,
 )
-from drivetrain_zero.layout import Sizes, plan
+from drivetrain_zero.units import Sizes, cut_model
 
 SMALL = {"bucket_mib": 0.001}
 STAGES = {
@@ -92,7 +92,7 @@ def test_every_element_has_one_place_and_one_owner(seed):
     generator = random.Random(seed)
     specs, sizes, size = random_specs(generator), random_sizes(generator), generator.randrange(1, 6)
     by_name = {spec.name: spec for spec in specs}
-    units = plan(specs, Precision(), sizes, size)
+    units = cut_model(specs, Precision(), sizes, size)
     assert sorted(p.name for unit in units for p in unit.places) == sorted(by_name)
     for unit in units:
         for flat in unit.flats:
@@ -136,7 +136,7 @@ def test_whole_parameters_are_spread():
     """No rank owns more than another by more than one parameter, over all units together."""
     specs = [TensorSpec("large", (100, 10), torch.float32, True)]
     specs += [TensorSpec(f"small{i}", (50, 10), torch.float32, True) for i in range(9)]
-    units = plan(specs, Precision(), Sizes(2000, "whole"), 3)
+    units = cut_model(specs, Precision(), Sizes(2000, "whole"), 3)
     owned = [sum(f.owned(rank) for unit in units for f in unit.flats) for rank in range(3)]
     assert sum(owned) == 5500
     assert max(owned) - min(owned) <= 1000

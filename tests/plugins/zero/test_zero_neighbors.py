@@ -39,7 +39,7 @@ def test_backward_gathers_from_neighbors():
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
     strategy = accelerator.strategy_of(model)
     promised = type(strategy).cost(strategy.config, spec, strategy.run).sent
-    units = strategy._placement.units
+    units = strategy.placement.units
     inputs = torch.randn(2, 64)  # so backward reads no weight of the first layer
     for _ in range(2):  # the first step does not know yet which unit forward ends with
         before = accelerator.traffic.sent()

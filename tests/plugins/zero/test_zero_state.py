@@ -173,7 +173,7 @@ def test_inference_gathers_once(strategy):
     accelerator = start(strategy)
     twins = Twins(accelerator, CASES["tied"], adamw)
     train(twins, range(1))
-    units = accelerator.strategy_of(twins.model)._placement.units
+    units = accelerator.strategy_of(twins.model).placement.units
     before = calls(accelerator, "all_gather")
     with accelerator.inference(twins.model) as model:
         inside = calls(accelerator, "all_gather")

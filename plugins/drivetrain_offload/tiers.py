@@ -1,4 +1,4 @@
-"""Compares what a rank will keep with what the machine has, before anything is laid out."""
+"""Compares the bytes that a rank will keep with the room of the machine, before laying out."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ from drivetrain.registry import stores
 from drivetrain.runtime.room import device_room, disk_room, host_room
 from drivetrain.runtime.world import World
 from drivetrain.sharding.layout import UnitLayout
-from drivetrain.sharding.offload_options import OffloadOptions
-from drivetrain.sharding.tier_bytes import TIERS, Bytes, Homes, Plan, Tier, held
+from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Run
+from drivetrain_offload.tier_bytes import TIERS, Tier, TierBytes, TierChoice, TierPlan, held
 
 _NAMES: Mapping[Tier, str] = {"device": "the device", "host": "host memory", "disk": "the disk"}
 
@@ -58,7 +58,7 @@ class Tiers:
         path: the directory that lies on the disk.
     """
 
-    needed: Bytes
+    needed: TierBytes
     room: Mapping[Tier, int]
     sharing: int = 1
     path: str = ""
@@ -115,7 +115,7 @@ class Tiers:
 
 
 def announce_tiers(
-    plan: Plan, options: OffloadOptions, opened: Mapping[str, Residence], run: Run
+    plan: TierPlan, options: OffloadOptions, opened: Mapping[str, Residence], run: Run
 ) -> None:
     """Show the table of what lies where, and refuse what does not fit. Collective over ``dp``.
 
@@ -130,10 +130,10 @@ def announce_tiers(
     Raises:
         PreflightError: on every rank, where one of them has too little.
     """
-    homes = homes_of(options, opened, run.world)
-    needed = held(plan, homes)
+    chosen = tiers_of(options, opened, run.world)
+    needed = held(plan, chosen)
     needed["host"]["buffers of stores"] += opened[options.optimizer].working_bytes
-    room = _room(plan.model.module, homes, options.path, run.world)
+    room = _room(plan.model.module, chosen, options.path, run.world)
     tiers = Tiers(needed=needed, room=room, sharing=run.world.local_size, path=options.path)
     _logger.announce(f"what lies where between steps:\n{tiers.describe()}")
     mine = "\n".join(tiers.shortages())
@@ -151,7 +151,7 @@ def plan_of(
     *,
     rank: int,
     lent: int,
-) -> Plan:
+) -> TierPlan:
     """Describe a model that was not laid out yet.
 
     Args:
@@ -176,12 +176,12 @@ def plan_of(
         for parameter in group["params"]
         if id(parameter) in names
     }
-    return Plan(
+    return TierPlan(
         model=spec, units=units, precision=run.precision, rank=rank, states=states, lent=lent
     )
 
 
-def homes_of(options: OffloadOptions, opened: Mapping[str, Residence], world: World) -> Homes:
+def tiers_of(options: OffloadOptions, opened: Mapping[str, Residence], world: World) -> TierChoice:
     """Return where things lie.
 
     Args:
@@ -195,7 +195,7 @@ def homes_of(options: OffloadOptions, opened: Mapping[str, Residence], world: Wo
 
     device: Tier = "host" if world.device.type == "cpu" else "device"
     parameters = tier(options.params) if options.params else None
-    return Homes(
+    return TierChoice(
         device=device,
         optimizer=tier(options.optimizer),
         parameters=None if parameters == device else parameters,  # they are there already
@@ -204,11 +204,11 @@ def homes_of(options: OffloadOptions, opened: Mapping[str, Residence], world: Wo
     )
 
 
-def held_by_kind(plan: Plan, options: OffloadOptions, world: World) -> dict[str, int]:
+def held_by_kind(plan: TierPlan, options: OffloadOptions, world: World) -> dict[str, int]:
     """Return the bytes that one rank keeps between steps; on a disk, kinds say so."""
     kinds = {name: stores().load(name) for name in {options.optimizer, options.params} - {""}}
     total: Counter[str] = Counter()
-    for tier, held_there in held(plan, homes_of(options, kinds, world)).items():
+    for tier, held_there in held(plan, tiers_of(options, kinds, world)).items():
         for kind, nbytes in held_there.items():
             total[f"{kind} on disk" if tier == "disk" else kind] += nbytes
     del total["largest unit in use"]  # which is freed between steps
@@ -227,11 +227,11 @@ def _states(optimizer: Optimizer, group: Mapping[str, object]) -> int:
     return 2  # unknown: most keep two moments
 
 
-def _room(model: nn.Module | None, homes: Homes, path: str, world: World) -> dict[Tier, int]:
+def _room(model: nn.Module | None, tiers: TierChoice, path: str, world: World) -> dict[Tier, int]:
     """Return what there is, with what the model takes now."""
     ranks = world.local_size
     room: dict[Tier, int] = {"host": host_room() + ranks * _present(model, "cpu")}
-    if homes.device == "device":
+    if tiers.device == "device":
         free = device_room(world.device)
         if free is not None:
             room["device"] = free + _present(model, world.device.type)

@@ -1,4 +1,4 @@
-"""What a rank keeps between steps on the device, in host memory and on a disk: arithmetic alone.
+"""Bytes that a rank keeps between steps on the device, in host memory and on a disk: arithmetic.
 
 Per parameter that is trained, with optimizer state in a store:
 
@@ -33,7 +33,7 @@ from drivetrain.sharding.layout import FlatLayout, UnitLayout
 Tier: TypeAlias = Literal["device", "host", "disk"]
 """A kind of memory; the host's is not called device where it is both."""
 
-Bytes: TypeAlias = dict[Tier, Counter[str]]
+TierBytes: TypeAlias = dict[Tier, Counter[str]]
 """Bytes by tier and kind."""
 
 Line: TypeAlias = tuple[Tier, str, int]
@@ -43,8 +43,8 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Homes:
-    """Where things lie.
+class TierChoice:
+    """The choice of a tier for each kind of state.
 
     Attributes:
         device: of whole parameters and of units in use; ``host`` on ranks without an accelerator.
@@ -62,7 +62,7 @@ class Homes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class TierPlan:
     """A model as one rank keeps it.
 
     Attributes:
@@ -83,22 +83,22 @@ class Plan:
     lent: int
 
 
-def held(plan: Plan, homes: Homes) -> Bytes:
+def held(plan: TierPlan, tiers: TierChoice) -> TierBytes:
     """Return the bytes that one rank keeps between steps, and of one unit in use."""
     placed = {place.name for unit in plan.units for place in unit.places}
     rest = sum(spec.nbytes for spec in plan.model.parameters if spec.name not in placed)
-    total: Bytes = {tier: Counter() for tier in TIERS}
-    device = total[homes.device]
+    total: TierBytes = {tier: Counter() for tier in TIERS}
+    device = total[tiers.device]
     device["parameters"] += rest
     device["buffers"] += sum(spec.nbytes for spec in plan.model.buffers)
     device["buffers of gradients"] += plan.lent
     device["largest unit in use"] += max(
         (unit.nbytes for unit in plan.units if unit.sharded), default=0
     )
-    chosen = offloaded(plan.units, homes.ratio)
+    chosen = offloaded(plan.units, tiers.ratio)
     for index, unit in enumerate(plan.units):
         for flat in unit.flats:
-            account = _Account(plan, homes, flat, sharded=unit.sharded)
+            account = _Account(plan, tiers, flat, sharded=unit.sharded)
             for tier, kind, nbytes in account.lines(offloaded=index < chosen):
                 total[tier][kind] += nbytes
     return {tier: Counter({k: n for k, n in kinds.items() if n}) for tier, kinds in total.items()}
@@ -120,18 +120,20 @@ def offloaded(units: Sequence[UnitLayout], ratio: float) -> int:
 
 
 class _Account:
-    """What becomes of one flat tensor.
+    """The bytes of one flat tensor, tier by tier.
 
     Args:
         plan: what it is part of.
-        homes: where things lie.
+        tiers: where things lie.
         flat: the tensor.
         sharded: whether it is freed between uses.
     """
 
-    def __init__(self, plan: Plan, homes: Homes, flat: FlatLayout, *, sharded: bool) -> None:
+    def __init__(
+        self, plan: TierPlan, tiers: TierChoice, flat: FlatLayout, *, sharded: bool
+    ) -> None:
         self._plan = plan
-        self._homes = homes
+        self._tiers = tiers
         self._flat = flat
         self._sharded = sharded
         self._owned = flat.owned(plan.rank)
@@ -147,33 +149,33 @@ class _Account:
         if not self._flat.trainable:
             return self._frozen_in_store() if self._stored else self._values_on_device()
         whole = 0 if self._plan.lent else self._flat.numel * self._wire.itemsize
-        gradients = (self._homes.device, "gradients", whole)
+        gradients = (self._tiers.device, "gradients", whole)
         return [gradients, *(self._in_stores() if offloaded else self._on_device())]
 
     def _frozen_in_store(self) -> list[Line]:
         share = self._owned * self._flat.dtype.itemsize
-        return [(self._stored or self._homes.device, "parameters", share)]
+        return [(self._stored or self._tiers.device, "parameters", share)]
 
     def _in_stores(self) -> list[Line]:
-        homes, flat, owned = self._homes, self._flat, self._owned
+        tiers, flat, owned = self._tiers, self._flat, self._owned
         values = owned if self._sharded else flat.numel
         dtype = flat.master if self._is_master else flat.dtype
         masters = 0 if self._is_master else owned * flat.master.itemsize
         # Without an accelerator a share of a whole buffer can be read where it is.
-        there = homes.device == "host" and self._in_whole_buffer
+        there = tiers.device == "host" and self._in_whole_buffer
         # The first gradient of a window waits as it came when the master is not the parameter.
         kept = self._total if self._is_master else self._wire
         gradients, late = owned * kept.itemsize, owned * flat.dtype.itemsize
         return [
-            (self._stored or homes.device, "parameters", values * dtype.itemsize),
-            (homes.optimizer, "masters", masters),
-            (homes.optimizer, "optimizer", self._state_bytes()),
+            (self._stored or tiers.device, "parameters", values * dtype.itemsize),
+            (tiers.optimizer, "masters", masters),
+            (tiers.optimizer, "optimizer", self._state_bytes()),
             ("host", "gradients", 0 if there else gradients),
-            ("host", "late updates", gradients + late if homes.delayed else 0),
+            ("host", "late updates", gradients + late if tiers.delayed else 0),
         ]
 
     def _on_device(self) -> list[Line]:
-        flat, owned, device = self._flat, self._owned, self._homes.device
+        flat, owned, device = self._flat, self._owned, self._tiers.device
         same = self._total is flat.master
         # Fragments of another dtype have gradients of their own.
         each = self._total.itemsize + (0 if same else flat.master.itemsize)
@@ -185,7 +187,7 @@ class _Account:
         ]
 
     def _values_on_device(self) -> list[Line]:
-        flat, device = self._flat, self._homes.device
+        flat, device = self._flat, self._tiers.device
         shard = self._owned * flat.master.itemsize
         if self._sharded:
             return [(device, "parameters", shard)]
@@ -198,16 +200,16 @@ class _Account:
     @property
     def _stored(self) -> Tier | None:
         """Where a store keeps this rank's share of the values; None: no store does."""
-        return self._homes.parameters if self._sharded else None
+        return self._tiers.parameters if self._sharded else None
 
     @property
     def _is_master(self) -> bool:
         """Whether what lies there between uses of the parameters is stepped itself."""
-        homes = self._homes
-        if self._stored is not None or homes.device != "host" or homes.delayed:
+        tiers = self._tiers
+        if self._stored is not None or tiers.device != "host" or tiers.delayed:
             return False
         # The shard of what is freed may as well have the dtype of the master.
-        freely = self._sharded and homes.optimizer == "host"
+        freely = self._sharded and tiers.optimizer == "host"
         return freely or self._flat.master is self._flat.dtype
 
     @property

@@ -1,22 +1,40 @@
-"""What happens when a parameter of a sharded unit is used while its values are away."""
+"""The guard of freed units: what is touched while its values are away, and what autograd saves."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.guard import guard, writes
 from drivetrain.sharding.unit import Unit
 
-if TYPE_CHECKING:
-    from drivetrain.sharding.gathering import Gatherer
-
 _DETACHED = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-"""What gives the parameter without its history; one rank may look at its facts by itself."""
+"""Functions that give the parameter without its history: a rank may look at its facts by itself."""
+
+
+class Gathers(Protocol):
+    """The gathering of units, as their guards see it."""
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the model runs forward or backward now, which free at their end."""
+
+    def bring(self, unit: Unit) -> None:
+        """Return when a unit is whole."""
+
+    def keep_views(self, unit: Unit) -> None:
+        """Keep a unit until the outermost forward ends: the script has a view of its values."""
+
+    def holding(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
+        """Context in which units stay whole."""
+
+    def saving(self) -> saved_tensors_hooks:
+        """Return the context in which autograd saves views of units without their values."""
 
 
 def refusal(unit: Unit, *used: Any) -> UsageError:
@@ -42,13 +60,11 @@ def _name(unit: Unit, used: Any) -> str:
 
 def shares_memory(result: Any, unit: Unit) -> bool:
     """Return whether a result, or a tensor inside it, is a view of a unit's values."""
-    storages = {flat.untyped_storage()._cdata for flat in unit.values}
-    return any(
-        isinstance(leaf, Tensor)
-        and leaf.layout is torch.strided
-        and leaf.untyped_storage()._cdata in storages
-        for leaf in _leaves(result)
-    )
+    for leaf in (result,) if type(result) is Tensor else _leaves(result):
+        dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        if dense and leaf.untyped_storage()._cdata in unit.storages:
+            return True
+    return False
 
 
 def _leaves(result: Any) -> Iterator[Any]:
@@ -61,16 +77,16 @@ def _leaves(result: Any) -> Iterator[Any]:
 
 
 class AbsentGuard:
-    """Guards the parameters of a sharded unit.
+    """The guard of a sharded unit's parameters: a use gathers the unit, or is refused.
 
     Args:
         unit: the unit.
-        gatherer: gathers and frees it.
+        gather: gathers and frees it.
     """
 
-    def __init__(self, unit: Unit, gatherer: "Gatherer") -> None:
+    def __init__(self, unit: Unit, gather: Gathers) -> None:
         self._unit = unit
-        self._gatherer = gatherer
+        self._gather = gather
 
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -83,17 +99,17 @@ class AbsentGuard:
         """
         if writes(function, args, kwargs):
             raise refusal(self._unit, args, kwargs)
-        if self._gatherer.in_forward:
-            self._gatherer.fetch(self._unit)
+        if self._gather.in_forward:
+            self._gather.bring(self._unit)
             result = function(*args, **kwargs)
             if shares_memory(result, self._unit):
-                self._gatherer.keep_views(self._unit)
+                self._gather.keep_views(self._unit)
             return result
         if function in _DETACHED:
             return self._without_values(*args)
         with ExitStack() as stack:
-            stack.enter_context(self._gatherer.saving())
-            stack.enter_context(self._gatherer.holding([self._unit]))
+            stack.enter_context(self._gather.saving())
+            stack.enter_context(self._gather.holding([self._unit]))
             before = [parameter._version for parameter in self._unit.parameters]
             result = function(*args, **kwargs)
             changed = before != [parameter._version for parameter in self._unit.parameters]
@@ -110,7 +126,7 @@ class AbsentGuard:
 
 
 class DetachedGuard:
-    """Guards what a state dict shows of a sharded parameter: shape and dtype, no values.
+    """The guard of a state dict's view of a sharded parameter: it has shape and dtype, no values.
 
     Args:
         refusal: raised for every other use.
@@ -131,7 +147,7 @@ class DetachedGuard:
 
 
 class LeftGuard:
-    """Guards the parameters of a unit that is still divided when its strategy is taken off.
+    """The guard of a unit that is still divided when its strategy is taken off.
 
     Args:
         unit: the unit.
@@ -154,3 +170,39 @@ class LeftGuard:
             "free_memory(); "
             "take accelerator.get_state_dict(model) or save_model() before"
         )
+
+
+_AS_IT_IS: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (
+    lambda tensor: tensor,
+    lambda packed: packed,
+)
+
+
+def without_values(
+    storages: Mapping[int, Unit], bring_back: Callable[[Unit], None]
+) -> saved_tensors_hooks:
+    """Return the context in which autograd saves views of units without their values.
+
+    Hooks around it, such as those of checkpoints and of offloading, go on working.
+
+    Args:
+        storages: units by the identity of their storages.
+        bring_back: makes a unit whole.
+    """
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or _AS_IT_IS
+
+    def save(tensor: Tensor) -> Any:
+        dense = tensor.layout is torch.strided  # others have no storage to ask for
+        unit = storages.get(tensor.untyped_storage()._cdata) if dense else None
+        return unit, pack(tensor if unit is None else tensor.detach())
+
+    def restore(packed: Any) -> Tensor:
+        unit, inner = packed
+        if unit is None:
+            return unpack(inner)
+        bring_back(unit)
+        values = unpack(inner)
+        # A graph of this backward would save the view itself, without these hooks.
+        return values.detach().clone() if torch.is_grad_enabled() else values
+
+    return saved_tensors_hooks(save, restore)

@@ -13,7 +13,7 @@ from drivetrain.parts.buckets import plan_buckets
 from drivetrain.runtime.precision import Precision
 from drivetrain.sharding.layout import (
     ROOT,
-    Cut,
+    CutStyle,
     FlatLayout,
     UnitLayout,
     arrange,
@@ -35,19 +35,19 @@ class Sizes:
     """
 
     bucket_bytes: int
-    cut: Cut
+    cut: CutStyle
     shard_from: int | None = None
     own_unit_from: int = 1
 
 
-def plan(
+def cut_model(
     specs: Sequence[TensorSpec],
     precision: Precision,
     sizes: Sizes,
     size: int,
     devices: Sequence[Hashable] | None = None,
 ) -> list[UnitLayout]:
-    """Cut parameters into units, in the order in which backward usually reaches them.
+    """CutStyle parameters into units, in the order in which backward usually reaches them.
 
     Args:
         specs: the parameters in registration order.
@@ -119,7 +119,7 @@ def _unit_keys(specs: Sequence[TensorSpec], sizes: Sizes) -> list[str]:
 def _buckets(
     specs: Sequence[TensorSpec], members: list[int], precision: Precision, sizes: Sizes
 ) -> list[list[int]]:
-    """Cut the whole parameters of one kind by size."""
+    """CutStyle the whole parameters of one kind by size."""
     first = specs[members[0]]
     dtype = precision.forward_dtype(first.dtype, first.shape)
     layouts = plan_buckets(

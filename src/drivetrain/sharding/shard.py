@@ -1,23 +1,19 @@
-"""What a rank owns of a flat tensor between its uses: where that lies, and how it comes back.
-
-In a store it is one tensor, like the one that would be in memory.
-"""
+"""The shard of a flat tensor: where the part that this rank owns lies between its uses."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from drivetrain.store import TensorStore
+from drivetrain.errors import UsageError
+from drivetrain.parts.guard import guard
+from drivetrain.sharding.slot import ParameterSlot
 
-if TYPE_CHECKING:
-    from drivetrain.sharding.slot import Slot
 
-
-class Share(ABC):
-    """What this rank owns of one flat tensor.
+class ShardHome(ABC):
+    """The home of this rank's shard of one flat tensor, between the uses of its values.
 
     Args:
         numel: how many elements.
@@ -30,10 +26,12 @@ class Share(ABC):
         tensor: 1-D, all of them, if they lie in memory as one range; otherwise None.
         separate: whether they are kept besides the values of the flat tensor.
         in_store: whether a store keeps them.
+        at_hand: whether ``fill`` need not wait for anything.
     """
 
     separate: ClassVar[bool] = True
     in_store: ClassVar[bool] = False
+    at_hand: ClassVar[bool] = True
 
     def __init__(self, numel: int, dtype: torch.dtype, own: Sequence[Tensor]) -> None:
         self.numel = numel
@@ -41,11 +39,6 @@ class Share(ABC):
         self.tensor: Tensor | None = None
         self._own = list(own)
         self._lengths = [part.numel() for part in own]
-
-    @property
-    def at_hand(self) -> bool:
-        """Whether ``fill`` need not wait for anything."""
-        return True
 
     @abstractmethod
     def fill(self) -> None:
@@ -55,15 +48,15 @@ class Share(ABC):
     def take(self) -> None:
         """Copy everything from its places back, where it changed.
 
-        What nobody changed keeps the digits that the dtype of forward has no room for.
+        Elements that nobody changed keep the digits that the dtype of forward has no room for.
         """
 
     @abstractmethod
-    def read(self, slot: "Slot") -> Tensor:
+    def read(self, slot: ParameterSlot) -> Tensor:
         """Return what is owned of a parameter, 1-D; it may be a view."""
 
     @abstractmethod
-    def write(self, slot: "Slot", values: Tensor) -> None:
+    def write(self, slot: ParameterSlot, values: Tensor) -> None:
         """Replace what is owned of a parameter by a 1-D tensor."""
 
     @abstractmethod
@@ -74,7 +67,7 @@ class Share(ABC):
     def narrow(self, dtype: torch.dtype) -> None:
         """Go on in the dtype of forward: somebody else keeps the masters."""
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Keep what was written first for good."""
         return
 
@@ -82,7 +75,7 @@ class Share(ABC):
         """Start to bring what ``fill`` will need soon."""
         return
 
-    def place(self, slot: "Slot") -> Tensor | None:
+    def place(self, slot: ParameterSlot) -> Tensor | None:
         """Return where an update can write a parameter's new values, 1-D; None: nowhere."""
         return None if self.tensor is None else self.tensor[slot.local]
 
@@ -94,8 +87,8 @@ class Share(ABC):
             piece.copy_(torch.where(piece.to(own.dtype) == own, piece, own))
 
 
-class ShareInPlace(Share):
-    """It lies among the values, which are never freed: nothing has to move."""
+class ShardInPlace(ShardHome):
+    """A shard that lies among the values, which are never freed: nothing has to move."""
 
     separate: ClassVar[bool] = False
 
@@ -111,11 +104,11 @@ class ShareInPlace(Share):
     def take(self) -> None:
         """Do nothing."""
 
-    def read(self, slot: "Slot") -> Tensor:
+    def read(self, slot: ParameterSlot) -> Tensor:
         """Return a view of the values."""
         return self._values[slot.own]
 
-    def write(self, slot: "Slot", values: Tensor) -> None:
+    def write(self, slot: ParameterSlot, values: Tensor) -> None:
         """Write into the values."""
         self._values[slot.own].copy_(values)
 
@@ -127,13 +120,13 @@ class ShareInPlace(Share):
     def narrow(self, dtype: torch.dtype) -> None:
         """Do nothing: this is the dtype of forward."""
 
-    def place(self, slot: "Slot") -> Tensor:
+    def place(self, slot: ParameterSlot) -> Tensor:
         """Return a view of the values."""
         return self._values[slot.own]
 
 
-class ShareInMemory(Share):
-    """It is kept a second time, or while the values are freed."""
+class ShardInMemory(ShardHome):
+    """A shard that is kept a second time, or while the values are freed."""
 
     tensor: Tensor
 
@@ -154,11 +147,11 @@ class ShareInMemory(Share):
         """Copy back what changed."""
         self._taken_back(self.tensor)
 
-    def read(self, slot: "Slot") -> Tensor:
+    def read(self, slot: ParameterSlot) -> Tensor:
         """Return a view."""
         return self.tensor[slot.local]
 
-    def write(self, slot: "Slot", values: Tensor) -> None:
+    def write(self, slot: ParameterSlot, values: Tensor) -> None:
         """Write into it."""
         self.tensor[slot.local].copy_(values)
 
@@ -174,83 +167,47 @@ class ShareInMemory(Share):
             self._parts = self._pieces(self.tensor)
 
 
-class ShareInStore(Share):
-    """It lies in a store and comes for every use.
+# --- what optimizers hold in the place of a shard that a store keeps ---
+
+
+class PlaceholderGuard:
+    """The guard of a placeholder: a parameter without values in an optimizer's group.
 
     Args:
-        numel: how many elements.
-        dtype: their dtype.
-        own: where they belong among the values.
-        store: the store.
-        key: its name there.
+        name: of the parameter in whose place it stands.
     """
 
-    in_store: ClassVar[bool] = True
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        own: Sequence[Tensor],
-        store: TensorStore,
-        key: str,
-    ) -> None:
-        super().__init__(numel, dtype, own)
-        self._store = store
-        self._key = key
-        self._fresh: Tensor | None = torch.empty(numel, dtype=dtype)  # until it is full
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Refuse.
 
-    def fill(self) -> None:
-        """Bring it, and copy it."""
-        if self._own:
-            with torch.no_grad():
-                torch._foreach_copy_(self._own, self._pieces(self._fetch()))
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"expected values, found what an offloaded optimizer holds in the place of "
+            f"{self._name!r}: a store keeps them; read the parameter of the model, or take "
+            "accelerator.get_state_dict(model)"
+        )
 
-    def take(self) -> None:
-        """Put back what changed."""
-        values = self._fetch().clone()
-        self._taken_back(values)
-        self.replace(values)
 
-    def read(self, slot: "Slot") -> Tensor:
-        """Bring all of it, and return a copy of a part, which does not hold the rest."""
-        return self._fetch()[slot.local].clone()
+def make_placeholder(slot: ParameterSlot, fragment: nn.Parameter, dtype: torch.dtype) -> None:
+    """Take the values of a parameter's fragment away: schedulers and names go on working.
 
-    def write(self, slot: "Slot", values: Tensor) -> None:
-        """Bring it, change it and put it back; at first, wait until it was written for good."""
-        if self._fresh is not None:
-            self._fresh[slot.local].copy_(values)
-            return
-        whole = self._fetch().clone()
-        whole[slot.local].copy_(values)
-        self.replace(whole)
-
-    def replace(self, values: Tensor) -> None:
-        """Put it."""
-        self._fresh = None
-        self._store.put(self._key, values.to(self.dtype))
-
-    def settle(self) -> None:
-        """Put what was written first; from here on nothing of it stays in memory."""
-        if self._fresh is not None:
-            self.replace(self._fresh)
-
-    def narrow(self, dtype: torch.dtype) -> None:
-        """Put a narrower copy in its place."""
-        if dtype is not self.dtype:
-            values = self._fetch()
-            self.dtype = dtype
-            self.replace(values)
-
-    @property
-    def at_hand(self) -> bool:
-        """Return False: it comes from the store."""
-        return False
-
-    def ahead(self) -> None:
-        """Let the store read ahead."""
-        if self._fresh is None:
-            self._store.prefetch([self._key])
-
-    def _fetch(self) -> Tensor:
-        return self._store.fetch(self._key) if self._fresh is None else self._fresh
+    Args:
+        slot: the parameter.
+        fragment: what the optimizer holds in its place.
+        dtype: of the gradients that the fragment is to have.
+    """
+    empty = torch.empty_strided(slot.fragment_shape, slot.fragment_strides, dtype=dtype)
+    empty.untyped_storage().resize_(0)
+    grad, fragment.grad = fragment.grad, None
+    with torch._C.DisableTorchFunctionSubclass():
+        fragment.data = empty
+    if grad is not None and grad.dtype is dtype:
+        fragment.grad = grad
+    guard(fragment, PlaceholderGuard(slot.name))

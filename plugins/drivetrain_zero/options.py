@@ -1,13 +1,13 @@
-"""The knobs of ZeRO, and what follows from them: where a stage differs from the one before it."""
+"""The options of ZeRO, and the sizes and limits that follow from them, stage by stage."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from drivetrain.config.option import option
 from drivetrain.parts.buckets import MIB
-from drivetrain.sharding.layout import Cut
+from drivetrain.sharding.layout import CutStyle
 from drivetrain.sharding.options import GradientOptions, ParameterOptions, UnitsOptions
-from drivetrain_zero.layout import Sizes
+from drivetrain_zero.units import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Zero1Config(UnitsOptions):
     )
 
     @property
-    def cut(self) -> Cut:
-        """What ranks own of parameters."""
+    def cut(self) -> CutStyle:
+        """How parameters are divided among ranks."""
         return "whole" if self.partition == "parameter" else "flat"
 
     @property
@@ -73,8 +73,3 @@ class Zero3Config(ParameterOptions, Zero2Config):
     def ahead(self) -> int:
         """How many units are gathered ahead of the one that computes."""
         return self.prefetch
-
-    @property
-    def most_live(self) -> int | None:
-        """How many units may be whole at once: what is gathered ahead is the only bound."""
-        return None

@@ -1,4 +1,4 @@
-"""The knobs of the strategy ``fsdp``, and what follows from them."""
+"""The options of the strategy ``fsdp``, and the units, limits and groups that follow from them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,9 +7,8 @@ from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
-from drivetrain.sharding.gathering import Until
-from drivetrain.sharding.layout import Cut
-from drivetrain.sharding.options import ParameterOptions
+from drivetrain.sharding.layout import CutStyle
+from drivetrain.sharding.options import ParameterOptions, Until
 from drivetrain_fsdp.units import UnitChoice
 
 
@@ -85,8 +84,8 @@ class FsdpConfig(ParameterOptions):
             )
 
     @property
-    def cut(self) -> Cut:
-        """What ranks own of parameters: rows."""
+    def cut(self) -> CutStyle:
+        """How parameters are divided among ranks: by rows."""
         return "rows"
 
     @property

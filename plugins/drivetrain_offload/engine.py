@@ -1,0 +1,289 @@
+"""The offload engine: optimizer steps that stores take in the background, unit by unit.
+
+Papers: Ren et al., "ZeRO-Offload", USENIX ATC 2021, section 4; Rajbhandari et al., "ZeRO-Infinity",
+SC 2021, section 5.
+
+::
+
+    optimizer.step()   one update per unit is submitted, in the order in which forward needs them;
+                       the optimizer itself finds gradients of what is not offloaded only
+    next forward       each unit waits for its own update, the others go on meanwhile
+
+With ``delayed``, the values that an update makes are taken over at the following step instead
+(ZeRO-Offload's one-step delayed update). Clipping costs no pass over the gradients: its factor goes
+with the update.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.cost import ModelSpec
+from drivetrain.sharding.estimate import Estimate
+from drivetrain.sharding.home import BoundOptimizer, Held, OnDevice
+from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.options import OffloadOptions, ShardedConfig
+from drivetrain.sharding.shard import ShardHome
+from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.sharding.unit import FlatTensor, Unit
+from drivetrain.store import Pending, ShardStep
+from drivetrain.strategy import Run
+from drivetrain_offload.masters import OffloadedParameter, OffloadedParameters, PendingValues
+from drivetrain_offload.stored import OpenedStores, ShardInStore
+from drivetrain_offload.tier_bytes import TierPlan
+from drivetrain_offload.tiers import announce_tiers, held_by_kind, plan_of
+
+
+class OffloadEngine(OnDevice):
+    """The home whose stores keep optimizer state, and step it where it lies.
+
+    Parameters that are not offloaded are at home on the device, as in any other run.
+
+    Args:
+        options: which state lies in stores, and in which ones.
+        device: that of the model.
+
+    Raises:
+        ConfigError: a store cannot keep optimizer state, or has no option of a name.
+    """
+
+    def __init__(self, options: OffloadOptions, device: torch.device) -> None:
+        super().__init__(options, device)
+        self._stores = OpenedStores(options)
+        self._kept = OffloadedParameters(options, self._stores.opened[options.optimizer])
+        self._offloaded = self._kept.parameters
+        self._factors: dict[ParameterSlot, float] = {}
+        self._hidden: dict[nn.Parameter, Tensor] = {}
+        self._late: list[tuple[BoundOptimizer, Pending, PendingValues]] = []
+
+    @property
+    def active(self) -> bool:
+        """Return True: stores step."""
+        return True
+
+    @classmethod
+    def held(
+        cls, estimate: Estimate, model: ModelSpec, config: ShardedConfig, run: Run
+    ) -> dict[str, int]:
+        """Return the bytes that one rank keeps between steps; on a disk, kinds say so."""
+        lent = config.lent_buffers * estimate.lent_bytes() if config.lent_buffers else 0
+        plan = TierPlan(
+            model=model,
+            units=estimate.units,
+            precision=run.precision,
+            rank=estimate.rank,
+            states={spec.name: model.states for spec in model.parameters},
+            lent=lent,
+        )
+        return held_by_kind(plan, config.offload, run.world)
+
+    # --- laying out ---
+
+    def announce(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        units: Sequence[UnitLayout],
+        run: Run,
+        *,
+        rank: int,
+        lent: int,
+    ) -> None:
+        """Show what will lie where, and refuse what does not fit. Collective over ``dp``."""
+        plan = plan_of(model, optimizers, units, run, rank=rank, lent=lent)
+        announce_tiers(plan, self.options, self._stores.opened, run)
+
+    def shard(self, flat: FlatTensor, label: str) -> ShardHome:
+        """Keep the shard of what is freed in the store of parameters, if there is one."""
+        store = self._stores.get(self.options.params)
+        in_place = store is not None and store.in_memory and store.device == self.device
+        if store is None or in_place or not flat.sharded:
+            return super().shard(flat, label)
+        key = f"parameters of {label}, {flat.slots[0].name} and on"
+        return ShardInStore(flat.owned, flat.layout.master, flat.own, store, key)
+
+    def choose(self, units: Sequence[Unit]) -> None:
+        """Choose the units whose state is offloaded: the last ones that forward needs."""
+        self._kept.choose(units)
+
+    def adopt(self, bound: BoundOptimizer) -> None:
+        """Let a store keep what an optimizer needs for parameters that are new to it.
+
+        Raises:
+            UsageError: only the optimizer itself can step them, and its state is not in memory; or
+                a store steps some of them for another optimizer.
+        """
+        self._kept.adopt(bound)
+
+    # --- the step ---
+
+    def steps(self, bound: BoundOptimizer) -> bool:
+        """Return whether a store takes an optimizer's steps, so that it cannot call a closure."""
+        return bound in self._kept.steppers
+
+    def submit(self, bound: BoundOptimizer) -> None:
+        """Submit a step of what is offloaded, and hide its gradients from the optimizer."""
+        stepper = self._kept.steppers.get(bound)
+        if stepper is None:
+            return
+        self._take_over(bound)
+        blocks: dict[Unit, dict[str, list[ShardStep]]] = defaultdict(lambda: defaultdict(list))
+        pending: dict[Unit, PendingValues] = defaultdict(PendingValues)
+        for slot, fragment, group in bound.members():
+            one = self._offloaded.get(slot)
+            if one is None or fragment.grad is None:
+                continue
+            step = self._step_of(one, fragment.grad, group, pending[one.unit])
+            blocks[one.unit][one.block].append(step)
+            self._hidden[fragment] = fragment.grad
+            fragment.grad = None
+        # Forward needs the last unit first: its step is the first to be over.
+        for unit in reversed([unit for unit in self._kept.units if unit in blocks]):
+            if any(flat.shard.in_store for flat in unit.flats):
+                unit.wait_for_step()  # another optimizer may be writing its part of the same shard
+            values = pending[unit]
+            values.awaited = len(blocks[unit])
+            then = None if self.options.delayed else values.arrive
+            for block, steps in blocks[unit].items():
+                update = stepper.submit(block, steps, then)
+                if self.options.delayed:
+                    self._late.append((bound, update, values))
+                else:
+                    unit.updates.append(update)
+
+    def _step_of(
+        self,
+        one: OffloadedParameter,
+        grad: Tensor,
+        group: Mapping[str, Any],
+        pending: PendingValues,
+    ) -> ShardStep:
+        slot, flat, master = one.slot, one.flat, None
+        out: Tensor | Callable[[], Tensor] | None
+        if one.master:
+            out = pending.of(one, in_place=not self.options.delayed)
+        else:
+            master = flat.shard.read(slot).detach()
+            out = flat.values[slot.own] if one.unit.resident and flat.shard.separate else None
+        return ShardStep(
+            one.index,
+            group,
+            _one_dim(slot, grad),
+            master,
+            out,
+            self._factors.get(slot, 1.0),  # a gradient that stays goes on waiting for it
+        )
+
+    def give_back(self, bound: BoundOptimizer) -> Collection[ParameterSlot]:
+        """Show the gradients again, as after any step; late updates keep them for themselves."""
+        hidden, self._hidden = self._hidden, {}
+        if self.options.delayed:
+            taken = [slot for slot, fragment in bound.held.items() if fragment in hidden]
+            self.forget(taken)
+            return taken
+        for fragment, grad in hidden.items():
+            fragment.grad = grad
+        return ()
+
+    def take_over_late(self) -> bool:
+        """Wait for late updates, and let forward see them; return whether there were any."""
+        found = bool(self._late)
+        self._take_over(None)
+        return found
+
+    def _take_over(self, bound: BoundOptimizer | None) -> None:
+        due = [late for late in self._late if bound is None or late[0] is bound]
+        for _, update, _ in due:
+            update.wait()
+        for late in due:
+            late[2].install()
+            self._late.remove(late)
+
+    def drop_late(self) -> None:
+        """Wait for late updates, and let forward never see them: other values come."""
+        for _, update, _ in self._late:
+            update.wait()
+        self._late = []
+
+    # --- gradients ---
+
+    def scale(self, slots: Iterable[ParameterSlot], factor: float) -> Collection[ParameterSlot]:
+        """Let gradients be multiplied when they are stepped with; return those to multiply now."""
+        now = []
+        for slot in slots:
+            if slot not in self._offloaded or slot in self._factors:
+                now.append(slot)
+            elif factor != 1.0:
+                self._factors[slot] = factor
+        return now
+
+    def due(self, slots: Iterable[ParameterSlot]) -> Mapping[ParameterSlot, float]:
+        """Return the factors that gradients still wait for, and forget them."""
+        if not self._factors:
+            return {}
+        return {slot: self._factors.pop(slot) for slot in slots if slot in self._factors}
+
+    def forget(self, slots: Iterable[ParameterSlot] | None) -> None:
+        """Drop factors: the gradients are cleared."""
+        for slot in list(self._factors) if slots is None else slots:
+            self._factors.pop(slot, None)
+
+    # --- state ---
+
+    def master(self, flat: FlatTensor, slot: ParameterSlot) -> Held:
+        """Return the master that a store keeps; otherwise the part of the shard."""
+        one = self._offloaded.get(slot)
+        if one is None or not one.master:
+            return super().master(flat, slot)
+        return Held(one.read_master(), not one.in_memory)
+
+    def set_master(self, flat: FlatTensor, slot: ParameterSlot, values: Tensor) -> None:
+        """Write into the store, and into the shard."""
+        one = self._offloaded.get(slot)
+        if one is not None and one.master:
+            one.set_master(values)
+        super().set_master(flat, slot, values)
+
+    def values_changed(self, unit: Unit) -> None:
+        """Let masters that stores keep follow whole values that a script has changed."""
+        for slot in unit.slots:
+            one = self._offloaded.get(slot)
+            if one is not None and one.master:
+                one.follow_values()
+
+    def states(self, bound: BoundOptimizer, slot: ParameterSlot) -> Iterator[tuple[str, Held]]:
+        """Yield the states that the store keeps; otherwise those of the optimizer itself."""
+        one = self._offloaded.get(slot)
+        if one is None:
+            yield from super().states(bound, slot)
+            return
+        for key, value in one.states():
+            yield key, Held(value, not one.in_memory and value.shape == slot.fragment_shape)
+
+    def set_states(
+        self, bound: BoundOptimizer, slot: ParameterSlot, states: Mapping[str, Any]
+    ) -> None:
+        """Fill the store, or the optimizer's own state."""
+        one = self._offloaded.get(slot)
+        if one is None:
+            super().set_states(bound, slot, states)
+        else:
+            one.set_states(states)
+
+    def close(self) -> None:
+        """End what was submitted, and release memory and files."""
+        for stepper in self._kept.steppers.values():
+            stepper.close()
+        self._stores.close()
+
+
+def _one_dim(slot: ParameterSlot, grad: Tensor) -> Tensor:
+    """Return a fragment's gradient in the order of its memory, 1-D, on the CPU."""
+    grad = grad.detach()
+    if grad.stride() == slot.fragment_strides:
+        return grad.as_strided((slot.owned_numel,), (1,)).to("cpu")
+    return slot.fragment_in_order(grad).to("cpu")

@@ -1,0 +1,153 @@
+"""The stores that options name, and the shards of flat tensors that lie in them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from drivetrain.errors import ConfigError
+from drivetrain.registry import stores
+from drivetrain.sharding.options import OffloadOptions
+from drivetrain.sharding.shard import ShardHome
+from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.store import SteppingStore, TensorStore
+
+
+class ShardInStore(ShardHome):
+    """A shard that lies in a store and comes for every use: one tensor, as it would be in memory.
+
+    Args:
+        numel: how many elements.
+        dtype: their dtype.
+        own: where they belong among the values.
+        store: the store.
+        key: its name there.
+    """
+
+    in_store: ClassVar[bool] = True
+    at_hand: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        own: Sequence[Tensor],
+        store: TensorStore,
+        key: str,
+    ) -> None:
+        super().__init__(numel, dtype, own)
+        self._store = store
+        self._key = key
+        self._fresh: Tensor | None = torch.empty(numel, dtype=dtype)  # until it is full
+
+    def fill(self) -> None:
+        """Bring it, and copy it."""
+        if self._own:
+            with torch.no_grad():
+                torch._foreach_copy_(self._own, self._pieces(self._fetch()))
+
+    def take(self) -> None:
+        """Put back what changed."""
+        values = self._fetch().clone()
+        self._taken_back(values)
+        self.replace(values)
+
+    def read(self, slot: ParameterSlot) -> Tensor:
+        """Bring all of it, and return a copy of a part, which does not hold the rest."""
+        return self._fetch()[slot.local].clone()
+
+    def write(self, slot: ParameterSlot, values: Tensor) -> None:
+        """Bring it, change it and put it back; at first, wait until it was written for good."""
+        if self._fresh is not None:
+            self._fresh[slot.local].copy_(values)
+            return
+        whole = self._fetch().clone()
+        whole[slot.local].copy_(values)
+        self.replace(whole)
+
+    def replace(self, values: Tensor) -> None:
+        """Put it."""
+        self._fresh = None
+        self._store.put(self._key, values.to(self.dtype))
+
+    def flush(self) -> None:
+        """Put what was written first; from here on nothing of it stays in memory."""
+        if self._fresh is not None:
+            self.replace(self._fresh)
+
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Put a narrower copy in its place."""
+        if dtype is not self.dtype:
+            values = self._fetch()
+            self.dtype = dtype
+            self.replace(values)
+
+    def ahead(self) -> None:
+        """Let the store read ahead."""
+        if self._fresh is None:
+            self._store.prefetch([self._key])
+
+    def _fetch(self) -> Tensor:
+        return self._store.fetch(self._key) if self._fresh is None else self._fresh
+
+
+class OpenedStores:
+    """The stores that the options of one model name, each opened once.
+
+    Args:
+        options: which ones, and their options.
+
+    Raises:
+        UnknownPluginError: no store of this name is installed.
+        ConfigError: a store cannot keep optimizer state, or has no option of a name.
+    """
+
+    def __init__(self, options: OffloadOptions) -> None:
+        self._stores: dict[str, SteppingStore] = {}
+        names = sorted({options.optimizer, options.params} - {""})
+        kinds = {name: stores().load(name) for name in names}
+        settings = dict(options.store_options)
+        if options.path:
+            settings["path"] = options.path
+        known = {name: _knobs(kind) for name, kind in kinds.items()}
+        unknown = [key for key in settings if not any(key in knobs for knobs in known.values())]
+        if unknown and names:
+            described = "; ".join(
+                f"{name} has {', '.join(sorted(knobs)) or 'none'}" for name, knobs in known.items()
+            )
+            raise ConfigError(f"expected options of the stores, found {unknown}: {described}")
+        for name, kind in kinds.items():
+            self._stores[name] = _open(name, kind, settings)
+
+    @property
+    def opened(self) -> Mapping[str, SteppingStore]:
+        """All of them, by name."""
+        return self._stores
+
+    def get(self, name: str) -> SteppingStore | None:
+        """Return the store of a name; None for no name."""
+        return self._stores[name] if name else None
+
+    def close(self) -> None:
+        """Release memory and files."""
+        for store in self._stores.values():
+            store.close()
+
+
+def _knobs(kind: Any) -> set[str]:
+    config = getattr(kind, "Config", None)
+    return {field.name for field in fields(config)} if is_dataclass(config) else set()
+
+
+def _open(name: str, kind: Any, settings: dict[str, Any]) -> SteppingStore:
+    knobs = _knobs(kind)
+    chosen = {key: value for key, value in settings.items() if key in knobs}
+    store = kind(kind.Config(**chosen)) if knobs else kind()
+    if not isinstance(store, SteppingStore):
+        raise ConfigError(
+            f"expected a store that keeps optimizer state, found {name!r}, which keeps tensors "
+            "only; take one that has stepper(), such as cpu"
+        )
+    return store

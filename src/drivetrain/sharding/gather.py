@@ -1,0 +1,336 @@
+"""Units are gathered just before use and freed after; who needs a unit next is remembered.
+
+Three mechanisms, from the fastest to the one that nothing escapes:
+
+- Hooks on a unit's module bring it before forward, free it after, and free it again in backward
+  when the gradients of the module's inputs are there.
+- The unit that followed this one last time (in forward, in backward, in evaluation: each by itself)
+  is gathered ahead. If the order changes, the wrong unit was ahead, and nothing else happens.
+- Whatever touches a parameter that is away gets its unit gathered on the spot: code outside of the
+  module by the parameter's guard, backward by hooks on the tensors that autograd saved.
+
+Every rank must need the same units in the same order. The communicator checks the order, so ranks
+that take different paths end with an error that names the units.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from drivetrain.collectives import Communicator
+from drivetrain.errors import StorageError, UsageError
+from drivetrain.parts.rounds import after_backward, in_backward
+from drivetrain.sharding.guard import AbsentGuard, LeftGuard, shares_memory, without_values
+from drivetrain.sharding.layout import ROOT
+from drivetrain.sharding.options import Until
+from drivetrain.sharding.unit import Unit
+
+
+class Need(NamedTuple):
+    """A need of a unit: in a phase of training, for the first or a later time.
+
+    Attributes:
+        phase: ``forward``, ``backward`` or ``evaluation``.
+        unit: the unit.
+        time: how often it was needed before in this phase, plus one: another unit follows a tied
+            head than follows the embedding.
+    """
+
+    phase: str
+    unit: Unit
+    time: int
+
+
+class UsualOrder:
+    """The order in which units were needed the last time, in each phase by itself."""
+
+    def __init__(self) -> None:
+        self._next: dict[Need, Need] = {}
+        self._latest: dict[str, Need] = {}
+        self._times: Counter[tuple[str, Unit]] = Counter()
+        self._forward: dict[Unit, None] = {}  # in the order of the last need
+        self._left: Counter[Unit] = Counter()
+        self._usual: Counter[Unit] = Counter()
+        self._spared: frozenset[Unit] = frozenset()
+
+    def begin(self) -> None:
+        """Begin a forward of the model."""
+        self.interrupt()
+        self._forward.clear()
+        self._left.clear()
+
+    def interrupt(self) -> None:
+        """Forget which unit was needed last: the next one does not follow it."""
+        self._latest.clear()
+        self._times.clear()
+
+    def needed(self, phase: str, unit: Unit) -> Need:
+        """Note that a unit is needed now; return the need."""
+        self._times[phase, unit] += 1
+        need, before = Need(phase, unit, self._times[phase, unit]), self._latest.get(phase)
+        if before is not None:
+            self._next[before] = need
+        self._latest[phase] = need
+        if phase == "forward" and unit.layout.key != ROOT:
+            self._forward.pop(unit, None)
+            self._forward[unit] = None
+        return need
+
+    def after(self, need: Need, count: int) -> list[Unit]:
+        """Return the units that followed a need the last time, so many at most."""
+        found: list[Unit] = []
+        following = self._next.get(need)
+        while following is not None and len(found) < count:
+            found.append(following.unit)
+            following = self._next.get(following)
+        return found
+
+    def left_for_good(self, unit: Unit) -> bool:
+        """Note that a module that needed a unit ends; return whether backward begins with it."""
+        self._left[unit] += 1
+        # A tied layer that comes later needs it once more, and may be far away.
+        return unit in self._spared and self._left[unit] >= self._usual[unit]
+
+    def end(self, *, spared: int) -> None:
+        """End a forward of the model: with so many units at its end backward begins."""
+        if self._forward:
+            self._spared = frozenset(list(self._forward)[-spared:])
+            self._usual = self._left.copy()
+
+
+class Gather:
+    """The gathering and freeing of one model's sharded units.
+
+    Args:
+        units: its sharded units.
+        ahead: how many units are gathered ahead.
+        until: when a unit is freed that a training forward has gathered: after that ``forward``,
+            in ``backward``, or only when the optimizer steps (``step``).
+        neighbors: when they are freed after forward, the ranks that hold them together until
+            backward; None leaves each rank its range, as between steps.
+        most_live: how many units may be whole or on their way at once, the rest of the model not
+            counted: nothing is gathered ahead beyond that. None: as many as are asked for.
+
+    Attributes:
+        units: its sharded units.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        ahead: int,
+        until: Until = "forward",
+        neighbors: Communicator | None = None,
+        most_live: int | None = None,
+    ) -> None:
+        self.units = units
+        self._by_storage = {storage: unit for unit in units for storage in unit.storages}
+        self._ahead = ahead
+        self._until = until
+        self._neighbors = neighbors
+        self._most_live = most_live
+        self._viewed: set[Unit] = set()
+        self._keeping = False
+        self._order = UsualOrder()
+        self._forwards: list[tuple[object, AbstractContextManager[Any]]] = []
+        self._cleaning = False
+        for unit in units:
+            unit.absent = AbsentGuard(unit, self)
+            unit.free()
+
+    # --- bringing and freeing ---
+
+    def bring(self, unit: Unit) -> None:
+        """Return when a unit is whole; start those that followed it last time in this phase."""
+        if unit.whole:
+            return
+        if unit.arrival is None:
+            self._make_room()
+            unit.start()
+        if self.in_forward:  # nobody would free a unit that was started ahead between steps
+            grad = torch.is_grad_enabled()
+            phase = "backward" if in_backward() else "forward" if grad else "evaluation"
+            for following in self._order.after(self._order.needed(phase, unit), self._ahead):
+                if not following.live:
+                    if self._full():
+                        break
+                    following.start()
+        unit.wait_for_values()
+
+    def put_away(self, unit: Unit, outputs: Any) -> None:
+        """Free a unit after its forward, unless its backward is next or the output is a view."""
+        if shares_memory(outputs, unit):  # such as rows of a table of positions
+            self.keep_views(unit)
+        elif in_backward():
+            return  # recomputed: its backward follows
+        elif not torch.is_grad_enabled():
+            self.release(unit)
+        elif self._until == "forward" and not self._order.left_for_good(unit):
+            needed = unit.holds or unit in self._viewed
+            if self._neighbors is not None and unit.whole and not needed:
+                unit.free_but_near(self._neighbors)
+            else:
+                self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Free a unit that nobody holds; one that is kept until the step is parked."""
+        if unit.holds or not unit.live or unit in self._viewed:
+            return
+        if not self._keeping:
+            unit.free()
+        elif unit.whole and not self._forwards:
+            unit.park()  # until its next use: a loss that reads it saves views without values
+
+    def keep_views(self, unit: Unit) -> None:
+        """Keep a unit until the outermost forward ends: the script has a view of its values."""
+        self._viewed.add(unit)
+
+    def release_all(self) -> None:
+        """Release every unit, and the parts that neighbors keep of it."""
+        if not self._forwards:
+            self._viewed.clear()
+        for unit in self.units:
+            self.release(unit)
+            unit.near = None
+        self._order.interrupt()
+
+    def values_changed(self) -> None:
+        """Free every unit that nobody holds: its values are no longer the right ones."""
+        self._keeping = False
+        self._viewed.clear()
+        self.release_all()
+
+    @contextmanager
+    def holding(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Context in which units stay whole; all ranks must enter it with the same units."""
+        for unit in units:
+            unit.holds += 1
+        try:
+            for index, unit in enumerate(units):
+                for one in units[index : index + 2]:  # the next one travels meanwhile
+                    if not one.live:
+                        one.start()
+                unit.wait_for_values()
+            yield
+        finally:
+            for unit in units:
+                unit.holds -= 1
+                self.release(unit)
+
+    def close(self) -> None:
+        """Leave units divided; the only rank has those in memory whole."""
+        self.leave()  # an interrupt may have cut a forward short
+        for unit in self.units:
+            unit.absent = LeftGuard(unit)
+            if unit.communicator.size == 1 and all(flat.shard.at_hand for flat in unit.flats):
+                with suppress(StorageError):  # told before; what is lost stays guarded
+                    unit.start()
+            elif not unit.holds:
+                unit.free()
+
+    def _full(self) -> bool:
+        """Whether no further unit may be gathered ahead. Units kept on purpose do not count."""
+        if self._most_live is None or self._until != "forward":
+            return False
+        live = sum(unit.live for unit in self.units if unit.layout.key != ROOT)
+        return live >= self._most_live
+
+    def _make_room(self) -> None:
+        """Free what was gathered ahead in vain, if a unit that is needed would be one too many."""
+        if self._full():
+            for unit in self.units:
+                if unit.arrival is not None and not unit.whole and not unit.holds:
+                    unit.free()
+
+    # --- forwards of the model, and of modules in it ---
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the model runs forward or backward now, which free at their end."""
+        return bool(self._forwards) or in_backward()
+
+    def begin_forward(self) -> None:
+        """Begin a forward of the model."""
+        if not self.in_forward:
+            self._order.begin()
+            self._cleaning = False  # a backward that raised has not cleaned
+            if self._until == "step" and torch.is_grad_enabled():
+                self._keeping = True
+        self.enter(self)
+
+    def end_forward(self, outputs: Any) -> None:
+        """End a forward of the model; after evaluation, or an exception, everything is freed.
+
+        Raises:
+            UsageError: the result is a view of parameters that are freed.
+        """
+        self.leave(self)
+        if self.in_forward:
+            return
+        # Backward begins with the last unit, and gathers so many ahead: they need not be freed.
+        self._order.end(spared=1 + self._ahead)
+        if not torch.is_grad_enabled() or outputs is None:
+            self.release_all()
+        for unit in self.units:
+            if shares_memory(outputs, unit):
+                raise UsageError(
+                    f"expected a forward that computes its result, found that it returns a view "
+                    f"of parameters of {unit.label}, which are freed; return a clone() of it"
+                )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of a forward of the model that does not go through a call of it."""
+        owner = object()
+        if not self.in_forward:
+            self._order.begin()
+        self.enter(owner)
+        try:
+            yield
+        finally:
+            self.leave(owner)
+
+    def enter(self, owner: object) -> None:
+        """Begin the forward of the model or of a unit's module; the outermost one counts."""
+        context = nullcontext() if self.in_forward else self.saving()
+        context.__enter__()
+        self._forwards.append((owner, context))
+
+    def leave(self, owner: object = None) -> None:
+        """End a forward and those inside of it that an exception cut short; without owner, all.
+
+        Until backward, what is still whole is used through guards only: the values that a loss
+        reads from such a unit must be saved without values, too.
+        """
+        found = owner is None or any(entered is owner for entered, _ in self._forwards)
+        while found and self._forwards:
+            entered, context = self._forwards.pop()
+            context.__exit__(None, None, None)
+            found = entered is not owner
+        if not self.in_forward:
+            self._viewed.clear()
+            for unit in self.units:
+                if unit.whole and not unit.holds:
+                    unit.park()
+
+    # --- what autograd saves ---
+
+    def saving(self) -> saved_tensors_hooks:
+        """Return the context in which autograd saves views of units without their values."""
+        return without_values(self._by_storage, self._bring_back)
+
+    def _bring_back(self, unit: Unit) -> None:
+        """Make a unit whole for backward; units that are left are freed at its end."""
+        if not self._cleaning and in_backward():
+            self._cleaning = True
+            after_backward(self._clean)
+        self.bring(unit)
+
+    def _clean(self) -> None:
+        self._cleaning = False
+        self.release_all()

@@ -1,0 +1,187 @@
+"""Fragments in optimizers' groups in the place of parameters; the optimizers stay the user's.
+
+Group dictionaries stay the same objects, so schedulers and weight decay go on working. State that
+an optimizer already has is cut like the parameter it belongs to.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from drivetrain.errors import UsageError
+from drivetrain.parts.suitability import steps_each_alone, steps_pieces, steps_rows
+from drivetrain.sharding.home import BoundOptimizer, Home
+from drivetrain.sharding.hooks import StepEvents
+from drivetrain.sharding.layout import CutStyle
+from drivetrain.sharding.placement import Placement
+from drivetrain.sharding.slot import ParameterSlot
+
+_FUSED = (SGD, Adam, AdamW, Adagrad)
+"""Optimizers whose fused kernel does the same arithmetic in one pass over memory."""
+
+_EXACT = (torch.float32, torch.float64)
+"""Dtypes in which it rounds alike; in others it computes in fp32, where torch's loops do not."""
+
+_STEPS: Mapping[CutStyle, tuple[str, Callable[[Optimizer], bool], str]] = {
+    "flat": ("ranges of flattened parameters", steps_pieces, "set partition: parameter"),
+    "rows": ("some rows of a parameter", steps_rows, "take a strategy with partition: parameter"),
+}
+"""The parts of a parameter that ranks own, who may step them, and the way out for others."""
+
+
+def check_suits(optimizer: Optimizer, cut: CutStyle) -> None:
+    """Refuse an optimizer that cannot step what a rank owns.
+
+    Args:
+        optimizer: left as it is.
+        cut: how parameters are divided among ranks.
+
+    Raises:
+        UsageError: says what the optimizer needs.
+    """
+    name = type(optimizer).__name__
+    if not steps_each_alone(optimizer):
+        raise UsageError(
+            f"expected an optimizer that steps each parameter by itself, found {name}, whose step "
+            "needs all parameters at once or a closure; use a strategy that replicates parameters"
+        )
+    if cut == "whole":
+        return
+    pieces, steps, way_out = _STEPS[cut]
+    if not steps(optimizer):
+        raise UsageError(
+            f"expected an element-wise optimizer, since ranks own {pieces}, found {name}, whose "
+            f"step needs whole matrices; {way_out}"
+        )
+
+
+class Fragments:
+    """The fragments that the optimizers of one model hold.
+
+    Args:
+        placement: the parameters that lie in units; more may come.
+        home: who steps them.
+        fused: whether to take the fused kernel where the user left the choice open.
+        step: is told about optimizers' steps.
+    """
+
+    def __init__(self, placement: Placement, home: Home, step: StepEvents, *, fused: bool) -> None:
+        self._placement = placement
+        self._home = home
+        self._step = step
+        self._fused = fused
+        self._bound: dict[Optimizer, BoundOptimizer] = {}
+
+    def __iter__(self) -> Iterator[BoundOptimizer]:
+        return iter(self._bound.values())
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Bind one more optimizer."""
+        bound = BoundOptimizer(optimizer)
+        self._rebind(bound)
+        self._bound[optimizer] = bound
+        bound.handles.append(optimizer.register_step_pre_hook(self._before_step))
+        bound.handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._take_zero_grad(bound)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for bound in self:
+            for handle in bound.handles:
+                handle.remove()
+            bound.optimizer.__dict__.pop("zero_grad", None)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        bound = self._bound[optimizer]
+        self._adopt_strays(bound)
+        _check_gradients(bound)
+        if any((*args[1:], *kwargs.values())) and self._home.steps(bound):
+            raise UsageError(
+                "expected step() without a closure, found one: a store takes the steps of an "
+                "offloaded optimizer; compute the loss before step()"
+            )
+        self._step.before_step(bound)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._step.after_step(self._bound[optimizer])
+
+    def _take_zero_grad(self, bound: BoundOptimizer) -> None:
+        """Let ``zero_grad`` reach gradients of micro-batches that were not sent, too.
+
+        It lies in the optimizer's ``__dict__``, which copies and pickles of optimizers leave out.
+        """
+        given = bound.optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            self._adopt_strays(bound)
+            # First: it may end a backward that was cut short.
+            self._step.before_zero_grad(bound, set_to_none=set_to_none)
+            given(set_to_none)
+
+        bound.optimizer.__dict__["zero_grad"] = zero_grad
+
+    def _adopt_strays(self, bound: BoundOptimizer) -> None:
+        """Bind whole parameters that came into the groups, as by ``add_param_group``."""
+        slots = self._placement.slots
+        for group in bound.optimizer.param_groups:
+            if not slots.keys().isdisjoint(group["params"]):
+                self._rebind(bound)
+                return
+
+    def _rebind(self, bound: BoundOptimizer) -> None:
+        for group in bound.optimizer.param_groups:
+            held = [self._replace(bound, parameter) for parameter in group["params"]]
+            group["params"] = [one for one in held if one is not None]
+            if self._fused and type(bound.optimizer) in _FUSED and _leaves_choice(group):
+                group["fused"] = True
+        self._home.adopt(bound)
+
+    def _replace(self, bound: BoundOptimizer, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what stands in a parameter's place; None where this rank owns nothing of it."""
+        slot = self._placement.slots.get(parameter)
+        if slot is None:
+            return parameter
+        bound.slots[slot.name] = slot
+        bound.units.add(self._placement.unit_of(slot))
+        fragment = self._placement.flat_of(slot).fragment(slot)
+        state = bound.optimizer.state.pop(parameter, None)
+        if fragment is not None:
+            bound.fragments[fragment] = slot
+            bound.held[slot] = fragment
+            if state is not None:
+                cut = {key: _cut(value, slot, fragment) for key, value in state.items()}
+                bound.optimizer.state[fragment] = cut
+        return fragment
+
+
+def _check_gradients(bound: BoundOptimizer) -> None:
+    # Every step comes here, and a guarded parameter answers slowly.
+    with torch._C.DisableTorchFunctionSubclass():
+        given = [name for name, slot in bound.slots.items() if slot.parameter.grad is not None]
+    if given:
+        raise UsageError(
+            f"expected gradients that backward made, found one that was set on {given[0]!r} and "
+            "that no rank would step with; change a gradient by a hook of the parameter, or "
+            "in place after backward, through accelerator.strategy_of(model).gradients()"
+        )
+
+
+def _cut(value: Any, slot: ParameterSlot, fragment: nn.Parameter) -> Any:
+    if not isinstance(value, Tensor) or value.shape != slot.shape or not slot.shape:
+        return value
+    owned = slot.in_memory_order(value)[slice(*slot.owned)].clone()
+    return owned.as_strided(fragment.shape, fragment.stride())
+
+
+def _leaves_choice(group: Mapping[str, Any]) -> bool:
+    # The fused kernel of SGD wants momentum of all parameters or of none: not so after thawing.
+    others = ("capturable", "differentiable", "momentum")
+    return (
+        group.get("foreach") is None
+        and group.get("fused") is None
+        and not any(group.get(option) for option in others)
+        and all(parameter.dtype in _EXACT for parameter in group["params"])
+    )

@@ -1,0 +1,313 @@
+"""Averages gradients over ranks while backward runs, and leaves each rank the ranges that it owns.
+
+One synchronised backward is a round::
+
+    first gradient      begin: count down from all parameters of every unit
+    each gradient       add: move it into its unit's buffer, count down
+    unit at zero        send its reduce-scatter, and those after it that are complete: always in the
+                        order of the units, which is the same on all ranks
+    end of backward     finish: zeros for what is missing, send the rest, wait, hand gradients out
+
+A parameter that got no gradient on any rank must not move, not even by an optimizer's momentum; so
+the ranks take the maximum of one byte per parameter: whether any of them had a gradient for it.
+
+Where units have replicas, rounds of an accumulation window end without handing gradients out: what
+is added up over replicas is the window's sum.
+
+Between backward and step the gradients can be read, scaled and clipped. A factor for what a store
+steps is not multiplied in: it goes with the step, which reads each gradient once anyway. Whoever
+asks for the gradients themselves gets them with their factors.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.collectives import Handle
+from drivetrain.errors import UsageError
+from drivetrain.parts.norms import clip_, clip_factor, global_norm
+from drivetrain.parts.pool import LentBuffers
+from drivetrain.parts.rounds import Rounds
+from drivetrain.sharding.gradients import FlatGradients, UnitGradients
+from drivetrain.sharding.home import Home
+from drivetrain.sharding.placement import Placement, Ranks
+from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.sharding.unit import Unit
+from drivetrain.strategy import Run
+
+PATIENCE_S = 5.0
+"""How long backward waits for a buffer before it takes another one: far longer than a reduction."""
+
+_NAP_S = 50e-6
+"""Between two looks whether a reduction is over."""
+
+
+class Reduce:
+    """The reduction of one model's gradients, and what this rank owns of the result.
+
+    Args:
+        ranks: those that train the model.
+        placement: its units.
+        home: who steps the gradients.
+        rounds: its synchronised backwards.
+        run: dtypes of gradients, and the device where buffers live.
+        in_flight: buffers that may be lent at once; 0 keeps a buffer for every unit.
+        lent_bytes: size of each; larger ones are allocated when they are needed.
+
+    Attributes:
+        synchronizing: whether backward sends gradients; otherwise they stay in the buffers.
+        replicating: whether replicas then add theirs up, and gradients are handed out.
+        units: the gradients of each unit, in the order in which units are sent.
+        buffers: those that gradients pass through, if they do not stay.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        placement: Placement,
+        home: Home,
+        rounds: Rounds,
+        run: Run,
+        *,
+        in_flight: int = 0,
+        lent_bytes: int = 0,
+    ) -> None:
+        self.synchronizing = True
+        self.replicating = True
+        self.units: list[UnitGradients] = []
+        self._ranks = ranks
+        self._placement = placement
+        self._home = home
+        self._rounds = rounds
+        self._precision = run.precision
+        self._scale = 1.0 / ranks.everyone.size
+        self.buffers = LentBuffers(in_flight, lent_bytes, run.world.device)
+        self._device = run.world.device
+        self._active: list[UnitGradients] = []
+        self._sent = 0
+        self._replicates = True
+        self._patience_s = PATIENCE_S
+        self._flying: deque[UnitGradients] = deque()  # sent, the oldest first
+
+    def watch(self, units: Sequence[Unit]) -> None:
+        """Reduce the gradients of more units, after those of the others."""
+        stays = not self.buffers.in_flight
+        self.units += [
+            UnitGradients(unit, self._precision, self._ranks, stays=stays) for unit in units
+        ]
+
+    def close(self) -> None:
+        """Give up a round that was cut short, and the buffers."""
+        self._rounds.give_up()
+        self.buffers.close()
+
+    # --- during backward ---
+
+    def begin(self) -> None:
+        """Begin a round: count down from all parameters of every unit."""
+        # A guarded parameter answers slowly, and here every one is asked.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._active = [unit for unit in self.units if unit.begin()]
+        self._sent = 0
+        # For the whole round: one cut short may end where the script synchronises again.
+        self._replicates = self.replicating
+
+    def receive(self, unit: UnitGradients, slot: ParameterSlot) -> None:
+        """Move a parameter's fresh gradient into its unit's buffer; send nothing."""
+        grad = slot.parameter.grad
+        if grad is not None:
+            if not unit.opened:
+                self._open(unit)
+            unit.receive(slot, grad, self._scale)
+
+    def add(self, unit: UnitGradients, slot: ParameterSlot) -> bool:
+        """Receive a gradient, and count it; return whether its unit is complete.
+
+        Raises:
+            UsageError: the gradient came before, and was sent.
+        """
+        if slot in unit.came:
+            self._came_again(unit, slot)
+            self.receive(unit, slot)
+            return False
+        unit.came.add(slot)
+        self.receive(unit, slot)
+        unit.pending -= 1
+        return not unit.pending and not self._rounds.reentrant
+
+    def send_complete(self) -> None:
+        """Send the units that are complete, as far as those before them are."""
+        while self._sent < len(self._active) and not self._active[self._sent].pending:
+            self._send_next()
+
+    def finish(self) -> None:
+        """End a round: send the rest, wait, and give fragments their gradients."""
+        while self._sent < len(self._active):
+            self._send_next()
+        flags, handle = self._agree_on_present() if self._replicates else (None, None)
+        while self._flying:
+            self._keep_oldest()
+        for unit in self._active:
+            unit.finish()
+        if handle is not None:
+            handle.wait()
+        if flags is not None:
+            self._hand_out(flags.tolist())
+
+    def _came_again(self, unit: UnitGradients, slot: ParameterSlot) -> None:
+        """A gradient grew after it was complete: fine unless it was sent already."""
+        self._rounds.reentrant = True
+        if unit.reduction or self._active.index(unit) < self._sent:
+            raise UsageError(
+                f"{slot.name!r} got its gradient twice in one backward, the second time after it "
+                "was sent; use torch.utils.checkpoint with use_reentrant=False"
+            )
+
+    def _open(self, unit: UnitGradients) -> None:
+        self._make_way(unit)
+        unit.open(self._lend if self.buffers.in_flight else None)
+
+    def _send_next(self) -> None:
+        unit = self._active[self._sent]
+        if not unit.opened:
+            self._open(unit)
+        unit.send()
+        self._flying.append(unit)
+        self._sent += 1
+        while self._flying and self._flying[0].done:  # its buffer is free, and replicas can begin
+            self._keep_oldest()
+
+    def _keep_oldest(self) -> None:
+        lent = self._flying.popleft().keep_owned(replicate=self._replicates)
+        if lent is not None:
+            self.buffers.take_back(lent)
+
+    def _agree_on_present(self) -> tuple[Tensor, Handle | None]:
+        """Return one byte per active parameter, 1 where some rank has a gradient, when it came."""
+        flags = [slot in unit.present for unit in self._active for slot in unit.awaited]
+        tensor = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        if not flags:
+            return tensor, None
+        return tensor, self._ranks.everyone.all_reduce(
+            tensor, reduction="max", label="which parameters have gradients"
+        )
+
+    def _hand_out(self, present: Sequence[int]) -> None:
+        first = 0
+        for unit in self._active:
+            had = present[first : first + len(unit.awaited)]
+            unit.deliver([slot for slot, some in zip(unit.awaited, had, strict=True) if some])
+            first += len(unit.awaited)
+
+    def _lend(self, nbytes: int) -> Tensor:
+        """Lend a buffer; when all are out, wait for the oldest reduction first.
+
+        But not for long: another rank may send that unit only when its backward ends, since it has
+        no gradient for a parameter of it, and may need this rank for a gather until then.
+        """
+        while self._flying and self.buffers.exhausted and self._oldest_is_over():
+            self._keep_oldest()
+        return self.buffers.take(nbytes)
+
+    def _oldest_is_over(self) -> bool:
+        """Return whether the oldest reduction ended within the patience that is left."""
+        if self._device.type != "cpu":
+            return True  # this thread does not wait there, only the stream does
+        until = time.monotonic() + self._patience_s
+        while not self._flying[0].done:
+            if time.monotonic() > until:
+                self._patience_s = 0.0  # such a model does it again: it is not asked twice
+                return False
+            time.sleep(_NAP_S)
+        return True
+
+    # --- between backward and step ---
+
+    def read(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+        """Yield this rank's gradients, of some parameters or of all, to be read and changed."""
+        found = self._complete(only)
+        self._to_sum_dtype([s for s in found if self._placement.flat_of(s).masters_left])
+        yield from self._placement.gradients(only).values()
+
+    def scale(self, factor: float) -> None:
+        """Multiply this rank's gradients, those too that wait in buffers."""
+        self._multiply(self._home.scale(self._complete(None), factor), factor)
+        for unit in self.units:
+            for flat in () if unit.reduction else unit.flats:
+                flat.scale(factor)
+
+    def clip(
+        self, max_norm: float, norm_type: float, only: Collection[nn.Parameter] | None
+    ) -> Tensor:
+        """Scale this rank's gradients to a global norm of at most max_norm.
+
+        One number crosses the wire.
+
+        Returns:
+            The norm before, 0-d.
+        """
+        found = self._complete(only)
+        over = [self._ranks.sharing] if self._ranks.sharing.size > 1 else []  # replicas have equals
+        gradients = list(found.values())
+        norm = global_norm(gradients, norm_type, over=over, device=self._device)
+        if not self._home.active:
+            clip_(gradients, norm, max_norm)
+        elif found:
+            factor = float(clip_factor(norm, max_norm))
+            self._multiply(self._home.scale(found, factor), factor)
+        return norm
+
+    def forget(self, only: Iterable[ParameterSlot] | None, *, set_to_none: bool) -> None:
+        """Drop gradients that wait to be sent or multiplied, before gradients are cleared.
+
+        Args:
+            only: whose gradients; None: all.
+            set_to_none: whether they are dropped; otherwise zeros are written.
+        """
+        slots = None if only is None else set(only)
+        for unit in self.units:
+            lent = unit.forget(set(unit.unit.slots) if slots is None else slots)
+            if lent is not None:
+                self.buffers.take_back(lent)
+        self._home.forget(slots)
+        if not set_to_none:  # a step under way reads where zeros are about to be written
+            self._placement.wait_for_steps()
+
+    def give_away(self, slots: Collection[ParameterSlot]) -> None:
+        """Let go of the memory of these parameters' gradients: somebody else reads it."""
+        for flat in self._flats(slots):
+            flat.give_away()
+
+    def _complete(self, only: Collection[nn.Parameter] | None) -> dict[ParameterSlot, Tensor]:
+        """Return gradients that nobody changes any more, and that wait for no factor."""
+        wanted = {self._placement.unit_of(slot) for slot in self._placement.gradients(only)}
+        for unit in self.units:
+            if unit.unit in wanted:
+                self._make_way(unit)
+        return self._placement.gradients(only)
+
+    def _make_way(self, unit: UnitGradients) -> None:
+        """Make a unit's gradients ready for a change."""
+        unit.unit.wait_for_step()  # a step under way reads them
+        late = self._home.due(unit.unit.slots)
+        self._to_sum_dtype(late)
+        for slot, factor in late.items():
+            self._multiply([slot], factor)
+
+    def _to_sum_dtype(self, slots: Collection[ParameterSlot]) -> None:
+        for flat in self._flats(slots):
+            flat.to_sum_dtype()
+
+    def _flats(self, slots: Collection[ParameterSlot]) -> Iterator[FlatGradients]:
+        if slots:
+            for unit in self.units:
+                yield from unit.of(slots)
+
+    def _multiply(self, slots: Iterable[ParameterSlot], factor: float) -> None:
+        for slot in slots:
+            fragment = self._placement.fragment_of(slot)
+            if fragment is not None and fragment.grad is not None:
+                fragment.grad.mul_(factor)
