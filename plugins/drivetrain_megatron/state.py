@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.building import Ranges, WeightSource, meta_tensors
-from drivetrain.checkpoint.assembly import boxes
 from drivetrain.collectives import Communicator
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.parts.replicate import replicate
-from drivetrain.shards import Part, Reader, Shard, TensorFacts, state_tensors
+from drivetrain.shards import Part, Reader, Shard, TensorFacts, boxes, state_tensors
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.tensor.operators import gathered
 from drivetrain_megatron.tensor.partition import Partition

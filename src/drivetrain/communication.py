@@ -93,7 +93,7 @@ def broadcast(data: Any, from_process: int = 0, *, group: Ranks = None) -> Any:
 def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, group: Ranks = None
 ) -> list[Any]:
-    """Replace the list's items by those of one rank, in place, and return the list.
+    """Replace the list's items by one rank's, in place, and return the list.
 
     Args:
         object_list: objects that can be pickled; the other ranks' lists may have any length.
@@ -254,7 +254,7 @@ def _travelling(tensor: Tensor, group: Ranks) -> Tensor:
 
 
 def _device_of(group: Ranks, wish: torch.device | None = None) -> torch.device | None:
-    """Return the wished device if the group can communicate from there, else one where it can."""
+    """Return the wished device if the group can communicate from there, else another."""
     if _size(group) == 1:
         return wish
     able = [pair.split(":")[0] for pair in dist.get_backend_config(_group(group)).split(",")]

@@ -1,4 +1,4 @@
-"""What a strategy promises to hold and to send, and what it is told of a model to say so."""
+"""A strategy's promise of the bytes it holds and sends, and the facts of a model for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.parts.buckets import is_dense
+from drivetrain.shards import is_dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What a strategy promises: a conformance test holds it to these numbers.
+    """A strategy's promise: a conformance test holds it to these numbers.
 
     Attributes:
         held: bytes kept on one rank between steps, by kind: ``parameters``, ``gradients``,

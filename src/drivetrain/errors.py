@@ -31,7 +31,7 @@ class ConfigError(DrivetrainError):
 
 
 class UnknownPluginError(ConfigError):
-    """Nothing installed provides a plugin of this name; the message lists what is."""
+    """Nothing installed provides a plugin of this name; the message lists the installed ones."""
 
 
 class UsageError(DrivetrainError, ValueError):
@@ -45,7 +45,7 @@ class PreflightError(DrivetrainError):
 
 
 class RankMismatchError(PreflightError):
-    """Ranks that must agree do not; the message shows what each of them holds."""
+    """Ranks that must agree do not; the message shows the value of each rank."""
 
 
 class CheckpointError(DrivetrainError):

@@ -137,13 +137,13 @@ class Processes:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Context that the main process leaves, also by an exception, before others enter it."""
+        """Context that the main process leaves, also by an exception, before others enter."""
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Context that the first process of each host leaves before the others enter it."""
+        """Context that the first process of each host leaves before others enter."""
         with self._first(self.is_local_main_process):
             yield
 

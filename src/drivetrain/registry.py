@@ -38,7 +38,7 @@ class Registry:
 
     @property
     def kind(self) -> str:
-        """What one plugin is called in messages: strategy, store, home, tracker or command."""
+        """The name of one plugin in messages: strategy, store, home, tracker or command."""
         return _KINDS[self.group]
 
     @property

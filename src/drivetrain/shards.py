@@ -1,9 +1,9 @@
-"""Pieces of training state in coordinates of whole tensors: what strategies save and load."""
+"""Pieces of training state in coordinates of whole tensors: strategies save and load them."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,38 @@ class Part:
     def range_of(cls, shape: Sequence[int], start: int, stop: int) -> "Part":
         """Return a half-open range of the flattened tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape), (start, stop))
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The half-open range of the flattened box."""
+        return (0, prod(self.sizes)) if self.flat is None else self.flat
+
+
+class Box(NamedTuple):
+    """A box of the global tensor that lies contiguous in a part's memory.
+
+    Attributes:
+        offsets: first global index, per dim.
+        sizes: extent, per dim.
+        start: where the box begins in the part's flat memory, in elements.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+
+def boxes(part: Part) -> Iterator[Box]:
+    """Yield the boxes that a part is made of, in the order of its memory; none when it is empty.
+
+    A flat range of a box of d dims is at most 2d - 1 boxes, each contiguous in the part's memory.
+    """
+    first, last = part.range
+    start = 0
+    for offsets, sizes in _split(part.sizes, first, last):
+        at = tuple(a + b for a, b in zip(part.offsets, offsets, strict=True))
+        yield Box(at, sizes, start)
+        start += prod(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +120,7 @@ class TensorFacts:
 
 
 def state_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return what a module's state dict holds: the objects themselves, perhaps without memory."""
+    """Return the tensors of a module's state dict: the objects, perhaps without memory."""
     state = module.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
@@ -96,6 +128,23 @@ def state_tensors(module: nn.Module) -> dict[str, Tensor]:
 def parameters_among(tensors: Iterable[Tensor]) -> list[nn.Parameter]:
     """Return the distinct parameters."""
     return list({id(p): p for p in tensors if isinstance(p, nn.Parameter)}.values())
+
+
+def label(name: str, state: str) -> str:
+    """Return a tensor's name for messages: the parameter's, and the state's if it is one."""
+    return f"{name!r}, optimizer state {state!r}" if state else repr(name)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlap, in any order of dims."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 class Reader(Protocol):
@@ -112,3 +161,70 @@ class Reader(Protocol):
 
     def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
         """Return the optimizer state of a parameter that is no tensor (numbers, bools, None)."""
+
+
+class Ranges(NamedTuple):
+    """Half-open ranges of one dim of a tensor, in order.
+
+    Attributes:
+        dim: which one; negative ones count from the end.
+        ranges: (start, stop) of each.
+    """
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return a copy of the ranges of a whole tensor."""
+        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        return torch.cat(pieces or [whole.narrow(self.dim, 0, 0)], self.dim)
+
+
+class WeightSource(Protocol):
+    """Knows the values of parameters and buffers that so far have a shape and a dtype only."""
+
+    def value(self, name: str, tensor: Tensor, only: Ranges | None = None) -> Tensor:
+        """Return the values of a parameter or buffer of a model that was built on meta.
+
+        Args:
+            name: its name in the user's model.
+            tensor: the parameter or buffer, on the meta device, whole.
+            only: the part that is wanted; from a file nothing else is read.
+
+        Returns:
+            Fresh memory on the CPU, of the tensor's dtype, and of its shape or the part's.
+
+        Raises:
+            UsageError: nothing is known about the tensor.
+            CheckpointError: a file has no such values, or they do not fit.
+        """
+
+
+def _split(
+    sizes: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split the flat range [first, last) of a box into boxes (offsets, sizes), in order."""
+    if first >= last:
+        return
+    if last - first == prod(sizes):
+        yield (0,) * len(sizes), sizes
+        return
+    rest = sizes[1:]
+    row = prod(rest)
+    (top, head), (bottom, tail) = divmod(first, row), divmod(last, row)
+    if top == bottom:
+        yield from _in_row(top, rest, head, tail)
+        return
+    if head:
+        yield from _in_row(top, rest, head, row)
+        top += 1
+    if top < bottom:
+        yield (top, *(0,) * len(rest)), (bottom - top, *rest)
+    yield from _in_row(bottom, rest, 0, tail)
+
+
+def _in_row(
+    index: int, rest: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offsets, sizes in _split(rest, first, last):
+        yield (index, *offsets), (1, *sizes)

@@ -18,7 +18,7 @@ class TensorStore(Protocol):
         """The device of the tensors that ``fetch`` returns."""
 
     def put(self, key: str, tensor: Tensor) -> None:
-        """Keep a tensor's values under a key, replacing what was there."""
+        """Keep a tensor's values under a key, in place of older values."""
 
     def fetch(self, key: str) -> Tensor:
         """Return the tensor of a key; raises KeyError when it was never put."""
@@ -45,7 +45,7 @@ class Pending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """A shard whose optimizer state a store keeps: what one rank owns of one parameter.
+    """A shard whose optimizer state a store keeps: one rank's part of one parameter.
 
     Attributes:
         numel: its elements.
@@ -60,7 +60,7 @@ class ShardSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShardStep:
-    """What one step of an optimizer does to one shard.
+    """One step of an optimizer for one shard.
 
     Attributes:
         index: which shard of its block.
@@ -129,7 +129,7 @@ class ShardStepper(Protocol):
         """Replace the master of a shard that the store keeps."""
 
     def close(self) -> None:
-        """Let what was submitted end, and release memory, files and threads."""
+        """Finish submitted steps, then release memory, files and threads."""
 
 
 @runtime_checkable
@@ -146,4 +146,4 @@ class SteppingStore(TensorStore, Protocol):
     working_bytes: ClassVar[int]
 
     def stepper(self, optimizer: Optimizer) -> ShardStepper | None:
-        """Return what steps an optimizer's shards; None when only the optimizer itself can."""
+        """Return the stepper for an optimizer's shards; None when only the optimizer itself can."""

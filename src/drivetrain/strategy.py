@@ -48,7 +48,7 @@ class Run:
 
 
 class Prepared(NamedTuple):
-    """What ``Strategy.prepare`` hands back: use these instead of what went in."""
+    """The result of ``Strategy.prepare``: use these objects instead of the arguments."""
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
@@ -192,7 +192,7 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
         """
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients at hand, those too that wait to be sent.
+        """Multiply all gradients, also gradients that wait to be sent.
 
         Args:
             factor: the same on every rank.
@@ -229,7 +229,7 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
 
     @abstractmethod
     def load(self, reader: Reader) -> None:
-        """Load what ``shards`` saves, from a checkpoint of any strategy and world size.
+        """Load the state that ``shards`` yields, from a checkpoint of any strategy and world size.
 
         Raises:
             CheckpointError: names or shapes differ; the message lists the first differences.
@@ -256,7 +256,7 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
         return nullcontext()
 
     def stand_in(self, *, synchronize: bool) -> None:
-        """Take part in one forward and backward of the other ranks, without a batch of one's own.
+        """Take part in a forward and backward of the other ranks, without a batch.
 
         Args:
             synchronize: whether the others' backward synchronises gradients.
@@ -278,7 +278,7 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
         raise self._refusal(f"take over the state of rank {source}")
 
     def progress(self) -> Mapping[str, int]:
-        """Return what this strategy counts, alike on all ranks, to be saved with a checkpoint."""
+        """Return the strategy's counts, alike on all ranks, to be saved with a checkpoint."""
         return {}
 
     def resume(self, progress: Mapping[str, int]) -> None:
@@ -289,7 +289,7 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
         """
 
     def names(self) -> Mapping[int, str]:
-        """Return, by identity, the name of each parameter that an optimizer holds in place of one.
+        """Return the names of the tensors that optimizers hold in place of parameters, by identity.
 
         Empty where optimizers hold the model's own parameters.
         """

@@ -11,25 +11,10 @@ ROOT = Path(__file__).parents[2]
 FOLDER_MODULES = 20
 
 # What is not so yet. The lists only shrink: an entry that offends no more fails the test as well.
-FILES_IN_CIRCLES = {
-    "drivetrain.collectives.communicator",
-    "drivetrain.collectives.staging",
-}
-FOLDERS_IN_CIRCLES = {
-    "drivetrain.building",
-    "drivetrain.checkpoint",
-    "drivetrain.cost",
-    "drivetrain.parts",
-}
+FILES_IN_CIRCLES: set[str] = set()
+FOLDERS_IN_CIRCLES: set[str] = set()
 CLASSES_DEFINED_TWICE = {
-    "Batch",
-    "Call",
-    "Job",
-    "Outcome",
     "Part",
-    "Recording",
-    "Worker",
-    "_Loader",
 }
 CROWDED_FOLDERS: set[str] = set()
 

@@ -11,7 +11,15 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from drivetrain.config import Layer, Option, Origin, RunConfig, options_of, read_file, read_sets
+from drivetrain.config import (
+    Layer,
+    Option,
+    RunConfig,
+    ValueOrigin,
+    options_of,
+    read_file,
+    read_sets,
+)
 from drivetrain.config.document import put
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.errors import ConfigError
@@ -158,7 +166,7 @@ def command_line_layer(flags: Mapping[str, Any], assignments: Iterable[str]) -> 
                 f"{flag.key}: '{given}' and '{other.text}' contradict each other; keep one"
             )
         put(values, flag.key, value)
-        origins[flag.key] = Origin("command line", given)
+        origins[flag.key] = ValueOrigin("command line", given)
     return Layer(values, origins)
 
 

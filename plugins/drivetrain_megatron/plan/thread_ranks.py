@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.collectives import Communicator, Handle, Reduction
-from drivetrain.collectives.communicator import Call, caller, flatten
-from drivetrain.collectives.solo import Finished
+from drivetrain.collectives.communicator import Request, caller, flatten
+from drivetrain.collectives.handles import Finished
 from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Axis
@@ -38,7 +38,7 @@ class Offer:
         flat: the data, 1-D; the others only read it.
     """
 
-    call: Call
+    call: Request
     where: str
     flat: Tensor
 
@@ -125,7 +125,9 @@ class EmulatedCommunicator(Communicator):
     ) -> Handle:
         """Replace a contiguous tensor of any shape by the reduction over ranks, times scale."""
         combine = functools.partial(_reduced, reduction=reduction, scale=scale)
-        return self._run(Call("all_reduce", label, reduction=reduction), flatten(tensor), combine)
+        return self._run(
+            Request("all_reduce", label, reduction=reduction), flatten(tensor), combine
+        )
 
     def reduce_scatter(
         self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
@@ -134,7 +136,7 @@ class EmulatedCommunicator(Communicator):
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         start, stop = bounds[self.rank]
         return self._run(
-            Call("reduce_scatter", label, tuple(bounds)),
+            Request("reduce_scatter", label, tuple(bounds)),
             flatten(flat, (flat.numel(),)),
             lambda flats: _reduced([each[start:stop] for each in flats], "sum", scale),
             bounds[self.rank],
@@ -144,26 +146,26 @@ class EmulatedCommunicator(Communicator):
         """Fill a flat tensor from the chunks that the ranks hold of it."""
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         return self._run(
-            Call("all_gather", label, tuple(bounds)),
+            Request("all_gather", label, tuple(bounds)),
             flatten(flat, (flat.numel(),)),
             lambda flats: torch.cat([f[a:b] for f, (a, b) in zip(flats, bounds, strict=True)]),
         )
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source``."""
-        call = Call("broadcast", label, source=source)
+        call = Request("broadcast", label, source=source)
         return self._run(call, flatten(tensor), lambda flats: flats[source].clone())
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self._run(Call("barrier", "barrier"), torch.zeros(self.size), lambda flats: flats[0])
+        self._run(Request("barrier", "barrier"), torch.zeros(self.size), lambda flats: flats[0])
 
     def close(self) -> None:
         """Nothing to release."""
 
     def _run(
         self,
-        call: Call,
+        call: Request,
         flat: Tensor,
         combine: Callable[[list[Tensor]], Tensor],
         part: tuple[int, int] | None = None,

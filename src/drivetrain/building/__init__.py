@@ -1,18 +1,18 @@
-"""Models whose tensors get their values later: what strategies and the facade build large ones on.
+"""Models whose tensors get their values later: how large models are built.
 
-A ``Recording`` constructs a model on the meta device and knows how each value comes about. A
-``WeightSource`` returns the values of one tensor at a time, from recordings or from a file.
+A ``ConstructionRecording`` constructs a model on the meta device and records how each value is
+computed. A ``WeightSource`` returns the values of one tensor at a time, from recordings or files.
 ``fill`` gives values to the tensors that a strategy names, ``become`` to one.
 """
 
 from drivetrain.building.filling import become, fill, meta_tensors, stray_tensors
-from drivetrain.building.recording import RecordedWeights, Recording, unknown_values
-from drivetrain.building.source import Ranges, WeightSource
+from drivetrain.building.recording import ConstructionRecording, RecordedWeights, unknown_values
+from drivetrain.shards import Ranges, WeightSource
 
 __all__ = [
+    "ConstructionRecording",
     "Ranges",
     "RecordedWeights",
-    "Recording",
     "WeightSource",
     "become",
     "fill",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.building.schema import leaves
-from drivetrain.building.source import WeightSource
 from drivetrain.errors import UsageError
 from drivetrain.parts.naming import clean_name
+from drivetrain.shards import WeightSource
 
 
 def meta_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ def _laid_out(name: str, values: Tensor, like: Tensor, device: torch.device) -> 
 
 
 def _shared(name: str, like: Tensor, empty: Tensor, values: Tensor) -> Tensor:
-    """Return the view that lies in the memory of values as ``like`` lies in that of ``empty``."""
+    """Return a view of ``values`` that lies there as ``like`` lies in the memory of ``empty``."""
     size = empty.untyped_storage().nbytes()
     if values.untyped_storage().nbytes() != size or like.dtype is not values.dtype:
         raise UsageError(

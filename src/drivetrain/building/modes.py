@@ -1,5 +1,7 @@
-"""The two modes that hand a construction's operations, and its reads of values, to a recording."""
+"""The ways in which uses of tensors without values are noticed, during a construction and after."""
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,8 +25,8 @@ _APPEARANCE: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
 """What a tensor answers about where it lives: torch's initialisations do nothing on meta."""
 
 
-class Recorder(Protocol):
-    """What the modes need of a recording."""
+class OperationRecorder(Protocol):
+    """The part of a recording that the modes use."""
 
     def knows(self, tensor: Tensor) -> bool:
         """Return whether a tensor's values can be made."""
@@ -44,7 +46,7 @@ class Recorder(Protocol):
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands over every operation, below autograd."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperationRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
@@ -62,9 +64,9 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ValueMode(TorchFunctionMode):
-    """Answers what needs no operation: where a tensor lives, and what lies in its memory."""
+    """Answers what needs no operation: where a tensor lives, and which values are in its memory."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperationRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -114,3 +116,39 @@ class ValueMode(TorchFunctionMode):
         if isinstance(value, Tensor) and self._recorder.knows(value):
             return self._recorder.materialize([value])[0]
         return value
+
+
+class Versions:
+    """The versions of all tensors of a construction at its end.
+
+    torch counts changes in place per tensor. Changes through ``.data`` are not counted.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def note(self, belongs: Callable[[Tensor], bool]) -> None:
+        """Note the versions of the tensors that are alive now.
+
+        Args:
+            belongs: whether a tensor is of the construction.
+        """
+        for item in gc.get_objects():
+            # By type: isinstance would ask objects for __class__, and some of them warn.
+            if issubclass(type(item), Tensor) and not item.is_inference() and belongs(item):
+                self._noted[id(item)] = weakref.ref(item), item._version
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compare tensors with their noted versions.
+
+        Raises:
+            UsageError: one was changed in place since.
+        """
+        for name, tensor in tensors.items():
+            reference, version = self._noted.get(id(tensor), (None, 0))
+            if reference is not None and reference() is tensor and tensor._version != version:
+                raise UsageError(
+                    f"expected {name!r} to be initialised inside of building(), found that it was "
+                    "changed after the context ended and before prepare(), where it has no values; "
+                    "do that inside, or after prepare() in gathered()"
+                )

@@ -1,4 +1,4 @@
-"""One recorded operation: what was called, on what, in which state of the random generator.
+"""One recorded operation: the operator, its arguments, and the state of the random generator.
 
 Tensors are written down as places: a storage and the geometry in it. So views need no recording,
 and an operation can be repeated on any memory that stands for the storages.
@@ -21,7 +21,7 @@ Memory = dict[int, torch.UntypedStorage]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StorageView:
     """Where a tensor without values lies.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place:
     negative: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Place":
+    def of(cls, tensor: Tensor) -> "StorageView":
         """Describe a tensor of the meta device."""
         return cls(
             storage_key(tensor),
@@ -62,7 +62,7 @@ class Place:
 
 
 class Captured:
-    """A tensor with values that came from outside, as it was when it was read.
+    """A tensor with values that was made outside, as it was at the time of reading.
 
     Memory that others may write unseen, such as an array's, is copied at once; other memory is
     copied before an operation inside the recording writes it.
@@ -118,7 +118,8 @@ class Operation:
 
     Attributes:
         function: the operator.
-        args: its arguments, with ``Place``, ``Captured`` and ``Draw`` for what they stand for.
+        args: its arguments; a ``StorageView``, ``Captured`` or ``Draw`` stands for a tensor or a
+            generator.
         kwargs: the same.
         outputs: where its new results lie, in order; None for results that are no new tensors.
         reads: storages that the arguments lie in.
@@ -130,7 +131,7 @@ class Operation:
     function: OpOverload[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: tuple[Place | None, ...]
+    outputs: tuple[StorageView | None, ...]
     reads: frozenset[int]
     draw: Draw | None
     dtype: torch.dtype
@@ -140,7 +141,7 @@ class Operation:
         """Repeat it on real memory, which also gets the storages of its new results."""
 
         def real(value: Any) -> Any:
-            if isinstance(value, Place):
+            if isinstance(value, StorageView):
                 return value.tensor(memory)
             if isinstance(value, Captured):
                 return value.tensor
@@ -195,7 +196,7 @@ def _as_recorded(draw: Draw | None, dtype: torch.dtype) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _laid_out(result: Tensor, place: Place) -> Tensor:
+def _laid_out(result: Tensor, place: StorageView) -> Tensor:
     """Return a result as its place says; some operators lay real ones out in another way."""
     found = tuple(result.shape), result.stride(), result.storage_offset()
     if found == (place.shape, place.strides, place.offset):

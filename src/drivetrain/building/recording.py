@@ -1,8 +1,8 @@
-"""Constructs a model without memory: operations are written down, and repeated for what is needed.
+"""Constructs a model without memory: operations are recorded, and repeated for needed values.
 
-Inside ``Recording.active()`` every new tensor lives on the meta device. ``materialize`` then gives
-any of them its values by repeating the operations that these depend on, no others, and frees what
-lies between. The values are bit for bit those of ordinary construction.
+Inside ``ConstructionRecording.active()`` every new tensor lives on the meta device. ``materialize``
+then gives any of these tensors its values: it repeats the operations that the values depend on, no
+others, and frees the results in between. The values are bit for bit those of ordinary construction.
 
 A random operation is written down with the state of its generator, and really run once on a tensor
 that is thrown away, so that the generator moves on as it would have. So at most a few tensors are
@@ -20,21 +20,19 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from drivetrain.building import schema
-from drivetrain.building.heap import Heap
-from drivetrain.building.modes import OperationMode, ValueMode
+from drivetrain.building.modes import OperationMode, ValueMode, Versions
 from drivetrain.building.operation import (
     Captured,
     Draw,
     Memory,
     Operation,
-    Place,
+    StorageView,
     default_generator,
     storage_key,
 )
-from drivetrain.building.source import Ranges
-from drivetrain.building.versions import Versions
 from drivetrain.errors import UsageError
-from drivetrain.parts.buckets import is_dense
+from drivetrain.memory import Heap
+from drivetrain.shards import Ranges, is_dense
 
 _CPU = torch.device("cpu")
 
@@ -42,7 +40,7 @@ Arguments = Sequence[Any]
 Keywords = Mapping[str, Any]
 
 
-class Recording:
+class ConstructionRecording:
     """The operations of one construction, by the storages that they write.
 
     Attributes:
@@ -77,7 +75,7 @@ class Recording:
         return self._homes[storage_key(tensor)]
 
     def facts(self, tensors: Sequence[Tensor]) -> Iterator[str]:
-        """Yield what must be equal on ranks that shall make the same values of these tensors."""
+        """Yield facts that must be equal on ranks for the tensors to get equal values."""
         for index in self._needed({storage_key(tensor) for tensor in tensors}):
             operation = self._operations[index]
             line = f"operation {index} {operation.function}"
@@ -103,7 +101,7 @@ class Recording:
                 f"{tuple(strangers[0].shape)} on {strangers[0].device}"
             )
         self._heap.relieve()
-        places = [Place.of(tensor) for tensor in tensors]
+        places = [StorageView.of(tensor) for tensor in tensors]
         with _disable_current_modes(), torch.no_grad():
             memory = self._repeat({place.storage for place in places})
             return [place.tensor(memory) for place in places]
@@ -222,13 +220,13 @@ class Recording:
         return schema.mapped(value, self._note_leaf)
 
     def _note_leaf(self, value: Any) -> Any:
-        """Return what stands for an argument in the recording."""
+        """Return the recording's own form of an argument."""
         if isinstance(value, torch.Generator):
             return Draw(value.device, value.get_state(), explicit=True)
         if not _is_tensor(value):
             return value
         if value.is_meta:
-            return Place.of(value)
+            return StorageView.of(value)
         captured = Captured(value)
         self._captured.setdefault(storage_key(value), []).append(captured)
         return captured
@@ -241,14 +239,14 @@ class Recording:
         homes = [self._homes[storage_key(t)] if t.is_meta else t.device for t in tensors]
         return next((home for home in homes if home.type != "cpu"), _CPU)
 
-    def _new(self, value: Any, home: torch.device) -> Place | None:
+    def _new(self, value: Any, home: torch.device) -> StorageView | None:
         """Return the place of a result if it is a new tensor, and remember its storage."""
         if not _is_tensor(value) or storage_key(value) in self._writers:
             return None
         self._storages.append(value.untyped_storage())
         self._homes[storage_key(value)] = home
         self._writers[storage_key(value)] = []
-        return Place.of(value)
+        return StorageView.of(value)
 
     def _repeat(self, targets: set[int]) -> Memory:
         """Repeat the operations that write these storages, in order; return their real memory."""
@@ -287,7 +285,7 @@ class Recording:
 class RecordedWeights:
     """The values of a model that was built inside of recordings: a ``WeightSource``."""
 
-    def __init__(self, recordings: Sequence[Recording]) -> None:
+    def __init__(self, recordings: Sequence[ConstructionRecording]) -> None:
         self._recordings = tuple(recordings)
 
     def value(self, name: str, tensor: Tensor, only: Ranges | None = None) -> Tensor:

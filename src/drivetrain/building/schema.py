@@ -1,4 +1,4 @@
-"""What an operator's schema and tags say about a call: what it writes, makes and must know."""
+"""Which tensors an operator writes and makes, and whether values are needed: by its schema."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -70,7 +70,7 @@ def on_meta(function: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield what nested lists and tuples hold."""
+    """Yield the items of nested lists and tuples."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from leaves(item)

@@ -7,16 +7,14 @@ strategy. The format is described in ``docs/checkpoint-format.md``.
 from drivetrain.checkpoint.background import Background
 from drivetrain.checkpoint.contents import Contents
 from drivetrain.checkpoint.convert import export_checkpoint
-from drivetrain.checkpoint.difference import describe_difference
 from drivetrain.checkpoint.export import ExportPlan, plan_export, write_export
-from drivetrain.checkpoint.exported import read_export
 from drivetrain.checkpoint.inspection import Description, describe, find_problems
 from drivetrain.checkpoint.loading import CheckpointReader, ModelReader, open_checkpoint
 from drivetrain.checkpoint.naming import latest, next_name, prune
 from drivetrain.checkpoint.objects import load, save
 from drivetrain.checkpoint.plain import check_plain
 from drivetrain.checkpoint.saving import Save, save_checkpoint
-from drivetrain.checkpoint.streaming import ExportedWeights, StreamedWeights
+from drivetrain.checkpoint.streaming import ExportedWeights, StreamedWeights, read_export
 
 __all__ = [
     "Background",
@@ -30,7 +28,6 @@ __all__ = [
     "StreamedWeights",
     "check_plain",
     "describe",
-    "describe_difference",
     "export_checkpoint",
     "find_problems",
     "latest",

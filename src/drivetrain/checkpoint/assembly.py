@@ -1,40 +1,25 @@
 """Puts any part of a tensor together from any parts of it: box algebra, nothing else.
 
-A part is a box of the global tensor, or a range of the flattened box. A flattened range of a box
-with d dims is itself at most 2d - 1 boxes, each contiguous in the part's memory. So every copy
-between two parts is a few copies between overlapping boxes, done by strided views.
+Every part is a few boxes, so every copy between two parts is a few copies between overlapping
+boxes, done by strided views.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
-from drivetrain.shards import Part
+from drivetrain.shards import Box, Part, boxes
 
 Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a box."""
 
 
-class Box(NamedTuple):
-    """A box of the global tensor that lies contiguous in a part's memory.
-
-    Attributes:
-        offsets: first global index, per dim.
-        sizes: extent, per dim.
-        start: where the box begins in the part's flat memory, in elements.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-
-
 def numel(part: Part) -> int:
     """Return how many elements a part has."""
-    first, last = _range(part)
+    first, last = part.range
     return last - first
 
 
@@ -47,16 +32,6 @@ def fits(part: Part, shape: Sequence[int]) -> bool:
         for offset, size, extent in zip(part.offsets, part.sizes, shape, strict=True)
     )
     return inside and (part.flat is None or 0 <= part.flat[0] <= part.flat[1] <= prod(part.sizes))
-
-
-def boxes(part: Part) -> Iterator[Box]:
-    """Yield the boxes of a part, in the order of memory; none for an empty part."""
-    first, last = _range(part)
-    start = 0
-    for offsets, sizes in _split(part.sizes, first, last):
-        at = tuple(a + b for a, b in zip(part.offsets, offsets, strict=True))
-        yield Box(at, sizes, start)
-        start += prod(sizes)
 
 
 def copy_overlap(target: Tensor, wanted: Part, source: Tensor, saved: Part) -> int:
@@ -95,9 +70,9 @@ def first_overlap(parts: Sequence[Part]) -> tuple[Part, Part] | None:
         if numel(part):
             by_box.setdefault((part.offsets, part.sizes), []).append(part)
     for same in by_box.values():
-        same.sort(key=_range)
+        same.sort(key=lambda part: part.range)
         for one, other in pairwise(same):
-            if _range(other)[0] < _range(one)[1]:
+            if other.range[0] < one.range[1]:
                 return one, other
     for box, another in _overlapping(sorted(by_box)):
         found = _first_shared(by_box[box], by_box[another])
@@ -116,46 +91,12 @@ def _overlapping(ordered: Sequence[Extent]) -> Iterator[tuple[Extent, Extent]]:
                 yield (offsets, sizes), other
 
 
-def _range(part: Part) -> tuple[int, int]:
-    return (0, prod(part.sizes)) if part.flat is None else part.flat
-
-
 def _first_shared(some: Sequence[Part], others: Sequence[Part]) -> tuple[Part, Part] | None:
     for one, other in product(some, others):
         for box, second in product(boxes(one), boxes(other)):
             if _overlap(box.offsets, box.sizes, second.offsets, second.sizes) is not None:
                 return one, other
     return None
-
-
-def _split(
-    sizes: tuple[int, ...], first: int, last: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split the flat range [first, last) of a box into boxes (offsets, sizes), in order."""
-    if first >= last:
-        return
-    if last - first == prod(sizes):
-        yield (0,) * len(sizes), sizes
-        return
-    rest = sizes[1:]
-    row = prod(rest)
-    (top, head), (bottom, tail) = divmod(first, row), divmod(last, row)
-    if top == bottom:
-        yield from _in_row(top, rest, head, tail)
-        return
-    if head:
-        yield from _in_row(top, rest, head, row)
-        top += 1
-    if top < bottom:
-        yield (top, *(0,) * len(rest)), (bottom - top, *rest)
-    yield from _in_row(bottom, rest, 0, tail)
-
-
-def _in_row(
-    index: int, rest: tuple[int, ...], first: int, last: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for offsets, sizes in _split(rest, first, last):
-        yield (index, *offsets), (1, *sizes)
 
 
 def _overlap(

@@ -1,4 +1,4 @@
-"""Makes an export of a checkpoint in one process, whoever wrote it on however many ranks.
+"""Makes an export of a checkpoint in one process, of any strategy and number of ranks.
 
 Each tensor is assembled from its parts in the dtype it is written in, written, and dropped before
 the next one is read.

@@ -14,11 +14,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from drivetrain.checkpoint.assembly import first_overlap, numel
-from drivetrain.checkpoint.manifest import Manifest, SavedTensor, label
+from drivetrain.checkpoint.manifest import Manifest, SavedTensor
 from drivetrain.checkpoint.plain import decode
 from drivetrain.checkpoint.saving import STATE_FILE
 from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
 from drivetrain.errors import CheckpointError
+from drivetrain.shards import label
 
 _BYTES = {code: dtype.itemsize for dtype, code in DTYPES.items()}
 
@@ -43,7 +44,7 @@ class Description:
         return sum(record.size for record in self.manifest.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON holds it."""
+        """Return the description as plain data for JSON."""
         manifest = self.manifest
         return {
             "directory": str(self.directory),

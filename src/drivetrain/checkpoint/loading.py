@@ -19,14 +19,14 @@ from torch import Tensor
 from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.agreement import together
 from drivetrain.checkpoint.assembly import copy_overlap, fits, numel
-from drivetrain.checkpoint.manifest import Manifest, SavedPart, SavedTensor, label
+from drivetrain.checkpoint.manifest import Manifest, SavedPart, SavedTensor
 from drivetrain.checkpoint.plain import decode
 from drivetrain.checkpoint.saving import STATE_FILE, STATE_TENSORS
 from drivetrain.checkpoint.scalars import Scalars
 from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part
+from drivetrain.shards import Part, label
 
 _TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 

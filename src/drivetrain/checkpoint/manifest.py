@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from drivetrain.checkpoint.assembly import fits, numel
 from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
 from drivetrain.errors import CheckpointError
-from drivetrain.shards import Part
+from drivetrain.shards import Part, label
 
 FILE_NAME = "manifest.json"
 FORMAT = "drivetrain-checkpoint"
@@ -187,11 +187,6 @@ def libraries() -> dict[str, str]:
     """Return the versions that a manifest records."""
     names = ("drivetrain", "torch", "safetensors")
     return {name: version(name) for name in names} | {"python": platform.python_version()}
-
-
-def label(name: str, state: str) -> str:
-    """Return the name of a tensor for messages: the parameter, and the key of a state."""
-    return f"{name!r}, optimizer state {state!r}" if state else repr(name)
 
 
 def _check_format(path: Path, body: Any) -> None:

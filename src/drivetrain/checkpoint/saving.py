@@ -42,7 +42,6 @@ from drivetrain.checkpoint.manifest import (
     Manifest,
     SavedPart,
     SavedTensor,
-    label,
     libraries,
     merge_tensors,
 )
@@ -57,7 +56,7 @@ from drivetrain.checkpoint.tensorfile import (
 )
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.shards import Shard
+from drivetrain.shards import Shard, label
 
 FILE_BYTES = 4 * 2**30
 """A rank starts another file of a kind when the current one would hold more than this."""
@@ -73,7 +72,7 @@ STATE_TENSORS = "state.safetensors"
 
 
 @dataclass(slots=True)
-class Batch:
+class PendingFile:
     """The shards of one kind that wait for the next file.
 
     Attributes:
@@ -221,7 +220,7 @@ class RankWriter:
         self._report = Report()
         self._failure: Exception | None = None
         self._needed = 0  # bytes
-        self._batches: dict[tuple[int, str], Batch] = {}
+        self._batches: dict[tuple[int, str], PendingFile] = {}
         self._written: dict[int, list[SavedTensor]] = defaultdict(list)
 
     def stage(self, contents: Contents) -> Contents:
@@ -267,10 +266,10 @@ class RankWriter:
             self._flush(index, batch)
         batch.add(shard)
 
-    def _batch(self, index: int, kind: str) -> Batch:
-        return self._batches.setdefault((index, kind), Batch(kind))
+    def _batch(self, index: int, kind: str) -> PendingFile:
+        return self._batches.setdefault((index, kind), PendingFile(kind))
 
-    def _flush(self, index: int, batch: Batch) -> None:
+    def _flush(self, index: int, batch: PendingFile) -> None:
         """Write the shards that a batch gathered as its next file, and forget them."""
         if not batch.shards:
             return

@@ -108,7 +108,7 @@ class HashedFile:
 
 
 class TensorFile(HashedFile):
-    """A new safetensors file whose tensors are announced first and then added one by one.
+    """A new safetensors file whose tensors are announced first, then added in turn.
 
     Args:
         path: the file; it must not exist.

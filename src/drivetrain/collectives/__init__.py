@@ -16,10 +16,20 @@ sizes and dtypes: the ring sends large ones as they lie and packs small ones int
 others copy all side by side.
 """
 
-from drivetrain.collectives.communicator import Communicator, Handle, Reduction
-from drivetrain.collectives.connect import connect
-from drivetrain.collectives.parts import Parts
-from drivetrain.collectives.volume import Operation, chunk_bounds, sent_bytes, sent_elements
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.collectives.communicator import Communicator, Reduction
+from drivetrain.collectives.handles import Handle
+from drivetrain.collectives.native import NativeCommunicator
+from drivetrain.collectives.ring import RingCommunicator
+from drivetrain.collectives.solo import SoloCommunicator
+from drivetrain.collectives.volume import Operation, Parts, chunk_bounds, sent_bytes, sent_elements
+from drivetrain.errors import UsageError
+from drivetrain.runtime.mesh import Axis
+from drivetrain.traffic import Traffic
 
 __all__ = [
     "Communicator",
@@ -32,3 +42,38 @@ __all__ = [
     "sent_bytes",
     "sent_elements",
 ]
+
+
+def connect(
+    axis: Axis,
+    traffic: Traffic,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    checked: bool = False,
+) -> Communicator:
+    """Return a communicator for the tensors of one device over one mesh axis.
+
+    Args:
+        axis: the axis, with a started process group unless its size is 1.
+        traffic: the ledger that operations write to.
+        device: where the tensors live.
+        timeout: how long one operation may take.
+        checked: compare, before each operation, what the ranks are about to do, and raise a
+            CollectiveError where they differ; costs one message of 120 bytes per operation. Only
+            the ring does; native operations, and a single rank, have nothing to do it with and
+            ignore it. The same on every rank.
+
+    Raises:
+        UsageError: the axis has several ranks but was only planned, not started.
+    """
+    if axis.size == 1:
+        return SoloCommunicator(axis, traffic, timeout)
+    if axis.group is None:
+        raise UsageError(
+            f"the axis {axis.name!r} of {axis.size} ranks has no process group; "
+            "build the mesh with Mesh.build, Mesh.plan starts nothing"
+        )
+    if device.type == "cpu" and "gloo" in str(dist.get_backend(axis.group)):
+        return RingCommunicator(axis, traffic, timeout, axis.group, checked=checked)
+    return NativeCommunicator(axis, traffic, timeout, axis.group)

@@ -6,16 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from drivetrain.collectives.parts import Layout, Parts, byte_lengths, checked_parts
-from drivetrain.collectives.staging import gather_staged, reduce_staged
+from drivetrain.collectives.handles import Finished, Handle, StagedHandle, Staging, copy_all
 from drivetrain.collectives.volume import (
     Chunks,
+    Layout,
     Operation,
+    Parts,
+    as_bytes,
+    byte_lengths,
+    checked_parts,
     chunk_bounds,
     sent_bytes,
     sent_elements,
@@ -28,8 +32,8 @@ Reduction: TypeAlias = Literal["sum", "max"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """The request of a caller, beside the tensor.
+class Request:
+    """One collective that a caller asked for: everything but the tensor.
 
     Attributes:
         operation: which collective.
@@ -50,22 +54,6 @@ class Call:
     def elements(self, flat: Tensor | None) -> int:
         """Return the elements of the tensor, or, where there is none, the bytes of the parts."""
         return sum(byte_lengths(self.layout or ())) if flat is None else flat.numel()
-
-
-class Handle(Protocol):
-    """An operation under way."""
-
-    def wait(self) -> None:
-        """Return when the tensor holds the result; may be called more than once.
-
-        On an accelerator only the current stream waits.
-
-        Raises:
-            CollectiveError: the operation failed or timed out.
-        """
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
 
 
 class Communicator(ABC):
@@ -157,7 +145,15 @@ class Communicator(ABC):
         """
         if first is not None:
             first()
-        return gather_staged(self, checked_parts(parts, self.size), label or caller(2))
+        held = as_bytes(checked_parts(parts, self.size))
+        if not any(held):
+            return Finished()
+        staging = Staging(held)
+        with torch.no_grad():
+            copy_all(staging.slices[self.rank], held[self.rank])
+        gather = self.all_gather(staging.flat, chunks=staging.chunks, label=label or caller(2))
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return StagedHandle([gather], [(held[rank], staging.slices[rank]) for rank in others])
 
     def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
         """Put the sums over ranks, times scale, into this rank's tensors.
@@ -174,7 +170,19 @@ class Communicator(ABC):
         Raises:
             UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
         """
-        return reduce_staged(self, checked_parts(parts, self.size), scale, label or caller(2))
+        held, label = checked_parts(parts, self.size), label or caller(2)
+        operations, copies = [], []
+        for dtype in dict.fromkeys(tensor.dtype for tensors in held for tensor in tensors):
+            kind = [[tensor for tensor in tensors if tensor.dtype == dtype] for tensors in held]
+            staging = Staging(kind)
+            with torch.no_grad():
+                for tensors, slices in zip(kind, staging.slices, strict=True):
+                    copy_all(slices, tensors)
+            operations.append(
+                self.reduce_scatter(staging.flat, scale=scale, chunks=staging.chunks, label=label)
+            )
+            copies.append((kind[self.rank], staging.slices[self.rank]))
+        return StagedHandle(operations, copies)
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
@@ -195,16 +203,16 @@ class Communicator(ABC):
     def close(self) -> None:
         """Finish submitted operations and release threads and memory; the group stays usable."""
 
-    def _sent_bytes(self, call: Call, tensor: Tensor | None) -> int:
+    def _sent_bytes(self, request: Request, tensor: Tensor | None) -> int:
         if tensor is None:
-            return sent_bytes(call.operation, byte_lengths(call.layout or ()), self.rank)
+            return sent_bytes(request.operation, byte_lengths(request.layout or ()), self.rank)
         elements = sent_elements(
-            call.operation,
+            request.operation,
             tensor.numel(),
             size=self.size,
             rank=self.rank,
-            source=call.source,
-            chunks=call.chunks,
+            source=request.source,
+            chunks=request.chunks,
         )
         return elements * tensor.element_size()
 

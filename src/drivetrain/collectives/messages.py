@@ -1,4 +1,4 @@
-"""How the tensors that one rank holds become messages, and messages become tensors again.
+"""How the tensors of one rank become messages, and messages become tensors again.
 
 A large tensor travels as it lies, in slices: nothing is copied. Small ones of one dtype travel
 together, through a buffer: to copy them costs less than a message of their own::
@@ -18,7 +18,7 @@ PACKED_SHARE = 16
 """A piece is small if a message has room for so many pieces of its size."""
 
 
-class Cut:
+class ChunkMessages:
     """The chunk of one rank, cut into messages.
 
     Args:

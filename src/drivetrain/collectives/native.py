@@ -9,15 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.collectives.communicator import (
-    Call,
     Communicator,
-    Handle,
     Reduction,
+    Request,
     caller,
     flatten,
     reason,
 )
-from drivetrain.collectives.solo import Finished
+from drivetrain.collectives.handles import Finished, Handle
 from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Axis
@@ -118,7 +117,7 @@ class NativeCommunicator(Communicator):
         flat = flatten(tensor)
         op = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
         return self._start(
-            Call("all_reduce", label, reduction=reduction),
+            Request("all_reduce", label, reduction=reduction),
             lambda: dist.all_reduce(flat, op, self._group, async_op=True),
             flat,
             flat,
@@ -143,7 +142,7 @@ class NativeCommunicator(Communicator):
                 mine, parts, dist.ReduceOp.SUM, group=self._group, async_op=True
             )
 
-        return self._start(Call("reduce_scatter", label, bounds), scatter, flat, mine, scale)
+        return self._start(Request("reduce_scatter", label, bounds), scatter, flat, mine, scale)
 
     def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
         """Fill a flat tensor from the ranks' chunks."""
@@ -159,14 +158,14 @@ class NativeCommunicator(Communicator):
                 return self._broadcast_each(parts)
             return dist.all_gather(parts, mine, group=self._group, async_op=True)
 
-        return self._start(Call("all_gather", label, bounds), gather, flat, flat)
+        return self._start(Request("all_gather", label, bounds), gather, flat, flat)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
         flat = flatten(tensor)
         root = self.axis.ranks[source]
         return self._start(
-            Call("broadcast", label, source=source),
+            Request("broadcast", label, source=source),
             lambda: dist.broadcast(flat, root, self._group, async_op=True),
             flat,
             flat,
@@ -180,7 +179,7 @@ class NativeCommunicator(Communicator):
         """Nothing to release: the group belongs to the mesh."""
 
     def _broadcast_each(self, parts: list[Tensor]) -> "AllOf":
-        """Gather by one broadcast per chunk that is not empty."""
+        """Gather by a broadcast of each chunk that is not empty."""
         return AllOf(
             [
                 dist.broadcast(part, root, self._group, async_op=True)
@@ -191,7 +190,7 @@ class NativeCommunicator(Communicator):
 
     def _start(
         self,
-        call: Call,
+        request: Request,
         launch: Callable[[], Any],
         flat: Tensor,
         result: Tensor,
@@ -199,16 +198,16 @@ class NativeCommunicator(Communicator):
     ) -> Handle:
         if flat.numel() == 0:
             return Finished()
-        number, label = self._number(), call.label or caller()
+        number, label = self._number(), request.label or caller()
 
         def describe(error: BaseException) -> CollectiveError:
             return CollectiveError(
-                f"{call.operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
-                f"{self.axis.ranks[self.rank]}, {self.rank} of {self.size} on the axis: "
+                f"{request.operation} #{number} ({label}) on axis {self.axis.name!r} failed on "
+                f"rank {self.axis.ranks[self.rank]}, {self.rank} of {self.size} on the axis: "
                 f"{reason(error)}; look for the rank that failed first, or that does not answer"
             )
 
-        self.traffic.add(self.axis.name, call.operation, self._sent_bytes(call, flat))
+        self.traffic.add(self.axis.name, request.operation, self._sent_bytes(request, flat))
         with torch.no_grad():
             try:
                 work = launch()
@@ -218,5 +217,5 @@ class NativeCommunicator(Communicator):
 
 
 def _even(parts: list[Tensor]) -> bool:
-    """Whether all chunks have one length, as the operations on one flat tensor need."""
+    """Whether all chunks are equally long, as the operations on a flat tensor need."""
     return len({part.numel() for part in parts}) == 1

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.communicator import Call
+from drivetrain.collectives.communicator import Request
 from drivetrain.runtime.mesh import Axis
 
 
@@ -59,7 +59,7 @@ class Neighbors:
         """Return the backend's tag, below 2**31."""
         return self._first_tag + tag
 
-    def begin(self, call: Call, number: int, label: str, flat: Tensor | None) -> None:
+    def begin(self, request: Request, number: int, label: str, flat: Tensor | None) -> None:
         """Get ready for the messages of an operation: nothing to do."""
 
     def end(self) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.communicator import Call
+from drivetrain.collectives.communicator import Request
 from drivetrain.collectives.neighbors import Neighbors, Tag
 from drivetrain.runtime.mesh import Axis
 
@@ -72,19 +72,19 @@ class Header:
     SIZE: ClassVar[int] = _LAYOUT.size
 
     @classmethod
-    def of(cls, call: Call, number: int, label: str, flat: Tensor | None) -> "Header":
-        """Return the header of a call; label is the caller's, or the line of the call.
+    def of(cls, request: Request, number: int, label: str, flat: Tensor | None) -> "Header":
+        """Return the header of a request; label is the caller's, or the line of the call.
 
-        There is no flat tensor where the call is about parts.
+        There is no flat tensor where the request is about parts.
         """
-        chunks = [tuple(chunk) for chunk in call.chunks or ()]
-        plan = (chunks, call.source, call.reduction, call.layout)
+        chunks = [tuple(chunk) for chunk in request.chunks or ()]
+        plan = (chunks, request.source, request.reduction, request.layout)
         return cls(
             number=number,
-            elements=call.elements(flat),
+            elements=request.elements(flat),
             plan=zlib.crc32(repr(plan).encode()),
-            name=zlib.crc32(call.label.encode()),
-            operation=call.operation,
+            name=zlib.crc32(request.label.encode()),
+            operation=request.operation,
             dtype=PARTS if flat is None else str(flat.dtype).removeprefix("torch."),
             label=label,
         )
@@ -110,7 +110,7 @@ class Header:
         return cls(*numbers, *texts)
 
     def checksum(self) -> int:
-        """Return a number that differs between headers that differ, but for the rarest chance."""
+        """Return a number that differs for different headers, but for the rarest chance."""
         key = (self.number, self.elements, self.plan, self.name, self.operation, self.dtype)
         return zlib.crc32(repr(key).encode())
 
@@ -151,9 +151,9 @@ class CheckedNeighbors(Neighbors):
         """Return the backend's tag: the header's checksum is in that of data."""
         return (super().number(tag) + (self._lane << LANE_SHIFT)) & TAG_MASK
 
-    def begin(self, call: Call, number: int, label: str, flat: Tensor | None) -> None:
-        """Tell the right neighbor this rank's next operation, and listen to the left neighbor."""
-        mine = Header.of(call, number, label, flat)
+    def begin(self, request: Request, number: int, label: str, flat: Tensor | None) -> None:
+        """Tell the right neighbor which operation comes next, and listen to the left one."""
+        mine = Header.of(request, number, label, flat)
         data = mine.pack()
         self._lane = 0
         self._heard = self.receive(self._arriving, Tag.HEADER)

@@ -21,21 +21,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.collectives.communicator import (
-    Call,
     Communicator,
-    Handle,
     Reduction,
+    Request,
     caller,
     flatten,
     reason,
 )
-from drivetrain.collectives.messages import Cut
+from drivetrain.collectives.handles import Finished, Handle
+from drivetrain.collectives.messages import ChunkMessages
 from drivetrain.collectives.neighbors import Neighbors, Tag
 from drivetrain.collectives.order import CheckedNeighbors, Disagreement
-from drivetrain.collectives.parts import Parts, as_bytes, checked_parts, layout_of
-from drivetrain.collectives.solo import Finished
-from drivetrain.collectives.volume import Chunks, checked_chunks
-from drivetrain.collectives.worker import Job, Worker
+from drivetrain.collectives.volume import (
+    Chunks,
+    Parts,
+    as_bytes,
+    checked_chunks,
+    checked_parts,
+    layout_of,
+)
+from drivetrain.collectives.worker import CollectiveTask, CommunicationThread
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
@@ -73,7 +78,7 @@ class RingCommunicator(Communicator):
         super().__init__(axis, traffic, timeout)
         self._neighbors = (CheckedNeighbors if checked else Neighbors)(axis, group, timeout)
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._worker = Worker(f"drivetrain-ring-{axis.name}")
+        self._worker = CommunicationThread(f"drivetrain-ring-{axis.name}")
 
     def all_reduce(
         self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
@@ -82,7 +87,7 @@ class RingCommunicator(Communicator):
         flat = flatten(tensor)
         bounds = self.chunk(flat.numel())
         return self._submit(
-            Call("all_reduce", label, reduction=reduction),
+            Request("all_reduce", label, reduction=reduction),
             lambda: self._reduce(_held(flat, bounds), scale, reduction, gather=True),
             flat,
         )
@@ -94,7 +99,7 @@ class RingCommunicator(Communicator):
         flat = flatten(flat, (flat.numel(),))
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         return self._submit(
-            Call("reduce_scatter", label, bounds),
+            Request("reduce_scatter", label, bounds),
             lambda: self._reduce(_held(flat, bounds), scale),
             flat,
         )
@@ -104,7 +109,7 @@ class RingCommunicator(Communicator):
         flat = flatten(flat, (flat.numel(),))
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         return self._submit(
-            Call("all_gather", label, bounds), lambda: self._gather(_held(flat, bounds)), flat
+            Request("all_gather", label, bounds), lambda: self._gather(_held(flat, bounds)), flat
         )
 
     def gather_parts(
@@ -112,26 +117,26 @@ class RingCommunicator(Communicator):
     ) -> Handle:
         """Fill the tensors of the other ranks; large ones in place, small ones packed together."""
         held = checked_parts(parts, self.size)
-        call = Call("all_gather", label, layout=layout_of(held))
+        request = Request("all_gather", label, layout=layout_of(held))
 
         def gather() -> None:
             if first is not None:
                 first()
             self._gather(as_bytes(held))
 
-        return self._submit(call, gather)
+        return self._submit(request, gather, None)
 
     def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
         """Put the sums over ranks, times scale, into this rank's tensors; small ones packed."""
         held = checked_parts(parts, self.size)
-        call = Call("reduce_scatter", label, layout=layout_of(held))
-        return self._submit(call, lambda: self._reduce(held, scale))
+        request = Request("reduce_scatter", label, layout=layout_of(held))
+        return self._submit(request, lambda: self._reduce(held, scale), None)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
         flat = flatten(tensor)
         return self._submit(
-            Call("broadcast", label, source=source), lambda: self._chain(flat, source), flat
+            Request("broadcast", label, source=source), lambda: self._chain(flat, source), flat
         )
 
     def barrier(self) -> None:
@@ -139,7 +144,7 @@ class RingCommunicator(Communicator):
         token = torch.zeros(self.size, dtype=torch.uint8, device="cpu")
         bounds = self.chunk(self.size)
         self._submit(
-            Call("barrier", "barrier"),
+            Request("barrier", "barrier"),
             lambda: self._reduce(_held(token, bounds), gather=True),
             token,
         ).wait()
@@ -155,18 +160,18 @@ class RingCommunicator(Communicator):
 
     # --- submission, on the caller's thread ---
 
-    def _submit(self, call: Call, run: Callable[[], None], flat: Tensor | None = None) -> Handle:
-        if call.elements(flat) == 0:
+    def _submit(self, request: Request, run: Callable[[], None], flat: Tensor | None) -> Handle:
+        if request.elements(flat) == 0:
             return Finished()
-        number, label = self._number(), call.label or caller()
-        self.traffic.add(self.axis.name, call.operation, self._sent_bytes(call, flat))
+        number, label = self._number(), request.label or caller()
+        self.traffic.add(self.axis.name, request.operation, self._sent_bytes(request, flat))
 
         def timed() -> None:
             start = time.perf_counter()
-            self._neighbors.begin(call, number, label, flat)
+            self._neighbors.begin(request, number, label, flat)
             run()
             self._neighbors.end()
-            self.traffic.took(self.axis.name, call.operation, time.perf_counter() - start)
+            self.traffic.took(self.axis.name, request.operation, time.perf_counter() - start)
 
         def describe(error: BaseException) -> CollectiveError:
             self.alarm()
@@ -182,16 +187,16 @@ class RingCommunicator(Communicator):
                     return CollectiveError(companion.disagreement)
             ranks, near = self.axis.ranks, self._neighbors
             return CollectiveError(
-                f"{call.operation} #{number} ({label}) on axis {self.axis.name!r} failed on rank "
-                f"{ranks[self.rank]}, {self.rank} of {self.size} on the axis, between ranks "
+                f"{request.operation} #{number} ({label}) on axis {self.axis.name!r} failed on "
+                f"rank {ranks[self.rank]}, {self.rank} of {self.size} on the axis, between ranks "
                 f"{ranks[near.left]} and {ranks[near.right]}, with a timeout of "
                 f"{self.timeout.total_seconds():g} s: {reason(error)}; look for the rank that "
                 "failed first, or that does not answer"
             )
 
-        job = Job(timed, describe)
-        self._worker.submit(job)
-        return job
+        task = CollectiveTask(timed, describe)
+        self._worker.submit(task)
+        return task
 
     # --- the algorithms, on the communication thread ---
 
@@ -239,7 +244,7 @@ class RingCommunicator(Communicator):
 
     def _chain(self, flat: Tensor, source: int) -> None:
         """Pass a tensor from the source around the ring, piece by piece."""
-        pieces = Cut([flat], PIECE_BYTES).messages
+        pieces = ChunkMessages([flat], PIECE_BYTES).messages
         last = (self.rank - source) % self.size == self.size - 1
         sends = []
         receives: list[Any] = []
@@ -252,7 +257,7 @@ class RingCommunicator(Communicator):
                 sends.append(self._neighbors.send(piece, Tag.GATHER))
         self._neighbors.finish(sends)
 
-    def _post_gather(self, chunks: list[Cut]) -> list[tuple[Cut, list[Any]]]:
+    def _post_gather(self, chunks: list[ChunkMessages]) -> list[tuple[ChunkMessages, list[Any]]]:
         """Post the receives of an all-gather, in place, in the order of arrival."""
         coming = [chunks[(self.rank - step - 1) % self.size] for step in range(self.size - 1)]
         return [
@@ -260,7 +265,7 @@ class RingCommunicator(Communicator):
             for chunk in coming
         ]
 
-    def _forward(self, gathered: list[tuple[Cut, list[Any]]]) -> list[Any]:
+    def _forward(self, gathered: list[tuple[ChunkMessages, list[Any]]]) -> list[Any]:
         """Wait for the pieces of an all-gather; pass on all but those of the last step."""
         sends = []
         for chunk, receives in gathered[:-1]:
@@ -273,9 +278,9 @@ class RingCommunicator(Communicator):
             chunk.unpack()
         return sends
 
-    def _cut(self, held: Parts) -> list[Cut]:
-        """Cut each rank's chunk into messages."""
-        return [Cut(tensors, PIECE_BYTES) for tensors in held]
+    def _cut(self, held: Parts) -> list[ChunkMessages]:
+        """Cut each rank's tensors into messages."""
+        return [ChunkMessages(tensors, PIECE_BYTES) for tensors in held]
 
     def _arrivals(self, pieces: list[Tensor]) -> Iterator[Tensor]:
         """Yield the left neighbor's message for each piece; valid until the next is asked for."""

@@ -4,41 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from drivetrain.collectives.communicator import Communicator, Handle, Reduction, flatten
-from drivetrain.collectives.parts import Parts, checked_parts
-from drivetrain.collectives.volume import Chunks, checked_chunks
-
-
-class Finished:
-    """A handle of an operation that is over."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def done(self) -> bool:
-        """Return True."""
-        return True
-
-
-class Deferred:
-    """A handle whose ``wait`` does the work.
-
-    Args:
-        work: called once.
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work: Callable[[], None] | None = work
-
-    def wait(self) -> None:
-        """Do the work, unless it is done."""
-        if self._work is not None:
-            self._work()
-            self._work = None
-
-    def done(self) -> bool:
-        """Whether the work is done."""
-        return self._work is None
+from drivetrain.collectives.communicator import Communicator, Reduction, flatten
+from drivetrain.collectives.handles import Deferred, Finished, Handle
+from drivetrain.collectives.volume import Chunks, Parts, checked_chunks, checked_parts
 
 
 class SoloCommunicator(Communicator):

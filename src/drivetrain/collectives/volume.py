@@ -1,8 +1,11 @@
-"""How a flat tensor is cut into chunks, one per rank, and how much a rank sends: arithmetic."""
+"""How the data of an operation lie on the ranks, as chunks or parts, and how much a rank sends."""
 
 import itertools
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
 
 from drivetrain.errors import UsageError
 
@@ -103,3 +106,48 @@ def sent_elements(
     bounds = checked_chunks(chunks, numel, size)
     # Chunks of one dtype: what holds for bytes holds for elements.
     return sent_bytes(operation, [stop - start for start, stop in bounds], rank)
+
+
+Parts: TypeAlias = Sequence[Sequence[Tensor]]
+"""For each rank of the axis, in order: the 1-D contiguous tensors, mostly slices of larger ones,
+that it holds. Lengths and dtypes are the same on every rank."""
+
+Layout: TypeAlias = tuple[tuple[tuple[int, torch.dtype], ...], ...]
+"""For each rank of the axis, in order: elements and dtype of the tensors that it holds."""
+
+
+def checked_parts(parts: Parts, size: int) -> list[list[Tensor]]:
+    """Return the tensors that each rank holds, outside of autograd.
+
+    Raises:
+        UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
+    """
+    if len(parts) != size:
+        raise UsageError(
+            f"expected the tensors of each of {size} ranks, found {len(parts)} lists; the list of "
+            "a rank that holds nothing is empty"
+        )
+    for rank, tensors in enumerate(parts):
+        for tensor in tensors:
+            if tensor.dim() != 1 or not tensor.is_contiguous():
+                raise UsageError(
+                    f"expected parts that are 1-D and contiguous, found shape "
+                    f"{tuple(tensor.shape)} with strides {tensor.stride()} among those of rank "
+                    f"{rank}; pass tensor.view(-1) of a contiguous tensor"
+                )
+    return [[tensor.detach() for tensor in tensors] for tensors in parts]
+
+
+def as_bytes(parts: Parts) -> list[list[Tensor]]:
+    """Return views of the tensors' memory, dtype uint8: a message has no other dtype."""
+    return [[tensor.view(torch.uint8) for tensor in tensors] for tensors in parts]
+
+
+def layout_of(parts: Parts) -> Layout:
+    """Return elements and dtype of every tensor."""
+    return tuple(tuple((tensor.numel(), tensor.dtype) for tensor in tensors) for tensors in parts)
+
+
+def byte_lengths(layout: Layout) -> list[int]:
+    """Return how many bytes each rank holds."""
+    return [sum(numel * dtype.itemsize for numel, dtype in tensors) for tensors in layout]

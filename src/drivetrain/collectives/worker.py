@@ -1,4 +1,4 @@
-"""One communication thread: runs submitted jobs strictly in order and keeps their outcome."""
+"""One communication thread: runs submitted tasks strictly in order and keeps their outcome."""
 
 import atexit
 import threading
@@ -14,8 +14,8 @@ EXIT_WAIT_S = 3.0
 Without an error these are the operations of the last step."""
 
 
-class Job:
-    """One submitted operation, and the handle that its submitter waits on.
+class CollectiveTask:
+    """One submitted operation, and the handle for waiting on it.
 
     Args:
         run: does the work, on the communication thread.
@@ -37,7 +37,7 @@ class Job:
         self._finished.acquire()
 
     def wait(self) -> None:
-        """Return when the job has run.
+        """Return when the task has run.
 
         Raises:
             CollectiveError: it failed, or an earlier one did.
@@ -48,11 +48,11 @@ class Job:
             raise self._error
 
     def done(self) -> bool:
-        """Whether the job has run or failed."""
+        """Whether the task has run or failed."""
         return not self._finished.locked()
 
     def execute(self, broken: CollectiveError | None) -> CollectiveError | None:
-        """Run the job, unless an earlier failure broke the communicator; return the failure."""
+        """Run the task, unless an earlier failure broke the communicator; return the failure."""
         self._error = broken
         if broken is None and self._run is not None:
             try:
@@ -66,26 +66,26 @@ class Job:
         return self._error
 
 
-class Worker:
-    """A thread with a queue of jobs; the first failure fails every later job.
+class CommunicationThread:
+    """A thread with a queue of tasks; the first failure fails every later task.
 
     Args:
         name: the thread's name, for stack dumps.
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._tasks: SimpleQueue[CollectiveTask | None] = SimpleQueue()
         self._broken: CollectiveError | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         atexit.register(self._end)
 
-    def submit(self, job: Job) -> None:
-        """Queue a job.
+    def submit(self, task: CollectiveTask) -> None:
+        """Queue a task.
 
         Raises:
-            CollectiveError: an earlier job failed, or the thread has ended.
+            CollectiveError: an earlier task failed, or the thread has ended.
         """
         if self._closed:
             raise CollectiveError(
@@ -96,22 +96,22 @@ class Worker:
             raise CollectiveError(
                 f"this communicator is broken by an earlier failure: {self._broken}"
             ) from self._broken
-        self._jobs.put(job)
+        self._tasks.put(task)
 
     def close(self) -> None:
         """Run queued operations, then end the thread; may be called more than once."""
         atexit.unregister(self._end)
         self._closed = True
-        self._jobs.put(None)
+        self._tasks.put(None)
         self._thread.join()
 
     def _end(self) -> None:
-        """Let queued operations end before the interpreter, unless other ranks do not answer."""
-        self._jobs.put(None)
+        """Let queued tasks finish before the interpreter ends, unless other ranks do not answer."""
+        self._tasks.put(None)
         self._thread.join(EXIT_WAIT_S)
 
     @torch.no_grad()
     def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._broken = job.execute(self._broken)
-            del job  # a finished job must not keep its tensors alive until the next one comes
+        while (task := self._tasks.get()) is not None:
+            self._broken = task.execute(self._broken)
+            del task  # a finished task must not keep its tensors alive until the next one comes

@@ -5,7 +5,14 @@ numbers, ``resolve`` merges the layers (code > command line > file > default) an
 each value came from. Nothing here imports torch.
 """
 
-from drivetrain.config.document import Layer, Origin, code_layer, dump_yaml, read_file, read_sets
+from drivetrain.config.document import (
+    Layer,
+    ValueOrigin,
+    code_layer,
+    dump_yaml,
+    read_file,
+    read_sets,
+)
 from drivetrain.config.option import (
     NestedStrategy,
     Option,
@@ -31,10 +38,10 @@ __all__ = [
     "Layer",
     "NestedStrategy",
     "Option",
-    "Origin",
     "RecomputeConfig",
     "Resolved",
     "RunConfig",
+    "ValueOrigin",
     "code_layer",
     "dump_yaml",
     "mapping",

@@ -24,7 +24,7 @@ ORIGINS_KEY = "resolved_from"
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ValueOrigin:
     """Where a value came from: its kind decides about conflicts, its text is shown to the user."""
 
     kind: Kind
@@ -36,10 +36,10 @@ class Layer:
     """Nested values, and the origin of each by dotted key."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, ValueOrigin] = field(default_factory=dict)
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
@@ -55,12 +55,12 @@ for _tag, _pattern, _first in (
     ),
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
 ):
-    _Loader.add_implicit_resolver(
+    _YamlLoader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}",
         re.compile(_pattern),
         [*_first, *([""] if _tag == "null" else [])],
     )
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value), 10))
+_YamlLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value), 10))
 
 
 def read_file(path: str | Path) -> Layer:
@@ -100,7 +100,8 @@ def read_file(path: str | Path) -> Layer:
     lines = dict(_lines(node, path))
     values = _construct(node)
     return _without_recorded_origins(
-        Layer(values, {key: Origin("file", f"{path}:{line}") for key, line in lines.items()}), path
+        Layer(values, {key: ValueOrigin("file", f"{path}:{line}") for key, line in lines.items()}),
+        path,
     )
 
 
@@ -111,7 +112,7 @@ def read_sets(assignments: Iterable[str]) -> Layer:
         ConfigError: an assignment has no ``=`` or its value is not YAML.
     """
     values: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
+    origins: dict[str, ValueOrigin] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
@@ -120,18 +121,18 @@ def read_sets(assignments: Iterable[str]) -> Layer:
             )
         node = _compose(text, Path("--set " + key))
         put(values, key, None if node is None else _construct(node))
-        origins[key] = Origin("command line", f"--set {assignment}")
+        origins[key] = ValueOrigin("command line", f"--set {assignment}")
     return Layer(values, origins)
 
 
 def code_layer(values: Mapping[str, Any], caller: str = "Accelerator") -> Layer:
     """Make a layer of arguments given in the script, by dotted key; None means not given."""
     nested: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
+    origins: dict[str, ValueOrigin] = {}
     for key, value in values.items():
         if value is not None:
             put(nested, key, value)
-            origins[key] = Origin("code", f"{caller}({key.split('.')[-1]}={value!r})")
+            origins[key] = ValueOrigin("code", f"{caller}({key.split('.')[-1]}={value!r})")
     return Layer(nested, origins)
 
 
@@ -155,7 +156,7 @@ def put(values: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _compose(text: str, path: Path) -> yaml.Node | None:
-    loader = _Loader(text)
+    loader = _YamlLoader(text)
     try:
         node: yaml.Node | None = loader.get_single_node()
     except yaml.YAMLError as error:
@@ -171,7 +172,7 @@ def _compose(text: str, path: Path) -> yaml.Node | None:
 
 
 def _construct(node: yaml.Node) -> Any:
-    loader = _Loader("")
+    loader = _YamlLoader("")
     try:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -212,12 +213,12 @@ def _without_recorded_origins(layer: Layer, path: Path) -> Layer:
         isinstance(entry, list) and len(entry) == 2 for entry in recorded.values()
     ):
         raise ConfigError(f"{path}: {ORIGINS_KEY} is written by 'drivetrain launch'; remove it")
-    origins = {key: Origin(*entry) for key, entry in recorded.items()}
+    origins = {key: ValueOrigin(*entry) for key, entry in recorded.items()}
     return Layer(_chosen(values, origins), origins)
 
 
 def _chosen(
-    values: Mapping[str, Any], origins: Mapping[str, Origin], prefix: str = ""
+    values: Mapping[str, Any], origins: Mapping[str, ValueOrigin], prefix: str = ""
 ) -> dict[str, Any]:
     """Keep the values that somebody chose: a default must not hide a weaker layer's choice."""
     kept: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import pydantic
 
-from drivetrain.config.document import ORIGINS_KEY, Layer, Origin, dump_yaml
+from drivetrain.config.document import ORIGINS_KEY, Layer, ValueOrigin, dump_yaml
 from drivetrain.config.option import NestedStrategy, Option, is_union, options_of
 from drivetrain.config.schema import RunConfig
 from drivetrain.errors import ConfigError
@@ -38,11 +38,11 @@ class Resolved:
     run: RunConfig
     strategy: str
     strategy_config: Any
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, ValueOrigin]
 
-    def rows(self) -> Iterator[tuple[str, Any, Origin]]:
+    def rows(self) -> Iterator[tuple[str, Any, ValueOrigin]]:
         """Yield (dotted key, value, origin) of every knob, the strategy's first."""
-        default = Origin("default", "default")
+        default = ValueOrigin("default", "default")
         for key, value in _flatten(self.to_dict()):
             yield key, value, self.origins.get(key, default)
 
@@ -74,7 +74,7 @@ def resolve(*layers: Layer, find_config: FindConfig) -> Resolved:
             and command line.
     """
     values: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
+    origins: dict[str, ValueOrigin] = {}
     for layer in layers:
         _merge(values, origins, layer)
     section = values.pop(STRATEGY, None)
@@ -88,7 +88,7 @@ def resolve(*layers: Layer, find_config: FindConfig) -> Resolved:
     )
 
 
-def _merge(values: dict[str, Any], origins: dict[str, Origin], layer: Layer) -> None:
+def _merge(values: dict[str, Any], origins: dict[str, ValueOrigin], layer: Layer) -> None:
     """Lay one layer over the values; a strategy of another name drops the options below it."""
     incoming = dict(layer.values)
     if isinstance(incoming.get(STRATEGY), str):
@@ -115,7 +115,7 @@ def _overlay(
     values: dict[str, Any],
     incoming: Mapping[str, Any],
     prefix: str,
-    origins: Mapping[str, Origin],
+    origins: Mapping[str, ValueOrigin],
     layer: Layer,
 ) -> None:
     for key, value in incoming.items():
@@ -137,7 +137,7 @@ def _as_section(value: Any) -> dict[str, Any]:
 
 
 def _refuse_conflict(
-    key: str, below: Any, above: Any, origins: Mapping[str, Origin], layer: Layer
+    key: str, below: Any, above: Any, origins: Mapping[str, ValueOrigin], layer: Layer
 ) -> None:
     """Raise when code contradicts the command line."""
     mine, theirs = _find(layer.origins, key), _find(origins, key)
@@ -158,7 +158,7 @@ class _Validation:
         find_config: maps a strategy's name to its Config class.
     """
 
-    def __init__(self, origins: Mapping[str, Origin], find_config: FindConfig) -> None:
+    def __init__(self, origins: Mapping[str, ValueOrigin], find_config: FindConfig) -> None:
         self.problems: list[str] = []
         self._origins = origins
         self._find_config = find_config
@@ -304,7 +304,7 @@ def _expected(messages: list[str]) -> str:
     return " or ".join(wanted).replace("Input should be", "expected").replace(" or expected", " or")
 
 
-def _where(origins: Mapping[str, Origin], key: str) -> str:
+def _where(origins: Mapping[str, ValueOrigin], key: str) -> str:
     origin = _find(origins, key)
     if origin is None:
         # An unknown section is known by what was set in it.
@@ -313,7 +313,7 @@ def _where(origins: Mapping[str, Origin], key: str) -> str:
     return origin.text if origin else "configuration"
 
 
-def _find(origins: Mapping[str, Origin], key: str) -> Origin | None:
+def _find(origins: Mapping[str, ValueOrigin], key: str) -> ValueOrigin | None:
     while key:
         if key in origins:
             return origins[key]

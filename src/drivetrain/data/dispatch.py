@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.data.division import Division
-from drivetrain.data.steps import Share, Source, Start, Step
+from drivetrain.data.division import OrderDivision
+from drivetrain.data.steps import BatchSource, GlobalStep, RankBatch, Start
 from drivetrain.errors import CollectiveError
 from drivetrain.nested import recursively_apply
 from drivetrain.runtime.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class _PackedTensor:
     """Stands in a batch for a tensor: where its bytes are in the block."""
 
     offset: int
@@ -35,9 +35,9 @@ class _Block:
         self._parts: list[Tensor] = []
         self._size = 0
 
-    def put(self, tensor: Tensor) -> _Slot:
-        """Append a tensor; returns its place in the block."""
-        slot = _Slot(self._size, tuple(tensor.shape), tensor.dtype)
+    def put(self, tensor: Tensor) -> _PackedTensor:
+        """Append a tensor; returns what stands for it."""
+        slot = _PackedTensor(self._size, tuple(tensor.shape), tensor.dtype)
         self._parts.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
         self._size += slot.nbytes
         return slot
@@ -55,7 +55,7 @@ class _Block:
 class _Header:
     """The message before the block: a step without its tensors, or the end, or a failure."""
 
-    step: Step | None
+    step: GlobalStep | None
     nbytes: int = 0
     failure: str = ""
 
@@ -70,7 +70,7 @@ class DispatchSource:
         on_device: leave received batches on the device they arrive on, instead of the CPU.
     """
 
-    def __init__(self, source: Source, world: World, share: int, *, on_device: bool) -> None:
+    def __init__(self, source: BatchSource, world: World, share: int, *, on_device: bool) -> None:
         self._source = source
         self._world = world
         self._share = share
@@ -80,19 +80,19 @@ class DispatchSource:
         return len(self._source)
 
     @property
-    def division(self) -> Division:
+    def division(self) -> OrderDivision:
         """How the order is divided."""
         return self._source.division
 
     @division.setter
-    def division(self, division: Division) -> None:
+    def division(self, division: OrderDivision) -> None:
         self._source.division = division
 
     def draw_seed(self, seed: int, epoch: int) -> int:
         """Return the seed of an epoch's order; only rank 0's counts."""
         return self._source.draw_seed(seed, epoch) if self._world.is_main else seed + epoch
 
-    def steps(self, start: Start) -> Iterator[Step]:
+    def steps(self, start: Start) -> Iterator[GlobalStep]:
         """Read and send on rank 0, receive elsewhere; one rank's share per step.
 
         Raises:
@@ -102,7 +102,7 @@ class DispatchSource:
         for step in steps:
             yield replace(step, shares=(step.shares[self._share],))
 
-    def _send(self, start: Start) -> Iterator[Step]:
+    def _send(self, start: Start) -> Iterator[GlobalStep]:
         steps = self._source.steps(start)
         final = False
         while not final:
@@ -121,7 +121,7 @@ class DispatchSource:
                 yield step
         next(steps, None)  # lets the source see its end
 
-    def _receive(self) -> Iterator[Step]:
+    def _receive(self) -> Iterator[GlobalStep]:
         final = False
         while not final:
             header = self._broadcast_header(None)
@@ -138,11 +138,11 @@ class DispatchSource:
             final = header.step.final
             yield self._unpacked(header.step, payload if self._on_device else payload.cpu())
 
-    def _unpacked(self, step: Step, payload: Tensor) -> Step:
+    def _unpacked(self, step: GlobalStep, payload: Tensor) -> GlobalStep:
         shares = list(step.shares)
         mine = shares[self._share]
         if mine is not None:
-            shares[self._share] = Share(_unpack(mine.batch, payload), mine.last)
+            shares[self._share] = RankBatch(_unpack(mine.batch, payload), mine.last)
         return replace(step, shares=tuple(shares))
 
     def _broadcast_header(self, header: _Header | None) -> _Header:
@@ -161,13 +161,14 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
-def _packed(step: Step | None) -> tuple[_Header, Tensor]:
+def _packed(step: GlobalStep | None) -> tuple[_Header, Tensor]:
     """Return the header and the block of bytes of a step."""
     block = _Block()
     if step is None:
         return _Header(None), block.payload()
     shares = tuple(
-        share and Share(recursively_apply(block.put, share.batch, test_type=_is_plain), share.last)
+        share
+        and RankBatch(recursively_apply(block.put, share.batch, test_type=_is_plain), share.last)
         for share in step.shares
     )
     start = replace(step.start, dataset_state=None)  # rank 0 keeps it
@@ -178,7 +179,7 @@ def _packed(step: Step | None) -> tuple[_Header, Tensor]:
 def _unpack(batch: Any, payload: Tensor) -> Any:
     """Return the batch with tensors for slots."""
 
-    def take(slot: _Slot) -> Tensor:
+    def take(slot: _PackedTensor) -> Tensor:
         # Cloned: a view would keep everybody's bytes alive and may start at an odd address.
         part = payload[slot.offset : slot.offset + slot.nbytes].clone()
         return part.view(slot.dtype).reshape(slot.shape)
@@ -187,4 +188,4 @@ def _unpack(batch: Any, payload: Tensor) -> Any:
 
 
 def _is_slot(value: Any) -> bool:
-    return isinstance(value, _Slot)
+    return isinstance(value, _PackedTensor)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 from drivetrain.errors import UsageError
 
 
-class Division(Protocol):
+class OrderDivision(Protocol):
     """How an order is divided over ranks."""
 
     unit: ClassVar[str]
@@ -47,7 +47,7 @@ class Division(Protocol):
     def remainder(self, order: Sequence[Any], position: int) -> int:
         """Return the real samples of the step at a position when it holds repetitions, else -1."""
 
-    def with_even(self, even: bool) -> "Division":
+    def with_even(self, even: bool) -> "OrderDivision":
         """Return the same division with or without filling up the last step."""
 
 

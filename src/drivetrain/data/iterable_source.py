@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain.data.division import Division, SampleDivision, filled
+from drivetrain.data.division import OrderDivision, SampleDivision, filled
 from drivetrain.data.order import forward_epoch
 from drivetrain.data.reader import reader_of
-from drivetrain.data.steps import OrderIdentity, Share, Start, Step
+from drivetrain.data.steps import GlobalStep, OrderIdentity, RankBatch, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import find_batch_size, recursively_apply
 
@@ -41,7 +41,7 @@ class IterableSource:
             is valid for the same number of ranks only.
     """
 
-    division: Division
+    division: OrderDivision
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class IterableSource:
         """Return the seed of the workers; the order is the dataset's own affair."""
         return seed + epoch
 
-    def steps(self, start: Start) -> Iterator[Step]:
+    def steps(self, start: Start) -> Iterator[GlobalStep]:
         """Read the rest of an epoch, one global batch ahead.
 
         Raises:
@@ -106,7 +106,7 @@ class IterableSource:
                 head = [*head, *samples][: division.stride]
             following, following_state = self._take(stream, division)
             position += len(samples) * self._shards
-            yield Step(
+            yield GlobalStep(
                 shares=tuple(
                     self._share(division, rank, samples, following, head) for rank in self._ranks
                 ),
@@ -171,7 +171,7 @@ class IterableSource:
         samples: list[Any],
         following: list[Any],
         head: list[Any],
-    ) -> Share | None:
+    ) -> RankBatch | None:
         if division.even:
             samples = filled(samples, head, division.stride)
         mine = division.share(samples, 0, rank) if division.has(samples, 0, rank) else []
@@ -180,7 +180,7 @@ class IterableSource:
         batch = self._user.collate_fn(mine if self._user.batch_size is not None else mine[0])
         if self._user.pin_memory and torch.accelerator.is_available():
             batch = recursively_apply(torch.Tensor.pin_memory, batch)
-        return Share(batch, last=not division.has(following, 0, rank))
+        return RankBatch(batch, last=not division.has(following, 0, rank))
 
     def _remainder(self, samples: list[Any], division: SampleDivision) -> int:
         if not division.even or len(samples) == division.stride:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain.data.steps import OrderIdentity, Source, Start, Step
+from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import send_to_device
 from drivetrain.runtime.rng import synchronize_rng_states
@@ -91,7 +91,7 @@ class PreparedLoader(DataLoader[Any]):
     def __init__(  # DataLoader's own is not called: there is no second set of its attributes
         self,
         loader: DataLoader[Any],
-        source: Source,
+        source: BatchSource,
         progress: Progress,
         delivery: Delivery,
         skip_batches: int | None = None,
@@ -280,7 +280,7 @@ class PreparedLoader(DataLoader[Any]):
         progress.start = start
         return start
 
-    def _note(self, step: Step) -> None:
+    def _note(self, step: GlobalStep) -> None:
         progress = self._progress
         share = step.shares[0]
         progress.start = step.start
@@ -315,7 +315,7 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def _check(state: Mapping[str, Any], unit: str) -> None:
-    """Refuse a state that another version wrote, or that counts in other units."""
+    """Refuse a state of another version, or in other units."""
     if state.get("version") != STATE_VERSION:
         raise CheckpointError(
             f"expected a loader state of version {STATE_VERSION}, found "

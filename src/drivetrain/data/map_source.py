@@ -4,14 +4,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 
-from drivetrain.data.agreement import check_same_order, seed_of_main
-from drivetrain.data.division import Division
+from drivetrain.data.division import OrderDivision
 from drivetrain.data.order import EpochOrder, fingerprint, forward_epoch
 from drivetrain.data.reader import reader_of
-from drivetrain.data.steps import OrderIdentity, Share, Start, Step
-from drivetrain.errors import CheckpointError
+from drivetrain.data.steps import GlobalStep, OrderIdentity, RankBatch, Start
+from drivetrain.errors import CheckpointError, RankMismatchError
+from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
 
 
@@ -41,7 +42,7 @@ class MapSource:
         self,
         loader: DataLoader[Any],
         order: EpochOrder,
-        division: Division,
+        division: OrderDivision,
         *,
         ranks: Sequence[int],
         seedable: bool,
@@ -73,7 +74,7 @@ class MapSource:
             return seed + epoch
         return seed_of_main(self._order.draw_seed(self._user.generator), self._world)
 
-    def steps(self, start: Start) -> Iterator[Step]:
+    def steps(self, start: Start) -> Iterator[GlobalStep]:
         """Read the rest of an epoch, touching no sample before the position.
 
         Raises:
@@ -91,13 +92,13 @@ class MapSource:
         while self._readers(order, division, position):
             following = min(position + stride, len(order))
             shares = tuple(
-                Share(next(batches), last=not division.has(order, following, rank))
+                RankBatch(next(batches), last=not division.has(order, following, rank))
                 if division.has(order, position, rank)
                 else None
                 for rank in self._ranks
             )
             position = following
-            yield Step(
+            yield GlobalStep(
                 shares=shares,
                 start=Start(
                     epoch=start.epoch, seed=start.seed, position=position, identity=identity
@@ -107,7 +108,7 @@ class MapSource:
             )
         next(batches, None)  # lets the workers see the end of the epoch
 
-    def _readers(self, order: Sequence[Any], division: Division, position: int) -> list[int]:
+    def _readers(self, order: Sequence[Any], division: OrderDivision, position: int) -> list[int]:
         """Return the ranks that get a batch of the step at a position."""
         return [rank for rank in self._ranks if division.has(order, position, rank)]
 
@@ -126,7 +127,7 @@ class MapSource:
             )
         return identity
 
-    def _read(self, order: Sequence[Any], division: Division, start: Start) -> Iterator[Any]:
+    def _read(self, order: Sequence[Any], division: OrderDivision, start: Start) -> Iterator[Any]:
         """Start the loader underneath; each batch it gives belongs to the next (step, rank)."""
         self._plan.batches = self._indices(order, division, start.position)
         # Seeds the workers; the position keeps a resumed epoch from repeating their numbers.
@@ -135,7 +136,9 @@ class MapSource:
         )
         return iter(self._reader)
 
-    def _indices(self, order: Sequence[Any], division: Division, position: int) -> Iterator[Any]:
+    def _indices(
+        self, order: Sequence[Any], division: OrderDivision, position: int
+    ) -> Iterator[Any]:
         while readers := self._readers(order, division, position):
             for rank in readers:
                 share = division.share(order, position, rank)
@@ -146,3 +149,32 @@ class MapSource:
 def _unbatched(plan: _Plan) -> dict[str, Any]:
     """Return the arguments of a loader that hands each item of the plan to the dataset whole."""
     return {"sampler": plan, "batch_size": None}
+
+
+def seed_of_main(seed: int, world: World) -> int:
+    """Return the seed that rank 0 passes; collective when there are other ranks."""
+    if world.size == 1:
+        return seed
+    return int(rng.broadcast_from_main(torch.tensor(seed, device="cpu")).item())
+
+
+def check_same_order(mine: int, world: World) -> None:
+    """Compare the fingerprints of the order; collective when there are other ranks.
+
+    Raises:
+        RankMismatchError: on every rank, when they differ.
+    """
+    if world.size == 1:
+        return
+    device = torch.device("cpu") if "gloo" in world.backend else world.device
+    found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world.size)]
+    dist.all_gather(found, torch.tensor([mine], device=device))
+    fingerprints = [int(one.item()) for one in found]
+    if len(set(fingerprints)) > 1:
+        shown = ", ".join(f"rank {rank}: {one:x}" for rank, one in enumerate(fingerprints))
+        raise RankMismatchError(
+            f"expected the sampler to give the same order on every rank, found {shown} (hash of "
+            "the order); draw its random numbers from torch, random or numpy.random's global "
+            "generators or from its own 'generator' attribute, which are seeded by the epoch, and "
+            "do not let it depend on the rank: the loader divides the order over the ranks itself"
+        )

@@ -8,13 +8,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from drivetrain.config import DataConfig
 from drivetrain.data.dispatch import DispatchSource
-from drivetrain.data.division import BatchDivision, Division, SampleDivision
+from drivetrain.data.division import BatchDivision, OrderDivision, SampleDivision
 from drivetrain.data.iterable_source import IterableSource
 from drivetrain.data.loader import Delivery, LoaderObserver, PreparedLoader, Progress
 from drivetrain.data.map_source import MapSource
 from drivetrain.data.order import EpochOrder
 from drivetrain.data.reader import check_readable
-from drivetrain.data.steps import Source
+from drivetrain.data.steps import BatchSource
 from drivetrain.errors import UsageError
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
@@ -92,12 +92,12 @@ def _source(
     world: World,
     config: DataConfig,
     device: torch.device | None,
-) -> Source:
+) -> BatchSource:
     is_stream = isinstance(loader.dataset, IterableDataset)
     dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
     dispatched = dispatched and world.size > 1
     ranks = tuple(range(axis.size)) if dispatched else (axis.rank,)
-    source: Source
+    source: BatchSource
     if is_stream:
         sharded = not dispatched and not config.even_batches and _can_shard(loader, axis.size)
         source = IterableSource(
@@ -118,8 +118,10 @@ def _source(
     return source
 
 
-def _order(loader: DataLoader[Any], axis: Axis, config: DataConfig) -> tuple[EpochOrder, Division]:
-    """Return the order to divide: of samples under torch's batch sampler, or of whole batches."""
+def _order(
+    loader: DataLoader[Any], axis: Axis, config: DataConfig
+) -> tuple[EpochOrder, OrderDivision]:
+    """Return the order to divide: samples under torch's batch sampler, or the user's batches."""
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     if type(sampler) is BatchSampler:
         division = _samples(sampler.batch_size, sampler.drop_last, axis, config)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from drivetrain.data.division import Division
+from drivetrain.data.division import OrderDivision
 
 
 class OrderIdentity(NamedTuple):
@@ -40,15 +40,15 @@ class Start:
     dataset_state: Any = None
 
 
-class Share(NamedTuple):
-    """A rank's batch of a global step, and whether the rank has no more batch in the epoch."""
+class RankBatch(NamedTuple):
+    """A rank's batch of a global step, and whether it is that rank's last of the epoch."""
 
     batch: Any
     last: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class GlobalStep:
     """One global step.
 
     Attributes:
@@ -58,21 +58,21 @@ class Step:
         final: no rank gets anything after this step.
     """
 
-    shares: tuple[Share | None, ...]
+    shares: tuple[RankBatch | None, ...]
     start: Start
     remainder: int
     final: bool
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Reads the batches of some ranks, step by step."""
 
-    division: Division
+    division: OrderDivision
 
     def draw_seed(self, seed: int, epoch: int) -> int:
         """Return the seed of the order of an epoch, the same on every rank."""
 
-    def steps(self, start: Start) -> Iterator[Step]:
+    def steps(self, start: Start) -> Iterator[GlobalStep]:
         """Read the rest of an epoch."""
 
     def __len__(self) -> int:

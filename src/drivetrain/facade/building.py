@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.building import (
+    ConstructionRecording,
     RecordedWeights,
-    Recording,
     WeightSource,
     become,
     fill,
@@ -33,7 +33,7 @@ class Construction(NamedTuple):
         weights: the export that parameters get their values from, or None.
     """
 
-    recording: Recording
+    recording: ConstructionRecording
     weights: ExportedWeights | None
 
 
@@ -75,7 +75,7 @@ class Constructions:
         if self._is_building:
             raise UsageError("expected one building() at a time, found one inside of another")
         exported = None if weights is None else ExportedWeights(Path(weights))
-        construction = Construction(Recording(), exported)
+        construction = Construction(ConstructionRecording(), exported)
         self._constructions.append(construction)
         self._is_building = True
         try:

@@ -10,7 +10,7 @@ from drivetrain.errors import UsageError
 from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.facade.settings import Runs, StrategyChoice
 from drivetrain.log import get_logger
-from drivetrain.recompute import Inputs, attach, choose_blocks, is_attached, restore
+from drivetrain.recompute import KeptInputs, attach, choose_blocks, is_attached, restore
 from drivetrain.runtime.mesh import Axis
 from drivetrain.strategy import Run
 
@@ -92,7 +92,7 @@ class Recomputations:
                 recomputation.communicator = connect(
                     axis, run.traffic, run.world.device, run.world.timeout
                 )
-            attach(chosen, options.mode, Inputs(options.keep, recomputation.communicator))
+            attach(chosen, options.mode, KeptInputs(options.keep, recomputation.communicator))
             logger.info("recompute %s: %d blocks", options.mode, len(chosen))
         self._recomputations.append(recomputation)
 

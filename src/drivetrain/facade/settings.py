@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain import registry
-from drivetrain.config import Layer, Origin, Resolved, read_file, resolve
+from drivetrain.config import Layer, Resolved, ValueOrigin, read_file, resolve
 from drivetrain.config.document import put
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.facade.options import (
@@ -66,9 +66,9 @@ def resolve_strategy(choice: StrategyChoice, base: Resolved) -> Resolved:
         ConfigError: an unknown strategy or option.
     """
     values = {key: value for key, value in base.to_dict().items() if key != "strategy"}
-    layer = Layer(values, {key: Origin("file", "the run") for key in values})
+    layer = Layer(values, {key: ValueOrigin("file", "the run") for key in values})
     chosen: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
+    origins: dict[str, ValueOrigin] = {}
     _put_strategy(chosen, origins, choice, "prepare")
     return resolve(layer, Layer(chosen, origins), find_config=registry.strategies().find_config)
 
@@ -147,23 +147,25 @@ def _file_layer(config: str | Path | Mapping[str, Any] | None) -> Layer:
     if config is None:
         return Layer()
     if isinstance(config, Mapping):
-        return Layer(config, {key: Origin("file", "Accelerator(config={...})") for key in config})
+        return Layer(
+            config, {key: ValueOrigin("file", "Accelerator(config={...})") for key in config}
+        )
     return read_file(config)
 
 
 def _code_layer(arguments: Arguments, handlers: Handlers) -> Layer:
     values: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
+    origins: dict[str, ValueOrigin] = {}
     for key, name, value in _given(arguments, handlers):
         if value is not None:
             put(values, key, value)
-            origins[key] = Origin("code", f"Accelerator({name}={value!r})")
+            origins[key] = ValueOrigin("code", f"Accelerator({name}={value!r})")
     if arguments.strategy is not None:
         _put_strategy(values, origins, arguments.strategy, "Accelerator")
     if handlers.ddp is not None:
         for key, value in handlers.ddp.strategy_options().items():
             put(values, f"strategy.{key}", value)
-            origins[f"strategy.{key}"] = Origin("code", "DistributedDataParallelKwargs")
+            origins[f"strategy.{key}"] = ValueOrigin("code", "DistributedDataParallelKwargs")
     return Layer(values, origins)
 
 
@@ -196,7 +198,7 @@ def _given(arguments: Arguments, handlers: Handlers) -> list[tuple[str, str, Any
 
 
 def _put_strategy(
-    values: dict[str, Any], origins: dict[str, Origin], choice: StrategyChoice, caller: str
+    values: dict[str, Any], origins: dict[str, ValueOrigin], choice: StrategyChoice, caller: str
 ) -> None:
     options = {"name": choice} if isinstance(choice, str) else dict(choice)
     if not options.get("name"):
@@ -206,7 +208,7 @@ def _put_strategy(
         )
     for key, value in options.items():
         put(values, f"strategy.{key}", value)
-        origins[f"strategy.{key}"] = Origin("code", f"{caller}(strategy={choice!r})")
+        origins[f"strategy.{key}"] = ValueOrigin("code", f"{caller}(strategy={choice!r})")
 
 
 def _first_difference(texts: Sequence[Sequence[str]]) -> str:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from drivetrain.shards import is_dense
+
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """What a bucket holds, as cost estimates see it.
+    """The parameters of a bucket, as cost estimates see them.
 
     Attributes:
         members: indices of its parameters in the sequence that was planned, in order.
@@ -120,15 +122,3 @@ def view_like(flat: Tensor, offset: int, tensor: Tensor) -> Tensor:
     if is_dense(tensor):
         return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
     return piece.view(tensor.shape)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a block of memory without gaps or overlap, in any order of dims."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -15,10 +15,11 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import UsageError
+from drivetrain.parts.torch_calls import asks_facts, writes_first
 
 
 class Guard(Protocol):
-    """Decides what happens when a guarded parameter is used."""
+    """Decides about every use of a guarded parameter."""
 
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -42,7 +43,7 @@ class GuardedParameter(nn.Parameter):
     ) -> Any:
         """Answer questions about facts at once; pass everything else to the guard."""
         kwargs = kwargs or {}
-        if func in _FACTS:
+        if asks_facts(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         guarded = next(leaf for leaf in tree_leaves((args, kwargs)) if is_guarded(leaf))
@@ -76,9 +77,7 @@ def writes(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         args: its arguments; functions that write do so into the first.
         kwargs: its arguments by name.
     """
-    name = getattr(function, "__name__", "")
-    in_place = name.endswith("_") and not name.startswith("__")
-    if not in_place and function not in _WRITES:
+    if not writes_first(function):
         return False
     first = [*args, *kwargs.values()][:1]
     return any(is_guarded(leaf) for leaf in tree_leaves(first))
@@ -109,72 +108,3 @@ def check_ordinary(name: str, parameter: nn.Parameter) -> None:
             f"{type(parameter).__name__} and layout {parameter.layout}; keep it out of the model "
             "that is prepared, or use a strategy that replicates parameters"
         )
-
-
-def _getters(*names: str) -> set[Any]:
-    # Versions of torch differ in which there are.
-    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
-
-
-def _setters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__set__ for name in names}
-
-
-_WRITES: frozenset[Any] = frozenset(_setters("data") | {Tensor.__setitem__})
-"""Writes whose names do not end as those of other functions in place do."""
-
-_FACTS: frozenset[Any] = frozenset(
-    _getters(
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "grad",
-        "grad_fn",
-        "names",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_mkldnn",
-        "is_nested",
-        "itemsize",
-        "nbytes",
-        "_version",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "output_nr",
-        "retains_grad",
-    )
-    | _setters("grad", "requires_grad")
-    | {
-        Tensor.size,
-        Tensor.dim,
-        Tensor.ndimension,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.stride,
-        Tensor.storage_offset,
-        Tensor.element_size,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.is_signed,
-        Tensor.is_contiguous,
-        Tensor.is_inference,
-        Tensor.get_device,
-        Tensor.requires_grad_,
-        Tensor.register_hook,
-        Tensor.register_post_accumulate_grad_hook,
-        Tensor.untyped_storage,
-        Tensor.__len__,
-        Tensor.__hash__,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    }
-)
-"""Uses that need no values."""

@@ -9,7 +9,7 @@ _COMPILED = "_orig_mod."
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name without what ``torch.compile`` adds."""
+    """Return a parameter's name without the prefixes of ``torch.compile``."""
     return name.replace(_COMPILED, "")
 
 

@@ -61,7 +61,7 @@ def clip_(pieces: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return what tensors with this norm are multiplied by to clip them, 0-d."""
+    """Return the factor that clips tensors with this norm, 0-d."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
@@ -91,7 +91,7 @@ def _norms_of(group: list[Tensor], norm_type: float) -> Sequence[Tensor]:
 
 
 def combine_norms(total: Tensor, norm_type: float, over: Sequence[Communicator]) -> Tensor:
-    """Return the norm of what the ranks of some axes hold, of the norm of what this rank holds.
+    """Return the norm over all ranks of some axes, given the norm of this rank's tensors.
 
     Args:
         total: 0-d, this rank's norm.

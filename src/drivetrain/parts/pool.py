@@ -90,7 +90,7 @@ class BufferPool:
         self._free[buffer.device].append(buffer)
 
     def close(self) -> None:
-        """Forget every buffer; what is still lent lives as long as its borrower holds it."""
+        """Forget every buffer; lent ones live on with their borrowers."""
         self._free.clear()
         self._lent.clear()
 

@@ -1,4 +1,4 @@
-"""The training state of a replicated model: which rank saves what, and how all of it is loaded."""
+"""The training state of a replicated model: which rank saves which tensors, and loading."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ class ReplicatedState:
         self._optimizers = tuple(optimizers)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Count one more optimizer's state, after that of the others."""
+        """Count the state of one more optimizer, behind the others."""
         self._optimizers = (*self._optimizers, optimizer)
 
     def shards(self, rank: int, size: int) -> Iterator[Shard]:

@@ -1,15 +1,16 @@
 """Makes tensors equal to rank 0's: parameters and buffers at first, buffers before forward."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.autograd.grad_mode
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain.collectives import Communicator
 from drivetrain.parts.overlap import distinct
+from drivetrain.parts.wrapping import UninheritedHook
 
 _MOST_BYTES = 32 << 20
 """Most bytes in one message: replicating a model must not need a second one in memory."""
@@ -18,7 +19,7 @@ _MOST_BYTES = 32 << 20
 def replicate(
     tensors: Iterable[Tensor], communicator: Communicator, label: str, *, source: int = 0
 ) -> None:
-    """Copy tensors from one rank, those of one dtype and device together.
+    """Copy tensors from one rank, tensors of equal dtype and device together.
 
     Args:
         tensors: any shapes and strides, expanded ones too; the same on every rank.
@@ -62,32 +63,16 @@ def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield batch
 
 
-class ForwardHook:
-    """A forward pre-hook that a copy of the model does not inherit.
-
-    Copies for moving averages and pickles of the model are ordinary models: they must neither
-    communicate nor drag the strategy along.
+class ForwardHook(UninheritedHook):
+    """A forward pre-hook that acts before training forwards, in the model itself only.
 
     Args:
-        action: called before each training forward with gradients of the model.
+        action: called, without arguments, before each training forward with gradients.
     """
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
+    def __call__(self, *arguments: Any) -> None:
         """Act before a training forward, but not when a checkpoint recomputes it in backward."""
         recomputing = torch._C._current_graph_task_id() != -1
-        if module.training and torch.is_grad_enabled() and not recomputing:
+        training = arguments[0].training and torch.is_grad_enabled()
+        if self._action is not None and training and not recomputing:
             self._action()
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _inert, ()
-
-
-def _inert() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(module: nn.Module, inputs: Any) -> None:
-    return

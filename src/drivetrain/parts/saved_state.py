@@ -1,4 +1,4 @@
-"""What replicated and sharded models have in common when they load optimizer state."""
+"""Loading of optimizer state, for replicated and sharded models alike."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint import describe_difference
 from drivetrain.errors import CheckpointError
-from drivetrain.shards import Reader
+from drivetrain.shards import Reader, label
+
+Shapes = Mapping[tuple[str, str], tuple[int, ...]]
 
 
 def check_fits(
@@ -35,6 +36,40 @@ def check_fits(
     difference = describe_difference(expected, found)
     if difference:
         raise CheckpointError(f"the checkpoint does not fit this model: {difference}")
+
+
+def describe_difference(expected: Shapes, found: Shapes, *, first: int = 8) -> str:
+    """Return a message with the first differing names and shapes, "" when nothing differs.
+
+    Args:
+        expected: what the model and its optimizers have: (name, state) -> global shape.
+        found: what the checkpoint has.
+        first: how many differences of each kind are listed.
+    """
+    missing = [label(*key) for key in expected if key not in found]
+    surplus = [label(*key) for key in found if key not in expected]
+    shapes = [
+        f"{label(*key)}: expected {tuple(expected[key])}, found {tuple(found[key])}"
+        for key in expected
+        if key in found and tuple(expected[key]) != tuple(found[key])
+    ]
+    kinds = (
+        ("missing from the checkpoint", missing),
+        ("in the checkpoint only", surplus),
+        ("of another shape", shapes),
+    )
+    texts = [f"{len(items)} {what}: {_some(items, first)}" for what, items in kinds if items]
+    if not texts:
+        return ""
+    return (
+        f"expected {len(expected)} tensors, found {len(found)} in the checkpoint; "
+        f"{'; '.join(texts)}. Load it into the model and optimizers it was saved from"
+    )
+
+
+def _some(items: list[str], first: int) -> str:
+    more = len(items) - first
+    return ", ".join(items[:first]) + (f", and {more} more" if more > 0 else "")
 
 
 def state_keys(reader: Reader) -> dict[tuple[str, int], list[str]]:

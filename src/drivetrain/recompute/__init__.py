@@ -1,4 +1,4 @@
-"""Activation recompute: blocks forget what they computed and compute it again in backward.
+"""Activation recompute: blocks forget their intermediate values and compute them again in backward.
 
 ``full`` keeps a block's inputs (Chen et al. 2016, arXiv:1604.06174). ``selective`` also keeps the
 results of the block's projections, and recomputes what is large and cheap, above all attention's
@@ -17,6 +17,6 @@ arXiv:1910.02054, section 6.1).
 
 from drivetrain.recompute.attach import Mode, attach, is_attached, restore
 from drivetrain.recompute.choice import choose_blocks
-from drivetrain.recompute.inputs import Inputs
+from drivetrain.recompute.inputs import KeptInputs
 
-__all__ = ["Inputs", "Mode", "attach", "choose_blocks", "is_attached", "restore"]
+__all__ = ["KeptInputs", "Mode", "attach", "choose_blocks", "is_attached", "restore"]

@@ -5,8 +5,7 @@ and stay outside of what is recomputed.
 """
 
 import functools
-from collections.abc import Callable, Iterable
-from types import MethodType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -14,9 +13,9 @@ from torch import nn
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.blocks import NamedModule
-from drivetrain.recompute.buffers import Unchanged
-from drivetrain.recompute.inputs import Inputs
-from drivetrain.recompute.replay import Contexts, replay
+from drivetrain.parts.wrapping import is_wrapped, unwrap_forward, wrap_forward
+from drivetrain.recompute.inputs import KeptInputs
+from drivetrain.recompute.replay import Contexts, Unchanged, replay
 from drivetrain.recompute.selective import selective_contexts
 
 Mode: TypeAlias = Literal["full", "selective"]
@@ -24,8 +23,8 @@ Mode: TypeAlias = Literal["full", "selective"]
 _ORIGINAL = "_forward_before_recompute"
 
 
-def attach(blocks: Iterable[NamedModule], mode: Mode, inputs: Inputs | None = None) -> None:
-    """Let blocks be recomputed in backward; one that was attached before is attached anew.
+def attach(blocks: Iterable[NamedModule], mode: Mode, inputs: KeptInputs | None = None) -> None:
+    """Let blocks be recomputed in backward; a block that was attached before is attached anew.
 
     While a block is in eval mode, or gradients are off, its forward is called as it is. A deep copy
     of a block recomputes too, with its own parameters; a pickled one computes as its class says.
@@ -43,59 +42,39 @@ def attach(blocks: Iterable[NamedModule], mode: Mode, inputs: Inputs | None = No
     for name, block in chosen:
         _refuse_compiled(name, block, mode)
     for _, block in chosen:
-        _wrap(block, mode, inputs or Inputs())
+        _wrap(block, mode, inputs or KeptInputs())
 
 
 def restore(model: nn.Module) -> None:
     """Give every block of a model back the forward it had before ``attach``."""
     for module in model.modules():
-        _unwrap(module)
+        unwrap_forward(module, _ORIGINAL)
 
 
 def is_attached(model: nn.Module) -> bool:
     """Whether a block of a model is recomputed."""
-    return any(_is_wrapped(module) for module in model.modules())
+    return any(is_wrapped(module, _ORIGINAL) for module in model.modules())
 
 
-def _wrap(block: nn.Module, mode: Mode, inputs: Inputs) -> None:
-    _unwrap(block)
-    before = block.__dict__.get("forward")
+def _wrap(block: nn.Module, mode: Mode, inputs: KeptInputs) -> None:
     contexts = _contexts(block, mode)
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = module.__dict__[_ORIGINAL]
-        compute = MethodType(type(module).forward, module) if own is None else own
+    def recomputing(
+        module: nn.Module,
+        compute: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         if not module.training or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
         make = None if contexts is None else functools.partial(contexts, module)
         return replay(compute, args, kwargs, inputs, make)
 
-    # A method under the name forward: deepcopy binds methods to the copy, and pickle looks the name
-    # up on the class.
-    functools.update_wrapper(forward, block.forward)
-    forward.__name__ = "forward"
-    block.__dict__[_ORIGINAL] = before
-    block.__dict__["forward"] = MethodType(forward, block)
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    """Whether a module recomputes; one out of a pickle has lost the function that did."""
-    own = getattr(module.__dict__.get("forward"), "__func__", None)
-    return _ORIGINAL in module.__dict__ and own is not type(module).forward
-
-
-def _unwrap(module: nn.Module) -> None:
-    if _ORIGINAL not in module.__dict__:
-        return
-    original = module.__dict__.pop(_ORIGINAL)
-    if original is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = original
+    wrap_forward(block, _ORIGINAL, recomputing)
 
 
 def _contexts(block: nn.Module, mode: Mode) -> Callable[[nn.Module], Contexts] | None:
-    """Return what makes the contexts of one call; None when a call needs none."""
+    """Return a function that makes the contexts of a call; None when a call needs none."""
     buffered = next(block.buffers(), None) is not None
     if mode == "full" and not buffered:
         return None

@@ -26,7 +26,7 @@ AT_ONCE = 2
 class Waiting(Protocol):
     """A tensor's values, kept somewhere."""
 
-    def settle(self) -> None:
+    def leave_device(self) -> None:
         """Let go of the device's memory, in the order of the current stream."""
 
     def start(self) -> None:
@@ -40,7 +40,7 @@ class Waiting(Protocol):
 
 
 class Flight:
-    """A copy that goes on beside what the device computes.
+    """A copy that goes on while the device computes.
 
     Args:
         source: of the copy.
@@ -105,7 +105,7 @@ class HostCopy:
         self._leaving: tuple[Tensor, Flight] | None = (tensor, flight)
         self._coming: list[tuple[Tensor, Flight]] = []
 
-    def settle(self) -> None:
+    def leave_device(self) -> None:
         """Let go of the device's memory, in the order of the current stream."""
         if self._leaving is not None:
             tensor, flight = self._leaving
@@ -119,7 +119,7 @@ class HostCopy:
             self._coming.append(self._lanes.come(self._host))
 
     def cancel(self) -> None:
-        """Let go of what was brought back for nothing."""
+        """Let go of values that were brought back for nothing."""
         if self._coming:
             _, flight = self._coming.pop(0)
             flight.land()
@@ -132,7 +132,7 @@ class HostCopy:
         """
         if self._leaving is not None and self._leaving[0]._version == self._version:
             return self._leaving[0]
-        self.settle()
+        self.leave_device()
         if self._torn:
             raise UsageError(
                 f"expected the input of a recomputed block, of shape {tuple(self._host.shape)}, to "
@@ -146,15 +146,15 @@ class HostCopy:
         return tensor
 
 
-class Call:
-    """The inputs of one call of a block that wait for backward.
+class OffloadedInputs:
+    """The inputs of one call of a block, which wait for backward.
 
     Args:
         previous: the call before it, whose inputs backward needs next.
         window: of calls whose inputs are coming back.
     """
 
-    def __init__(self, previous: "Call | None", window: "Window") -> None:
+    def __init__(self, previous: "OffloadedInputs | None", window: "CopyWindow") -> None:
         self._previous = None if previous is None else weakref.ref(previous)
         self._window = window
         self._items: list[Waiting] = []
@@ -169,10 +169,10 @@ class Call:
         """Keep one more input, which other calls may keep, too."""
         self._items.append(item)
 
-    def settle(self) -> None:
+    def leave_device(self) -> None:
         """Let go of the device's memory."""
         for item in self._items:
-            item.settle()
+            item.leave_device()
 
     def start(self) -> None:
         """Start to bring everything back, unless that is under way."""
@@ -183,7 +183,7 @@ class Call:
                 item.start()
 
     def cancel(self) -> None:
-        """Stop waiting for what was started."""
+        """Let go of the values that ``start`` began to bring back."""
         if self._awaited == len(self._items):
             self._awaited = 0
             for item in self._items:
@@ -200,18 +200,18 @@ class Call:
         return tensor
 
 
-class Window:
+class CopyWindow:
     """The last calls that were admitted; of earlier ones the copies are ended.
 
     Args:
         end: ends the copies of a call.
     """
 
-    def __init__(self, end: Callable[[Call], None]) -> None:
+    def __init__(self, end: Callable[[OffloadedInputs], None]) -> None:
         self._end = end
-        self._calls: list[weakref.ReferenceType[Call]] = []
+        self._calls: list[weakref.ReferenceType[OffloadedInputs]] = []
 
-    def admit(self, call: Call) -> None:
+    def admit(self, call: OffloadedInputs) -> None:
         """Let one more call have copies on their way."""
         while len(self._calls) >= AT_ONCE:
             earlier = self._calls.pop(0)()

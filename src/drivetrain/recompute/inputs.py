@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from drivetrain.collectives import Communicator
-from drivetrain.parts.buckets import is_dense
-from drivetrain.recompute.host import Call, HostCopy, Lanes, Waiting, Window
+from drivetrain.recompute.host import CopyWindow, HostCopy, Lanes, OffloadedInputs, Waiting
+from drivetrain.shards import is_dense
 
 Place: TypeAlias = Literal["device", "cpu"]
 
@@ -28,7 +28,7 @@ SMALL_NBYTES = 4096
 _Shared: TypeAlias = tuple[int, weakref.ReferenceType[Waiting]]  # the version that was kept
 
 
-class Inputs:
+class KeptInputs:
     """Keeps the input tensors of blocks until their recomputation.
 
     An input that several blocks share, such as a mask, is kept once. Parameters, tensors of less
@@ -47,18 +47,21 @@ class Inputs:
         self._communicator = None if alone else communicator
         self._shared: MutableMapping[Tensor, _Shared] = WeakTensorKeyDictionary()
         self._lanes: dict[torch.device, Lanes] = {}
-        self._leaving, self._coming = Window(Call.settle), Window(Call.cancel)
-        self._last: weakref.ReferenceType[Call] | None = None
+        self._leaving, self._coming = (
+            CopyWindow(OffloadedInputs.leave_device),
+            CopyWindow(OffloadedInputs.cancel),
+        )
+        self._last: weakref.ReferenceType[OffloadedInputs] | None = None
 
     def hooks(self) -> AbstractContextManager[object]:
         """Return the context in which a block saves its inputs."""
         if self.place == "device" and self._communicator is None:
             return nullcontext()
         previous = None if self._last is None else self._last()
-        call = Call(previous, self._coming)
+        call = OffloadedInputs(previous, self._coming)
         return saved_tensors_hooks(functools.partial(self._save, call), _bring_back)
 
-    def _save(self, call: Call, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+    def _save(self, call: OffloadedInputs, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         if not self._moves(tensor):
             return tensor
         if call.is_empty:
@@ -116,7 +119,7 @@ class _Here:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
-    def settle(self) -> None:
+    def leave_device(self) -> None:
         """Do nothing."""
 
     def start(self) -> None:
@@ -148,9 +151,9 @@ class _Part:
         mine = flat[self._start : self._stop]
         self._mine: Waiting = _Here(mine.clone()) if lanes is None else HostCopy(mine, lanes)
 
-    def settle(self) -> None:
+    def leave_device(self) -> None:
         """Let go of the device's memory, in the order of the current stream."""
-        self._mine.settle()
+        self._mine.leave_device()
 
     def start(self) -> None:
         """Start to bring the chunk back; the whole is gathered when it is asked for."""

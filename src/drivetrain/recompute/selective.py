@@ -35,12 +35,12 @@ _Results: TypeAlias = dict[Any, list[Any]]
 
 
 def selective_contexts() -> tuple[Sequence[TorchDispatchMode], Sequence[TorchDispatchMode]]:
-    """Return the contexts of one forward and of its recomputation, which share what is kept."""
+    """Return the contexts of one forward and of its recomputation, which share the kept results."""
     results: _Results = defaultdict(list)
     return (_Keep(results),), (_GiveBack(results),)
 
 
-class _Kept:
+class _KeptResult:
     """One result, and how often it had been written to."""
 
     def __init__(self, value: Any) -> None:
@@ -66,7 +66,7 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func in KEPT_OPERATIONS:
             drawn = _draws_random_numbers(func, args, kwargs or {})
-            self._results[func].append(None if drawn else _Kept(result))
+            self._results[func].append(None if drawn else _KeptResult(result))
         return result
 
 

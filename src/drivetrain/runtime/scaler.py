@@ -145,7 +145,7 @@ class LossScaler:
         Raises:
             UsageError: at its minimum the scale is still too large, ``max_skipped`` steps in a row.
         """
-        self._settle()
+        self._change_scale()
         skipped = max(self._at_minimum.values(), default=0)
         if skipped >= self._rule.max_skipped:
             raise UsageError(
@@ -160,7 +160,7 @@ class LossScaler:
         if not self._enabled:
             return {}
         after = copy.deepcopy(self)
-        after._settle()
+        after._change_scale()
         bad = {str(optimizer): count for optimizer, count in after._bad_steps.items()}
         at_minimum = {str(optimizer): count for optimizer, count in after._at_minimum.items()}
         return {
@@ -184,8 +184,8 @@ class LossScaler:
         self._at_minimum = {int(key): int(value) for key, value in state["at_minimum"].items()}
         self._round, self._pending = set(), {}
 
-    def _settle(self) -> None:
-        """Change the scale, and forget the recorded steps."""
+    def _change_scale(self) -> None:
+        """Change the scale, and forget the records."""
         if not self._pending or not self._enabled:
             return
         if self._round & self._pending.keys():

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drivetrain.parts.buckets import is_dense
 from drivetrain.sharding.layout import FlatLayout, ParameterPlace, row_length
+from drivetrain.shards import is_dense
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.assembly import boxes
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import check_fits, state_keys
 from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.placement import Placement, Ranks
 from drivetrain.sharding.slot import ParameterSlot
-from drivetrain.shards import Part, Reader, Shard
+from drivetrain.shards import Part, Reader, Shard, boxes
 
 _SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
 """State of torch's optimizers that is one number, whatever the parameter's shape."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain.building import become
 from drivetrain.collectives import Communicator, Handle
-from drivetrain.collectives.solo import Finished
+from drivetrain.collectives.handles import Finished
 from drivetrain.errors import CollectiveError, StorageError
 from drivetrain.parts.guard import Guard, check_ordinary, guard, unguard
 from drivetrain.sharding.layout import FlatLayout, UnitLayout

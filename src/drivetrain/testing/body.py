@@ -1,29 +1,36 @@
 """Runs the body of a test as one rank: import it, join the other ranks, call it, leave."""
 
 import ast
+import gc
 import importlib.util
 import os
 import pickle
 import random
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _world
 
-from drivetrain.testing.groups import join_group, leave_groups
+from drivetrain.runtime.loopback import LOOPBACK
 from drivetrain.testing.leaks import LeakGuard
-from drivetrain.testing.messages import Job, Kind, Outcome
+from drivetrain.testing.messages import Kind, RankOutcome, RankTest
 
 
-def execute(job: Job) -> Iterator[Outcome]:
+def execute(job: RankTest) -> Iterator[RankOutcome]:
     """Yield the outcome of the body, then, asked again, the outcome of leaving it.
 
     Between the two every rank keeps its process group, so that no rank closes connections that a
@@ -39,29 +46,29 @@ def execute(job: Job) -> Iterator[Outcome]:
         return
     leaks = guard.leaks()
     kind: Kind = "failed" if leaks else "passed"
-    yield Outcome(job.rank, kind, "the test left something behind", "\n".join(leaks))
+    yield RankOutcome(job.rank, kind, "the test left something behind", "\n".join(leaks))
 
 
-def _outcome_of(job: Job) -> Outcome:
+def _outcome_of(job: RankTest) -> RankOutcome:
     try:
         _call(job)
     except pytest.skip.Exception as skip:
-        return Outcome(job.rank, "skipped", str(skip.msg))
+        return RankOutcome(job.rank, "skipped", str(skip.msg))
     except pytest.xfail.Exception as xfail:
-        return Outcome(job.rank, "xfailed", str(xfail.msg))
+        return RankOutcome(job.rank, "xfailed", str(xfail.msg))
     except BaseException as error:  # SystemExit of the code under test must not end this process
         return _failure(job, error)
-    return Outcome(job.rank, "passed")
+    return RankOutcome(job.rank, "passed")
 
 
-def _failure(job: Job, error: BaseException) -> Outcome:
+def _failure(job: RankTest, error: BaseException) -> RankOutcome:
     shown = _without_kit(error.__traceback__)
     details = "".join(traceback.format_exception(type(error), error, shown))
     first_line = (str(error).splitlines() or [""])[0]
-    return Outcome(job.rank, "failed", f"{type(error).__name__}: {first_line}", details)
+    return RankOutcome(job.rank, "failed", f"{type(error).__name__}: {first_line}", details)
 
 
-def _call(job: Job) -> None:
+def _call(job: RankTest) -> None:
     sys.path[:] = job.search_path
     holder: Any = _module(job)
     arguments = {name: _unpickled(name, data) for name, data in job.arguments.items()}
@@ -88,7 +95,7 @@ def _unpickled(name: str, data: bytes) -> Any:
 
 
 @contextmanager
-def _warnings(job: Job) -> Iterator[None]:
+def _warnings(job: RankTest) -> Iterator[None]:
     with warnings.catch_warnings():
         for rule in job.filters:
             warnings.filterwarnings(*rule)  # type: ignore[arg-type]
@@ -96,7 +103,7 @@ def _warnings(job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def _joined(job: Job) -> Iterator[None]:
+def _joined(job: RankTest) -> Iterator[None]:
     """Make this process one rank among the others, as a launcher would."""
     place = {
         "RANK": str(job.rank),
@@ -114,19 +121,19 @@ def _joined(job: Job) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _module(job: Job) -> ModuleType:
+def _module(job: RankTest) -> ModuleType:
     """Import the file of the test once, under the name that pytest gave it."""
     known = sys.modules.get(job.module)
     if known is not None and known.__file__ == job.path:
         return known
-    spec = importlib.util.spec_from_loader(job.module, _Loader(job.module, job.path))
+    spec = importlib.util.spec_from_loader(job.module, _TestLoader(job.module, job.path))
     if spec is None:
         raise ImportError(f"cannot import {job.path}")
     module = importlib.util.module_from_spec(spec)
     _add_parents(job.module)
     sys.modules[job.module] = module
     try:
-        _Loader(job.module, job.path).exec_module(module)
+        _TestLoader(job.module, job.path).exec_module(module)
     except BaseException:
         del sys.modules[job.module]
         raise
@@ -143,7 +150,7 @@ def _add_parents(name: str) -> None:
         sys.modules[parent] = package
 
 
-class _Loader(SourceFileLoader):
+class _TestLoader(SourceFileLoader):
     """Compiles a test file with pytest's asserts, past the byte-code cache of ordinary imports."""
 
     def get_code(self, fullname: str) -> CodeType:
@@ -159,3 +166,52 @@ def _without_kit(trace: TracebackType | None) -> TracebackType | None:
     while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
         shown = shown.tb_next
     return shown or trace
+
+
+_START_TIMEOUT = timedelta(seconds=60)
+
+
+def join_group(job: RankTest) -> None:
+    """Make this process a rank of a fresh gloo group, if the test has more than one rank."""
+    if job.size > 1:
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(job.rendezvous, _store(job.store_port)),
+            rank=job.rank,
+            world_size=job.size,
+            timeout=timedelta(seconds=job.timeout_s),
+        )
+
+
+def leave_groups() -> None:
+    """Destroy every process group of this process and return when their connections are closed.
+
+    gloo closes a connection at a tick of its event loop, up to 10 ms away, one after the other. For
+    several groups that is most of what a short test takes: so each is closed by a thread.
+    """
+    if not dist.is_initialized():
+        return
+    groups = list(_world.pg_map)
+    dist.destroy_process_group()
+    gc.collect()  # what else refers to a group, and would close it in the middle of a later test
+    closing = [threading.Thread(target=groups[i : i + 1].clear) for i in range(len(groups))]
+    groups.clear()
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+
+
+def _store(port: int) -> TCPStore:
+    """Return the connection of this process to the store, a new one if a test has cut it."""
+    try:
+        _connection(port).check(["alive"])
+    except dist.DistError:
+        _connection.cache_clear()
+    return _connection(port)
+
+
+@cache
+def _connection(port: int) -> TCPStore:
+    # Made once: torch looks up the name of the address for it, which can take seconds.
+    return TCPStore(LOOPBACK, port, timeout=_START_TIMEOUT, wait_for_workers=False)

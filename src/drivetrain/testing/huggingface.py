@@ -131,13 +131,13 @@ def token_batch(seed: int, rows: int = 2, length: int = 7) -> Tensor:
 
 
 def logits_of(outputs: Tensor | object) -> Tensor:
-    """Return the logits of what a model returned."""
+    """Return the logits of a model's outputs."""
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits  # type: ignore[attr-defined]
     return logits
 
 
 def _prepared(model: nn.Module) -> nn.Module:
-    """Return the model in fp64, with values everywhere: zeros would hide what is added twice."""
+    """Return the model in fp64, without zeros: they would hide a bias that is added twice."""
     model = model.double()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

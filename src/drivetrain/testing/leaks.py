@@ -1,4 +1,4 @@
-"""Finds what a test leaves behind in its process: threads, variables, settings, children."""
+"""Finds the remains of a test in its process: threads, variables, settings, children."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ _PATIENCE_S = 2.0
 
 
 class LeakGuard:
-    """Remembers the state of the process; ``leaks`` says what differs and puts it back."""
+    """Remembers the state of the process; ``leaks`` lists the differences and puts them back."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)

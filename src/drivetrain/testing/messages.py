@@ -1,4 +1,4 @@
-"""What crosses the pipe between pytest and the processes that run the ranks of a test."""
+"""The messages between pytest and the processes that run the ranks of a test."""
 
 import time
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ WarningFilter: TypeAlias = tuple[str, str, type[Warning], str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class RankTest:
     """One rank's share of one test.
 
     Attributes:
@@ -55,7 +55,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankOutcome:
     """How the test ended on one rank.
 
     Attributes:

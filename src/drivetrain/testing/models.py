@@ -17,7 +17,7 @@ ROWS, WIDTH, HIDDEN, OUT, VOCABULARY = 3, 7, 13, 5, 11
 
 
 class Batch(NamedTuple):
-    """What one rank trains on in one micro-batch.
+    """The data of one rank in one micro-batch.
 
     Attributes:
         inputs: (ROWS, WIDTH) numbers, or (ROWS, WIDTH) tokens.
@@ -140,7 +140,7 @@ class Adapted(nn.Module):
 
 
 class FirstFrozen(nn.Module):
-    """The first layer is frozen: what enters the second requires no grad."""
+    """The first layer is frozen: the input of the second requires no grad."""
 
     def __init__(self) -> None:
         super().__init__()

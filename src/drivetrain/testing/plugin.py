@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from _pytest.config import parse_warning_filter
 
-from drivetrain.testing.messages import Job, Outcome, WarningFilter
+from drivetrain.testing.messages import RankOutcome, RankTest, WarningFilter
 
 _POOL = pytest.StashKey[Any]()
 _MARK = "ranks"
@@ -71,10 +71,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def _pool(config: pytest.Config) -> Any:
     # Imported and started by the first test that needs it: other runs never load it.
-    from drivetrain.testing.pool import Pool
+    from drivetrain.testing.pool import RankPool
 
     if _POOL not in config.stash:
-        config.stash[_POOL] = Pool()
+        config.stash[_POOL] = RankPool()
     return config.stash[_POOL]
 
 
@@ -98,11 +98,11 @@ def _ranks_of(item: pytest.Item) -> _Ranks | None:
 
 def _jobs(
     item: pytest.Function, ranks: _Ranks, arguments: dict[str, bytes], pool: Any
-) -> list[Job]:
+) -> list[RankTest]:
     rendezvous = pool.rendezvous()
     classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
     return [
-        Job(
+        RankTest(
             path=str(item.path),
             module=item.module.__name__,
             owner=tuple(classes),
@@ -148,7 +148,7 @@ def _filters(item: pytest.Function) -> tuple[WarningFilter, ...]:
     return tuple(rules)
 
 
-def _report(outcomes: list[Outcome]) -> None:
+def _report(outcomes: list[RankOutcome]) -> None:
     """End the test in the pytest process as it ended on the ranks."""
     failures = [outcome for outcome in outcomes if outcome.is_failure]
     if failures:
@@ -160,5 +160,5 @@ def _report(outcomes: list[Outcome]) -> None:
             pytest.xfail(outcome.headline)
 
 
-def _described(failure: Outcome) -> str:
+def _described(failure: RankOutcome) -> str:
     return f"rank {failure.rank} {failure.kind}: {failure.headline}\n{failure.details}".rstrip()

@@ -11,7 +11,7 @@ from multiprocessing import connection
 from pathlib import Path
 
 from drivetrain.runtime.loopback import loopback_store
-from drivetrain.testing.messages import Job, Outcome, Ready, Release
+from drivetrain.testing.messages import RankOutcome, RankTest, Ready, Release
 from drivetrain.testing.worker import STACK_SIGNAL, Files, main
 
 START_TIMEOUT_S = 120.0
@@ -22,7 +22,7 @@ _POLL_S = 0.1
 _STACK_S = 1.0
 
 
-class Worker:
+class RankProcess:
     """One process; it holds the same rank in every test.
 
     Args:
@@ -44,17 +44,17 @@ class Worker:
         """Whether the process still runs."""
         return self._process.is_alive()
 
-    def received(self) -> Outcome | Ready | None:
-        """Return what the process has sent, a ``died`` outcome for a dead one, or None."""
+    def received(self) -> RankOutcome | Ready | None:
+        """Return the process's message, a ``died`` outcome if it is dead, or None."""
         alive = self._process.is_alive()
         try:
             if self.pipe.poll():
-                message: Outcome | Ready = self.pipe.recv()
+                message: RankOutcome | Ready = self.pipe.recv()
                 return message
         except (EOFError, OSError):
             self._process.join(_POLL_S)
             alive = self._process.is_alive()
-        return None if alive else Outcome(self.rank, "died", self._cause(), self.stacks())
+        return None if alive else RankOutcome(self.rank, "died", self._cause(), self.stacks())
 
     def show_stacks(self) -> None:
         """Ask the process to write its Python stacks."""
@@ -78,12 +78,12 @@ class Worker:
         return f"the process ended with {cause}"
 
 
-class Pool:
+class RankPool:
     """As many processes as the widest test so far has ranks."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-ranks-")
-        self._workers: list[Worker] = []
+        self._workers: list[RankProcess] = []
         self._runs = 0
         self._store = loopback_store(timedelta(seconds=START_TIMEOUT_S))
 
@@ -97,7 +97,7 @@ class Pool:
         self._runs += 1
         return f"test{self._runs}"
 
-    def run(self, jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
+    def run(self, jobs: Sequence[RankTest], timeout_s: float) -> list[RankOutcome]:
         """Run one test, a job per rank in rank order.
 
         Returns:
@@ -122,7 +122,7 @@ class Pool:
                     worker.pipe.send(Release())
 
     def output(self) -> Mapping[str, str]:
-        """Return what the ranks of the last test wrote, by a title of stream and rank."""
+        """Return the output of the last test's ranks, by a title of stream and rank."""
         folder = Path(self._folder.name)
         found = {}
         for path in sorted(folder.glob("rank*/std*")):
@@ -136,14 +136,16 @@ class Pool:
             self._workers.pop().stop()
         self._folder.cleanup()
 
-    def _ready(self, size: int) -> list[Worker]:
+    def _ready(self, size: int) -> list[RankProcess]:
         """Return workers for ranks 0 to size - 1, starting those that are not there."""
         for worker in [worker for worker in self._workers if not worker.is_alive]:
             self._workers.remove(worker)
             worker.stop()
         held = {worker.rank for worker in self._workers}
         folder = Path(self._folder.name)
-        started = [Worker(rank, folder / f"rank{rank}") for rank in range(size) if rank not in held]
+        started = [
+            RankProcess(rank, folder / f"rank{rank}") for rank in range(size) if rank not in held
+        ]
         self._workers = sorted([*self._workers, *started], key=lambda worker: worker.rank)
         for worker in started:
             _await_start(worker)
@@ -151,18 +153,20 @@ class Pool:
             worker.files.clear()
         return self._workers[:size]
 
-    def _round(self, messages: Mapping[Worker, Job | Release], timeout_s: float) -> list[Outcome]:
+    def _round(
+        self, messages: Mapping[RankProcess, RankTest | Release], timeout_s: float
+    ) -> list[RankOutcome]:
         """Send each worker its message and collect an outcome from each."""
         deadline = time.monotonic() + timeout_s
         for worker, message in messages.items():
             worker.pipe.send(message)
         waiting = list(messages)
-        outcomes: list[Outcome] = []
+        outcomes: list[RankOutcome] = []
         while waiting and time.monotonic() < deadline:
             connection.wait([worker.pipe for worker in waiting], _POLL_S)
             for worker in list(waiting):
                 outcome = worker.received()
-                if isinstance(outcome, Outcome):
+                if isinstance(outcome, RankOutcome):
                     waiting.remove(worker)
                     outcomes.append(outcome)
                     if outcome.is_failure:
@@ -172,7 +176,7 @@ class Pool:
         return outcomes + _hung(waiting, since)
 
 
-def _await_start(worker: Worker) -> None:
+def _await_start(worker: RankProcess) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         connection.wait([worker.pipe], _POLL_S)
@@ -188,7 +192,7 @@ def _await_start(worker: Worker) -> None:
     )
 
 
-def _hung(workers: Sequence[Worker], since: str) -> list[Outcome]:
+def _hung(workers: Sequence[RankProcess], since: str) -> list[RankOutcome]:
     """Describe ranks that did not answer, with the Python stack of each."""
     for worker in workers:
         worker.show_stacks()
@@ -197,7 +201,7 @@ def _hung(workers: Sequence[Worker], since: str) -> list[Outcome]:
         time.sleep(_POLL_S)
     nothing = "no stack: the process does not react to signals"
     return [
-        Outcome(worker.rank, "hung", f"still running {since}", worker.stacks() or nothing)
+        RankOutcome(worker.rank, "hung", f"still running {since}", worker.stacks() or nothing)
         for worker in workers
     ]
 
@@ -213,6 +217,6 @@ def _readable(stacks: str) -> str:
     return "\n\n".join(threads)
 
 
-def _gravity(outcome: Outcome) -> tuple[int, float]:
+def _gravity(outcome: RankOutcome) -> tuple[int, float]:
     order = {"died": 0, "failed": 1, "hung": 2}
     return order.get(outcome.kind, 3), outcome.when

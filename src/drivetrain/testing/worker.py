@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from drivetrain.testing.messages import Job, Ready
+from drivetrain.testing.messages import RankTest, Ready
 
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a process write the Python stack of every thread to its ``stacks`` file."""
@@ -26,7 +26,7 @@ _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "DRIVETRAIN
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where a process writes what its end must not take along."""
+    """Files for output that must outlive the process."""
 
     stdout: Path
     stderr: Path
@@ -60,7 +60,7 @@ def main(connection: Connection, files: Files) -> None:
     connection.send(Ready())
     modules = 0
     while True:
-        job: Job = inbox.get()
+        job: RankTest = inbox.get()
         modules = _freeze_modules(modules)
         for outcome in execute(job):
             sys.stdout.flush()
@@ -70,7 +70,7 @@ def main(connection: Connection, files: Files) -> None:
 
 
 def _freeze_modules(before: int) -> int:
-    """Take what came with new modules out of collections: they live as long as the process.
+    """Take the objects of new modules out of garbage collections: they live as long as the process.
 
     Otherwise every collection in a test walks through all of torch, a fifth of a second.
     """

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from drivetrain.building import (
+    ConstructionRecording,
     RecordedWeights,
-    Recording,
     become,
     fill,
     stray_tensors,
@@ -50,7 +50,7 @@ def tensors(model):
 
 def record(make, seed=0):
     torch.manual_seed(seed)
-    recording = Recording()
+    recording = ConstructionRecording()
     with recording.active():
         model = make()
     return model, recording
@@ -265,7 +265,7 @@ def test_default_dtype_is_that_of_the_construction():
 
 
 def test_inside_tensors_look_as_if_they_were_real():
-    with Recording().active():
+    with ConstructionRecording().active():
         tensor = torch.ones(3)
         assert tensor.device == CPU
         assert tensor.is_cpu
@@ -277,7 +277,7 @@ def test_inside_tensors_look_as_if_they_were_real():
 
 def test_arrays_of_values_cannot_be_written():
     numpy = pytest.importorskip("numpy")
-    with Recording().active():
+    with ConstructionRecording().active():
         array = torch.ones(3).numpy()
         assert numpy.asarray(torch.ones(3)).sum() == array.sum() == 3
         with pytest.raises(ValueError, match="read-only"):
@@ -408,12 +408,12 @@ PEAK = """
 import resource
 import torch
 from torch import nn
-from drivetrain.building import RecordedWeights, Recording
+from drivetrain.building import RecordedWeights, ConstructionRecording
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-recording = Recording()
+recording = ConstructionRecording()
 with recording.active():
     nn.init.trunc_normal_(nn.Linear(8, 8).weight)  # loads what torch loads late
 before = peak()

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.checkpoint.assembly import boxes, copy_overlap, fits, numel
-from drivetrain.shards import Part
+from drivetrain.checkpoint.assembly import copy_overlap, fits, numel
+from drivetrain.shards import Part, boxes
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 shapes_with_empty = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from drivetrain.checkpoint import (
     Contents,
-    describe_difference,
     open_checkpoint,
     plan_export,
     read_export,
@@ -20,6 +19,7 @@ from drivetrain.checkpoint import (
 )
 from drivetrain.checkpoint.agreement import together
 from drivetrain.errors import CheckpointError
+from drivetrain.parts.saved_state import describe_difference
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard, TensorFacts
 

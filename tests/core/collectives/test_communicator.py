@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.collectives import Communicator, Handle, connect, ring, sent_bytes
-from drivetrain.collectives.messages import Cut
+from drivetrain.collectives.messages import ChunkMessages
 from drivetrain.collectives.native import NativeCommunicator
 from drivetrain.collectives.neighbors import Neighbors, Tag
 from drivetrain.errors import CollectiveError, UsageError
@@ -255,7 +255,7 @@ def test_few_messages_for_many_tensors(monkeypatch: pytest.MonkeyPatch):
 
 def test_large_tensors_are_not_copied():
     large, small = torch.zeros(1000), [torch.full((2,), float(i)) for i in range(3)]
-    cut = Cut([small[0], large, small[1], torch.zeros(0), small[2]], piece_bytes=1024)
+    cut = ChunkMessages([small[0], large, small[1], torch.zeros(0), small[2]], piece_bytes=1024)
     assert [each.numel() for each in cut.messages] == [256, 256, 256, 232, 6]
     memory = large.untyped_storage().data_ptr()
     assert all(each.untyped_storage().data_ptr() == memory for each in cut.messages[:4])
@@ -268,13 +268,13 @@ def test_large_tensors_are_not_copied():
 
 def test_one_small_tensor_is_not_copied_either():
     tensor = torch.zeros(3)
-    assert Cut([tensor], piece_bytes=1024).messages[0].data_ptr() == tensor.data_ptr()
-    assert Cut([torch.zeros(0)], piece_bytes=1024).messages == []
+    assert ChunkMessages([tensor], piece_bytes=1024).messages[0].data_ptr() == tensor.data_ptr()
+    assert ChunkMessages([torch.zeros(0)], piece_bytes=1024).messages == []
 
 
 def test_packed_messages_are_not_too_long():
     tensors = [torch.zeros(numel % 16 + 1) for numel in range(500)]
-    cut = Cut(tensors, piece_bytes=1024)
+    cut = ChunkMessages(tensors, piece_bytes=1024)
     lengths = [each.nbytes for each in cut.messages]
     assert sum(lengths) == sum(each.nbytes for each in tensors)
     assert max(lengths) <= 1024
@@ -362,10 +362,14 @@ def test_errors_name_the_line_of_the_call(open_one: Callable[[Traffic], Communic
     communicator = open_one(Traffic())
     parts = [[torch.ones(2, dtype=torch.int16)]] * 2  # the native one cannot sum these
     if isinstance(communicator, NativeCommunicator):
-        with pytest.raises(CollectiveError, match=r"reduce_scatter #1 \(.*test_parts_coll.*:\d+\)"):
+        with pytest.raises(
+            CollectiveError, match=r"reduce_scatter #1 \(.*test_communicator.*:\d+\)"
+        ):
             communicator.reduce_parts(parts).wait()
     else:
         communicator.reduce_parts(parts).wait()
-        with pytest.raises(CollectiveError, match=r"reduce_scatter #2 \(.*test_parts_coll.*:\d+\)"):
+        with pytest.raises(
+            CollectiveError, match=r"reduce_scatter #2 \(.*test_communicator.*:\d+\)"
+        ):
             communicator.reduce_parts(parts, scale=0.5).wait()
     communicator.close()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.collectives import Communicator, Handle, connect
-from drivetrain.collectives.communicator import Call
+from drivetrain.collectives.communicator import Request
 from drivetrain.collectives.order import Header
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Mesh
@@ -201,10 +201,10 @@ def test_one_who_does_not_check_is_a_timeout_and_no_crash():
 
 def test_a_header_survives_the_journey():
     flat = torch.zeros(5, dtype=torch.bfloat16)
-    call = Call("reduce_scatter", "unit 3", [(0, 5), (5, 5)])
+    call = Request("reduce_scatter", "unit 3", [(0, 5), (5, 5)])
     header = Header.of(call, 7, "unit 3", flat)
     assert Header.unpack(header.pack()) == header
     assert header.pack().numel() == Header.SIZE == 120
     assert str(header) == "reduce_scatter #7 of 5 bfloat16 (unit 3)"
-    long = Header.of(Call("broadcast", "ä" * 99), 1, "b" + "ä" * 40 + "c", flat)
+    long = Header.of(Request("broadcast", "ä" * 99), 1, "b" + "ä" * 40 + "c", flat)
     assert Header.unpack(long.pack()).label == "ä" * 31 + "c"

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from drivetrain.parts.buckets import Bucket, is_dense, plan_buckets, view_like
+from drivetrain.parts.buckets import Bucket, plan_buckets, view_like
+from drivetrain.shards import is_dense
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain.errors import UsageError
-from drivetrain.recompute import Inputs, attach
+from drivetrain.recompute import KeptInputs, attach
 from drivetrain.recompute.inputs import SMALL_NBYTES
 
 LAYERS = 6
@@ -59,7 +59,7 @@ class Sky:
         return tensor, FakeFlight(self, "back", host, tensor)
 
 
-class OffDevice(Inputs):
+class OffDevice(KeptInputs):
     """As if the tensors were on an accelerator."""
 
     def __init__(self, sky):
@@ -235,7 +235,7 @@ def test_on_a_device_memory_is_bounded_and_values_are_the_same():
             nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)
         ).to(device)
         if keep is not None:
-            attach([(str(i), b) for i, b in enumerate(blocks)], "full", Inputs(keep))
+            attach([(str(i), b) for i, b in enumerate(blocks)], "full", KeptInputs(keep))
         x = torch.randn(8 * width, width, device=device)
         for _ in range(2):
             torch.accelerator.synchronize()

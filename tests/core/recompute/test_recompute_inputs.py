@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain.collectives import connect
-from drivetrain.recompute import Inputs, attach
+from drivetrain.recompute import KeptInputs, attach
 from drivetrain.recompute.inputs import SMALL_NBYTES
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
@@ -77,7 +77,7 @@ def test_parts(size, mode):
     expected = train(build())
     model = build()
     communicator, traffic = axis_of_all()
-    attach([(str(i), b) for i, b in enumerate(model.blocks)], mode, Inputs("cpu", communicator))
+    attach([(str(i), b) for i, b in enumerate(model.blocks)], mode, KeptInputs("cpu", communicator))
     for again, mine in zip(expected, train(model), strict=True):
         assert torch.equal(mine, again)
     x, _, _ = data()
@@ -91,7 +91,7 @@ def test_parts(size, mode):
 def test_each_rank_keeps_its_part():
     communicator, _ = axis_of_all()
     kept = {}
-    for name, inputs in (("whole", None), ("parts", Inputs("device", communicator))):
+    for name, inputs in (("whole", None), ("parts", KeptInputs("device", communicator))):
         model = build(8)
         attach([(str(i), b) for i, b in enumerate(model.blocks)], "full", inputs)
         x, mask, count = data()
@@ -109,7 +109,9 @@ def test_each_rank_keeps_its_part():
 def test_alone_or_on_the_cpu_nothing_moves():
     communicator, traffic = axis_of_all()
     model = build()
-    attach([(str(i), b) for i, b in enumerate(model.blocks)], "full", Inputs("cpu", communicator))
+    attach(
+        [(str(i), b) for i, b in enumerate(model.blocks)], "full", KeptInputs("cpu", communicator)
+    )
     for again, mine in zip(train(build()), train(model), strict=True):
         assert torch.equal(mine, again)
     assert not traffic.sent()
@@ -119,7 +121,7 @@ def test_alone_or_on_the_cpu_nothing_moves():
 @pytest.mark.ranks(2)
 def test_what_stays_and_what_is_shared():
     communicator, _ = axis_of_all()
-    inputs = Inputs("device", communicator)
+    inputs = KeptInputs("device", communicator)
     parameter = nn.Parameter(torch.zeros(SMALL_NBYTES))
     small, large = torch.zeros(SMALL_NBYTES // 8), torch.zeros(SMALL_NBYTES)
     gaps = torch.zeros(SMALL_NBYTES, 2)[:, 0]

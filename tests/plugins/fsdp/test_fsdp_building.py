@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.collectives.worker import Worker
+from drivetrain.collectives.worker import CommunicationThread
 
 BLOCKS, WIDTH = 12, 768
 BLOCK = WIDTH * WIDTH * 4
@@ -87,7 +87,7 @@ def tower(width):
 def test_no_rank_ever_has_the_whole_model(tmp_path, monkeypatch):
     """Building, preparing and a forward need the shards and a few units on top."""
     # The profiler counts what its own thread allocates: so collectives run on this one.
-    monkeypatch.setattr(Worker, "submit", lambda worker, job: job.execute(None))
+    monkeypatch.setattr(CommunicationThread, "submit", lambda worker, job: job.execute(None))
     trace = tmp_path / f"rank{os.environ['RANK']}.json"
     accelerator = Accelerator(strategy="fsdp", cpu=True)
 

@@ -1,4 +1,4 @@
-"""Conformance: what every strategy must pass, ours and strangers' alike.
+"""Conformance: the checks that every strategy must pass, ours and strangers' alike.
 
 A plugin's author subclasses one class in a test file::
 

@@ -1,4 +1,4 @@
-"""Accounts: what a strategy says it sends and holds, its ledger, and what the kernel counted."""
+"""Accounts: a strategy's promise of bytes sent and held, its ledger, and the kernel's counters."""
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
@@ -47,17 +47,17 @@ class AccountChecks(Suite):
         assert not wrong, f"bytes of all measured steps: {wrong}"
 
     def test_ledger_equals_kernel(self, world: int) -> None:
-        """The ledger has what the kernel counted on this process's own connections."""
+        """The ledger equals the kernel's counters of this process's own connections."""
         if not is_supported():
             pytest.skip("this system has no count of bytes per connection (Linux has)")
         with self.accelerator() as accelerator:
             train, model = _some_millions(accelerator)
             train()
-            _settle(accelerator, model)
+            _wait_for_messages(accelerator, model)
             ledger, before = accelerator.traffic.total(), sent_bytes()
             for _ in range(STEPS):
                 train()
-            _settle(accelerator, model)
+            _wait_for_messages(accelerator, model)
             ledger, kernel = accelerator.traffic.total() - ledger, sent_since(before)
             assert abs(kernel - ledger) <= 0.02 * ledger + 2**16, (
                 f"in {STEPS} steps the ledger has {ledger} bytes, the kernel sent {kernel}"
@@ -139,8 +139,8 @@ def _layers() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 1500))
 
 
-def _settle(accelerator: Accelerator, model: nn.Module) -> None:
-    """Wait for what is on its way: whole values are there when nothing is."""
+def _wait_for_messages(accelerator: Accelerator, model: nn.Module) -> None:
+    """Wait for messages that are under way: whole values are there when nothing is."""
     with accelerator.gathered(model):
         pass
     # What this rank has handed over may wait in the kernel until the others have taken it.

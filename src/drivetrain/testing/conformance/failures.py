@@ -1,4 +1,4 @@
-"""Failures: what goes wrong on one rank becomes an error on the others, not a hang."""
+"""Failures: a failure of one rank becomes an error on the others, not a hang."""
 
 import time
 

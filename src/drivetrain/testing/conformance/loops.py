@@ -1,4 +1,4 @@
-"""Loops: what users do between two steps, each compared with the same loop in one process."""
+"""Loops: training loops of users, each compared with the same loop in one process."""
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ class LoopChecks(Suite):
             twins.check()
 
     def test_gradients_can_be_changed_before_the_step(self, world: int) -> None:
-        """What ``gradients()`` yields is what the optimizer reads, each element once a rank."""
+        """``gradients()`` yields the tensors that the optimizer reads, each element once a rank."""
         with self.accelerator() as accelerator:
             twins = Twins(accelerator, CASES["tied"])
             twins.backward(0)

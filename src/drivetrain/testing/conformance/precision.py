@@ -1,4 +1,4 @@
-"""Precision: bf16 and fp16 under the strategy, and what becomes of infinite gradients."""
+"""Precision: bf16 and fp16 under the strategy, and infinite gradients."""
 
 import functools
 from collections.abc import Mapping
@@ -176,7 +176,7 @@ class _Apart(nn.Module):
 
 
 class _Fp16Loop:
-    """AdamW with a schedule over one model, with what a skipped step must not touch."""
+    """AdamW with a schedule over one model, and the state that a skipped step must not touch."""
 
     def __init__(self, accelerator: Accelerator, window: int) -> None:
         self._accelerator = accelerator
@@ -202,7 +202,7 @@ class _Fp16Loop:
                 self.optimizer.zero_grad()
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return copies of the weights and of what the optimizer keeps on this rank."""
+        """Return copies of the weights and of the optimizer's state on this rank."""
         kept = {
             f"{i}.{key}": value.detach().clone()
             for i, state in enumerate(self.optimizer.state.values())

@@ -13,7 +13,7 @@ from drivetrain.testing.models import CASES
 
 
 class StateChecks(Suite):
-    """What ``shards`` yields, and save and load."""
+    """The yield of ``shards``, and save and load."""
 
     def test_shards_hold_everything_once(self, world: int) -> None:
         """Parameters, buffers and optimizer state, each element on exactly one rank."""

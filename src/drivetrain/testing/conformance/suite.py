@@ -1,4 +1,4 @@
-"""What all conformance checks share: the strategy under test, the worlds, an Accelerator."""
+"""The base of all conformance checks: the strategy under test, the worlds, an Accelerator."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -42,7 +42,7 @@ def sent_since(before: Mapping[int, int]) -> int:
 
 
 def cut_connections() -> None:
-    """Shut every connection down: what the other ranks see when a process ends."""
+    """Shut every connection down: the other ranks see the same when a process ends."""
     for each in _connections():
         # gloo aborts the process when the socket it listens on is shut down.
         if not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

@@ -1,22 +1,65 @@
-"""Operations on parts by way of those on one flat tensor: parts are copied side by side, and back.
+"""Handles of operations under way: finished, put off until a wait, or with copies that follow.
 
-For communicators that cannot send from several places at once::
+A communicator that cannot send from several places at once copies parts side by side, and back::
 
     gather_parts   copy mine into a flat of bytes; all-gather;        on wait: copy the others out
     reduce_parts   per dtype: copy all into a flat; reduce-scatter;   on wait: copy mine out
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from drivetrain.collectives.parts import as_bytes
 
-if TYPE_CHECKING:
-    from drivetrain.collectives.communicator import Communicator, Handle
+class Handle(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when the tensor holds the result; may be called more than once.
+
+        On an accelerator only the current stream waits.
+
+        Raises:
+            CollectiveError: the operation failed or timed out.
+        """
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+
+
+class Finished:
+    """A handle of an operation that is over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+
+class Deferred:
+    """A handle whose ``wait`` does the work.
+
+    Args:
+        work: called once.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+
+    def wait(self) -> None:
+        """Do the work, unless it is done."""
+        if self._work is not None:
+            self._work()
+            self._work = None
+
+    def done(self) -> bool:
+        """Whether the work is done."""
+        return self._work is None
 
 
 class StagedHandle:
@@ -29,7 +72,7 @@ class StagedHandle:
     """
 
     def __init__(
-        self, operations: Sequence["Handle"], copies: Sequence[tuple[list[Tensor], list[Tensor]]]
+        self, operations: Sequence[Handle], copies: Sequence[tuple[list[Tensor], list[Tensor]]]
     ) -> None:
         self._operations = operations
         self._copies = copies
@@ -44,7 +87,7 @@ class StagedHandle:
             operation.wait()
         with torch.no_grad():
             for tensors, slices in self._copies:
-                _copy(tensors, slices)
+                copy_all(tensors, slices)
         for _, slices in self._copies:
             if slices and slices[0].device.type != "cpu":
                 # Its memory is of the stream of submission, which the current one may not be.
@@ -78,42 +121,7 @@ class Staging:
         self.chunks = list(itertools.pairwise([0, *ends]))
 
 
-def gather_staged(communicator: "Communicator", parts: list[list[Tensor]], label: str) -> "Handle":
-    """Fill the other ranks' tensors by one all-gather of bytes."""
-    if not any(parts):
-        return StagedHandle([], [])
-    parts = as_bytes(parts)
-    staging = Staging(parts)
-    with torch.no_grad():
-        _copy(staging.slices[communicator.rank], parts[communicator.rank])
-    others = [rank for rank in range(communicator.size) if rank != communicator.rank]
-    return StagedHandle(
-        [communicator.all_gather(staging.flat, chunks=staging.chunks, label=label)],
-        [(parts[rank], staging.slices[rank]) for rank in others],
-    )
-
-
-def reduce_staged(
-    communicator: "Communicator", parts: list[list[Tensor]], scale: float, label: str
-) -> "Handle":
-    """Sum into this rank's tensors by one reduce-scatter per dtype."""
-    operations, copies = [], []
-    for dtype in dict.fromkeys(tensor.dtype for tensors in parts for tensor in tensors):
-        kind = [[tensor for tensor in tensors if tensor.dtype == dtype] for tensors in parts]
-        staging = Staging(kind)
-        with torch.no_grad():
-            for tensors, slices in zip(kind, staging.slices, strict=True):
-                _copy(slices, tensors)
-        operations.append(
-            communicator.reduce_scatter(
-                staging.flat, scale=scale, chunks=staging.chunks, label=label
-            )
-        )
-        copies.append((kind[communicator.rank], staging.slices[communicator.rank]))
-    return StagedHandle(operations, copies)
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors at once; there may be none."""
     if targets:
         torch._foreach_copy_(targets, sources)

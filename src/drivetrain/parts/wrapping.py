@@ -1,0 +1,97 @@
+"""Another forward for a module, and hooks on a module that its copies do not inherit."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, Protocol, Self
+
+from torch import nn
+
+
+class AroundForward(Protocol):
+    """Computes a module's outputs in place of its forward."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        compute: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Return the outputs of a call of the module; ``compute`` is the forward it had before."""
+
+
+def wrap_forward(module: nn.Module, key: str, around: AroundForward) -> None:
+    """Put another forward around a module's own; hooks of the module stay outside of it.
+
+    A deep copy is wrapped too and computes with its own parameters; a pickled module computes as
+    its class says.
+
+    Args:
+        module: changed in place; ``unwrap_forward`` undoes it. If it is wrapped under this key
+            already, the older wrapping is taken off first.
+        key: of the module's ``__dict__``, one for each purpose; the forward before lies under it.
+        around: called instead of the forward, with the module itself or a copy of it.
+    """
+    unwrap_forward(module, key)
+    before = module.__dict__.get("forward")
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = module.__dict__[key]
+        compute = MethodType(type(module).forward, module) if own is None else own
+        return around(module, compute, args, kwargs)
+
+    functools.update_wrapper(forward, module.forward)
+    forward.__name__ = "forward"  # pickle looks a method up on the class under this name
+    forward.__signature__ = _with_module(module.forward)  # type: ignore[attr-defined]
+    # In __dict__ directly: a compiled module hands attributes set on it to the module inside. A
+    # method, since deepcopy binds methods, unlike functions, to the copy.
+    module.__dict__[key] = before
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def unwrap_forward(module: nn.Module, key: str) -> None:
+    """Give a module back the forward it had before it was wrapped under a key, if it was."""
+    if key not in module.__dict__:
+        return
+    before = module.__dict__.pop(key)
+    if before is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = before
+
+
+def is_wrapped(module: nn.Module, key: str) -> bool:
+    """Return whether a module is wrapped under a key; a pickle has lost the function around."""
+    own = getattr(module.__dict__.get("forward"), "__func__", None)
+    return key in module.__dict__ and own is not type(module).forward
+
+
+def _with_module(method: Callable[..., Any]) -> inspect.Signature:
+    """Return a bound method's signature with the module before its arguments."""
+    module = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.signature(method)
+    return signature.replace(parameters=[module, *signature.parameters.values()])
+
+
+class UninheritedHook:
+    """A hook on a module, of any signature, that copies and pickles of the module do not inherit.
+
+    Copies for moving averages and pickles are ordinary models: they must neither communicate nor
+    hold on to the strategy.
+
+    Args:
+        action: called with the hook's arguments; None for nothing, as in a copy.
+    """
+
+    def __init__(self, action: Callable[..., None] | None) -> None:
+        self._action = action
+
+    def __call__(self, *arguments: Any) -> None:
+        """Act."""
+        if self._action is not None:
+            self._action(*arguments)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[None]]:
+        return type(self), (None,)
