@@ -139,7 +139,7 @@ class Accelerator(Processes):
         self._assemble(project_of(project_config, project_dir), log_with)
 
     def _assemble(self, project: ProjectConfiguration, log_with: Any) -> None:
-        """Make the collaborators, each with the parts of the run that it needs."""
+        """Make the collaborators, each with the parts of the run for its work."""
         scaling = self.handlers.scaler
         self._runs = Runs(self.config, self.world, self.gradient_state)
         self.precision, self.traffic = self.run.precision, self.run.traffic
@@ -303,7 +303,7 @@ class Accelerator(Processes):
 
         Raises:
             UsageError: an unknown mode, place or axis; nothing repeats, or a name matches nothing;
-                a block that is compiled in a way in which it cannot be recomputed.
+                a compiled block that cannot be recomputed.
         """
         options = RecomputeConfig(
             mode=mode,
@@ -409,12 +409,12 @@ class Accelerator(Processes):
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        """Wrap one optimizer so that it steps at the end of an accumulation window."""
+        """Wrap one optimizer, which then steps at the end of an accumulation window."""
         del device_placement  # state follows its parameters
         return self._preparation.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Wrap one learning-rate scheduler so that it steps when its optimizer has stepped."""
+        """Wrap one learning-rate scheduler, which then steps when its optimizer has stepped."""
         return self._preparation.scheduler(
             scheduler, with_optimizer=self.step_scheduler_with_optimizer
         )
@@ -744,14 +744,14 @@ class Accelerator(Processes):
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` before each ``save_state``.
 
-        A hook that pops from models and weights keeps those models out of the checkpoint.
+        A hook keeps a model out of the checkpoint by popping it from models and weights.
         """
         return self._checkpoints.add_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before each ``load_state``.
 
-        A hook that pops from models keeps those models as they are.
+        A hook keeps a model as it is by popping it from models.
         """
         return self._checkpoints.add_load_hook(hook)
 

@@ -2,8 +2,8 @@
 
 The functions work over the default process group, or without one as a world of one rank. Before
 tensors cross ranks, a digest of their structure does: unequal shapes, which crash or hang the
-communication library, become an error on every rank that shows what each of them holds. Tensors
-stay on their device; one that the library cannot carry from there takes a detour.
+communication library, become an error on every rank, with the shapes of all ranks. Tensors stay on
+their device, or take a detour where the library cannot carry them from there.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ Ranks: TypeAlias = dist.ProcessGroup | Axis | None
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SHOWN_CHARACTERS, _SHOWN_KINDS = 300, 8
-"""How much of what ranks hold a message shows, per kind, and of how many kinds."""
+"""Characters of a description in a message, and the number of different descriptions."""
 
 
 def wait_for_everyone(group: Ranks = None) -> None:

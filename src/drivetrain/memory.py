@@ -25,8 +25,8 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Decorate a function to be called again with a smaller batch size while memory runs out.
 
-    All ranks must run out of memory together, as they do when their batches are equally large: one
-    that fails alone leaves the others waiting in a collective.
+    All ranks must run out of memory together, as they do when their batches are equally large: a
+    rank that fails alone leaves the others waiting in a collective.
 
     Args:
         function: takes the batch size as its first argument; callers leave it out.

@@ -47,7 +47,7 @@ def notebook_launcher(
         UsageError: an accelerator is in use already, which a forked process cannot share; or this
             process is itself a rank; or num_processes is not positive.
         torch.multiprocessing.ProcessRaisedException: the function raised in a process; the message
-            holds the traceback of the first one that did. The others were stopped.
+            holds the traceback of the first failure. The others were stopped.
         torch.multiprocessing.ProcessExitedException: a process died of a signal or left by itself.
     """
     count = num_processes if num_processes is not None else _places()

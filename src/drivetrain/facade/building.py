@@ -87,7 +87,7 @@ class Constructions:
     def values_of(self, model: nn.Module) -> Values:
         """Find out where the missing values of a model come from.
 
-        A failure is returned: ranks compare it first, so that one of them cannot raise alone.
+        A failure is returned: ranks compare it first, so that no rank raises alone.
 
         Raises:
             UsageError: called inside ``building()``.

@@ -224,10 +224,10 @@ class WindowGradients:
         """Unscale gradients that still carry a scale; return whether the step may be taken.
 
         Args:
-            optimizer: the one that a strategy handed back.
+            optimizer: as a strategy handed it back.
 
         Raises:
-            UsageError: the model has parameters that it did not have in ``prepare``.
+            UsageError: the model has parameters that came after ``prepare``.
         """
         entries = self._prepared.trained_by(optimizer)
         for entry in entries:

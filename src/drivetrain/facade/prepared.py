@@ -208,7 +208,7 @@ class PreparedObjects:
         optimizers: the optimizers as the script holds them.
         schedulers: the learning-rate schedulers as the script holds them.
         loaders: the loaders as the script holds them.
-        bound: pairs of an optimizer as given and the one that the strategy made of it.
+        bound: pairs of an optimizer as given and the strategy's optimizer made of it.
         last_run: the model whose forward ran last with gradients; None before the first.
     """
 

@@ -128,7 +128,7 @@ class PreparedOptimizer(Optimizer):
 
 
 class PreparedScheduler:
-    """Wraps a scheduler so that it steps once whenever its optimizers step.
+    """Wraps a scheduler, which steps once whenever its optimizers step.
 
     Args:
         scheduler: the user's scheduler.

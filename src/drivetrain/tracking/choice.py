@@ -22,11 +22,11 @@ def choose(
 
     Args:
         log_with: names (or enums of names), classes, objects; ``"all"`` means all that can be used.
-        logging_dir: the folder for those that write files.
+        logging_dir: the folder for trackers with files.
         registry: where names are looked up; None means the installed trackers.
 
     Raises:
-        UnknownPluginError: a name that is not installed; the message lists what is.
+        UnknownPluginError: a name that is not installed; the message lists the installed names.
         ConfigError: a tracker that cannot be used here, or needs a folder and has none.
         UsageError: an entry that is neither name, class nor object.
     """

@@ -23,12 +23,12 @@ class Trackers:
     Args:
         log_with: a name, a class, an object, or a list of these; ``"all"`` takes every installed
             tracker that is available.
-        logging_dir: folder for those that write files.
+        logging_dir: folder for trackers with files.
         is_main: whether this process writes; the others only check ``log_with``.
         registry: where names are looked up; None means the installed trackers.
 
     Raises:
-        UnknownPluginError: a name that is not installed; the message lists what is.
+        UnknownPluginError: a name that is not installed; the message lists the installed names.
         ConfigError: a tracker that cannot be used here, or needs a folder and has none.
         UsageError: an entry of ``log_with`` that is neither name, class nor object.
     """
@@ -76,7 +76,7 @@ class Trackers:
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: _Options = None
     ) -> None:
-        """Write values to every tracker; one that fails is reported once and left out.
+        """Write values to every tracker; a tracker that fails is reported once and left out.
 
         Args:
             values: numbers or texts by name.
@@ -87,7 +87,7 @@ class Trackers:
         self._each(lambda tracker: tracker.log(values, step=step, **options.get(tracker.name, {})))
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """Return a started tracker, or the object that it wraps; an inert one on other processes.
+        """Return a started tracker, or its wrapped object; an inert object on other processes.
 
         Raises:
             UsageError: no such tracker was started.
@@ -181,7 +181,7 @@ def _without_secrets(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         config: settings by name; mappings inside, also in lists, are searched as well.
 
     Returns:
-        A new mapping, and the dotted names that it lacks.
+        A new mapping, and the dotted names left out.
     """
     dropped: list[str] = []
 
