@@ -222,7 +222,7 @@ class BucketReducer:
             self._launch_complete()
 
     def _came_again(self, slot: BucketSlot) -> None:
-        """Note that a gradient grew after it came; then buckets are sent at the end of backward.
+        """Note a second gradient of a parameter; then buckets are sent at the end of backward.
 
         Raises:
             UsageError: the gradient's bucket may be on its way already.

@@ -94,7 +94,7 @@ class Ddp(Strategy[DdpConfig]):
             self._reducer.rounds.finish()
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
-        """Yield the gradient of every parameter that has one."""
+        """Yield the gradients of all parameters, without None."""
         self._reducer.rounds.finish()
         for parameter in self._model.parameters() if only is None else only:
             if parameter.grad is not None:

@@ -96,7 +96,7 @@ def _nothing(slot: ParameterSlot, flat: FlatTensor, sharing: Communicator) -> Te
 def _everywhere(
     local: Tensor, slot: ParameterSlot, flat: FlatTensor, sharing: Communicator
 ) -> Tensor:
-    """Return a 0-d parameter's value on all ranks: its own memory on the one that owns it."""
+    """Return a 0-d parameter's value on all ranks: on its owner, the parameter's own memory."""
     value = local.reshape(()) if slot.owned_numel else _nothing(slot, flat, sharing).new_zeros(())
     sharing.broadcast(value, 0, label=f"the value of {slot.name}").wait()
     return value

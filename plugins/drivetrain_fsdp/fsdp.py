@@ -67,7 +67,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
 
     @classmethod
     def lines(cls, config: FsdpConfig, run: Run) -> Lines:
-        """Return all ranks, those that divide the model, and those that own the same rows."""
+        """Return all ranks, the ranks that divide the model, and the ranks with the same rows."""
         mesh, everyone = run.mesh, run.mesh["dp"]
         size = config.shard_ranks(mesh, run.world)
         if size == everyone.size:
@@ -75,7 +75,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         return Lines(everyone, mesh.neighbors("dp", size), mesh.across("dp", size))
 
     def connect(self) -> Ranks:
-        """Connect ``dp``; with replicas, the ranks that divide the model, and those across them."""
+        """Connect ``dp``; with replicas, the groups of neighbors, and the lines across them."""
         run = self.run
         mesh, everyone = run.mesh, run.mesh["dp"]
         size = self.lines(self.config, run).sharing.size  # an error comes before anything starts
@@ -188,7 +188,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
                 replicate(self.model.buffers(), self.ranks.everyone, "buffers before forward")
 
     def before_module(self, units: Sequence[Unit]) -> None:
-        """All-gather the parameters of a module, and start those that follow."""
+        """All-gather the parameters of a module, and start the next gathers."""
         for unit in units:
             self.gather.bring(unit)
 

@@ -90,7 +90,7 @@ class FsdpConfig(ParameterOptions):
 
     @property
     def ahead(self) -> int:
-        """How many units are gathered ahead of the one that computes."""
+        """How many units are gathered ahead of the computing unit."""
         return self.live_units - 1
 
     @property

@@ -1,4 +1,4 @@
-"""What a model's modules are, by the names of its parameters: which of them run a forward.
+"""The modules of a model, found by the names of its parameters: which modules run a forward.
 
 A unit is gathered by the hooks of a module, and they run only where something calls the module.
 Nothing calls a ``ModuleList``, nor the output projection inside of ``nn.MultiheadAttention``, which
@@ -13,22 +13,22 @@ from torch import nn
 from drivetrain.parts.naming import clean_name
 
 ROOT = ""
-"""The model itself, and the unit of what lies in no other one."""
+"""The model itself, and the unit of all parameters outside of the other units."""
 
 _ATTENTION = {"in_proj_weight", "q_proj_weight"}
-"""One of them is a parameter of every ``nn.MultiheadAttention``, and reads like it in a copy."""
+"""Every ``nn.MultiheadAttention`` has a parameter of such a name, and so has every copy."""
 
 _PARAMETRIZED = "parametrizations"
-"""Where ``torch.nn.utils.parametrize`` keeps what a layer's weight is computed from."""
+"""The place where ``torch.nn.utils.parametrize`` keeps the sources of a layer's weight."""
 
 
 def parent(name: str) -> str:
-    """Return the name of what holds a module or parameter; the model's own is ROOT."""
+    """Return the name of the module around a module or parameter; the model is ROOT."""
     return name.rpartition(".")[0]
 
 
 def upwards(name: str) -> Iterator[str]:
-    """Yield a module's name and those of the modules around it, the model's last."""
+    """Yield a module's name and the names of the modules around it, the model last."""
     while name:
         yield name
         name = parent(name)
@@ -36,7 +36,7 @@ def upwards(name: str) -> Iterator[str]:
 
 
 def holds(module: str, name: str) -> bool:
-    """Return whether a module is another one or contains it, or a parameter, by their names."""
+    """Return whether a module equals or contains another module, or a parameter, by names."""
     return module in (ROOT, name) or name.startswith(f"{module}.")
 
 

@@ -158,7 +158,7 @@ def cut_model(
 
 
 def describe(keys: Sequence[str], specs: Sequence[TensorSpec]) -> str:
-    """Return a line for the log: how many units, the largest, the rest, and what is frozen.
+    """Return a line for the log: how many units, the largest, the rest, and the frozen share.
 
     Args:
         keys: the unit of each parameter.

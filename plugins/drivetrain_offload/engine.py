@@ -93,12 +93,12 @@ class OffloadEngine(OnDevice):
         rank: int,
         lent: int,
     ) -> None:
-        """Show what will lie where, and refuse what does not fit. Collective over ``dp``."""
+        """Show the table of tiers, and refuse a model that does not fit. Collective over ``dp``."""
         plan = plan_of(model, optimizers, units, run, rank=rank, lent=lent)
         announce_tiers(plan, self.options, self._stores.opened, run)
 
     def shard(self, flat: FlatTensor, label: str) -> ShardHome:
-        """Keep the shard of what is freed in the store of parameters, if there is one."""
+        """Keep the shard of a freed flat tensor in the store of parameters, if any."""
         store = self._stores.get(self.options.params)
         in_place = store is not None and store.in_memory and store.device == self.device
         if store is None or in_place or not flat.sharded:
@@ -111,7 +111,7 @@ class OffloadEngine(OnDevice):
         self._kept.choose(units)
 
     def adopt(self, bound: BoundOptimizer) -> None:
-        """Let a store keep what an optimizer needs for parameters that are new to it.
+        """Let a store keep the states and masters of an optimizer's new parameters.
 
         Raises:
             UsageError: only the optimizer itself can step them, and its state is not in memory; or
@@ -122,11 +122,11 @@ class OffloadEngine(OnDevice):
     # --- the step ---
 
     def steps(self, bound: BoundOptimizer) -> bool:
-        """Return whether a store takes an optimizer's steps, so that it cannot call a closure."""
+        """Return whether a store takes an optimizer's steps, so that no closure can be called."""
         return bound in self._kept.steppers
 
     def submit(self, bound: BoundOptimizer) -> None:
-        """Submit a step of what is offloaded, and hide its gradients from the optimizer."""
+        """Submit a step of the offloaded shards, and hide their gradients from the optimizer."""
         stepper = self._kept.steppers.get(bound)
         if stepper is None:
             return
@@ -256,7 +256,7 @@ class OffloadEngine(OnDevice):
                 one.follow_values()
 
     def states(self, bound: BoundOptimizer, slot: ParameterSlot) -> Iterator[tuple[str, Held]]:
-        """Yield the states that the store keeps; otherwise those of the optimizer itself."""
+        """Yield the states that the store keeps, or else the states of the optimizer itself."""
         one = self._offloaded.get(slot)
         if one is None:
             yield from super().states(bound, slot)
@@ -275,7 +275,7 @@ class OffloadEngine(OnDevice):
             one.set_states(states)
 
     def close(self) -> None:
-        """End what was submitted, and release memory and files."""
+        """End submitted updates, and release memory and files."""
         for stepper in self._kept.steppers.values():
             stepper.close()
         self._stores.close()

@@ -122,7 +122,7 @@ class OffloadedParameters:
                 self._places.update(dict.fromkeys(flat.slots, (unit, flat)))
 
     def adopt(self, bound: BoundOptimizer) -> None:
-        """Let a store keep what an optimizer needs for parameters that are new to it.
+        """Let a store keep the states and masters of an optimizer's new parameters.
 
         Raises:
             UsageError: only the optimizer itself can step them, and its state is not in memory; or
@@ -213,7 +213,7 @@ class OffloadedParameters:
         )
 
     def _check_stepped_once(self, bound: BoundOptimizer) -> None:
-        """Refuse a second optimizer for what a store steps: two steps at once would mix."""
+        """Refuse a second optimizer for shards that a store steps: two steps at once would mix."""
         kept = (self.parameters[slot] for slot in bound.slots.values() if slot in self.parameters)
         stepper = self.steppers.get(bound)
         twice = [one.slot.name for one in kept if one.stepper is not stepper]
@@ -301,7 +301,7 @@ class PendingValues:
 
 
 class StoredState:
-    """The state of one optimizer that stores keep; its own ``state`` has nothing of it.
+    """The part of an optimizer's state that stores keep, in place of its own ``state``.
 
     ``state_dict`` and ``load_state_dict`` of the optimizer reach it through hooks.
 
@@ -342,7 +342,7 @@ class StoredState:
             optimizer.state.pop(fragment, None)
 
     def _divert(self, optimizer: Optimizer, state_dict: Any) -> dict[str, Any]:
-        """Give stores what is theirs: torch would cast it to the dtype of the placeholder."""
+        """Give stores their states: torch would cast them to the dtype of the placeholder."""
         rest = dict(state_dict["state"])
         numbers = _numbers(optimizer, state_dict)
         for fragment, kept in self._kept():
@@ -352,7 +352,7 @@ class StoredState:
 
 
 def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, int]:
-    """Return the numbers in a saved state of what an optimizer holds; none if these differ."""
+    """Return the numbers of an optimizer's parameters in a saved state; none if these differ."""
     held = [one for group in optimizer.param_groups for one in group["params"]]
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     return dict(zip(held, saved, strict=True)) if len(held) == len(saved) else {}

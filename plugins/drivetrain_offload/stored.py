@@ -16,7 +16,7 @@ from drivetrain.store import SteppingStore, TensorStore
 
 
 class ShardInStore(ShardHome):
-    """A shard that lies in a store and comes for every use: one tensor, as it would be in memory.
+    """A shard that lies in a store and comes for every use, as the same tensor as in memory.
 
     Args:
         numel: how many elements.
@@ -49,7 +49,7 @@ class ShardInStore(ShardHome):
                 torch._foreach_copy_(self._own, self._pieces(self._fetch()))
 
     def take(self) -> None:
-        """Put back what changed."""
+        """Put the changed values back."""
         values = self._fetch().clone()
         self._taken_back(values)
         self.replace(values)
@@ -73,7 +73,7 @@ class ShardInStore(ShardHome):
         self._store.put(self._key, values.to(self.dtype))
 
     def flush(self) -> None:
-        """Put what was written first; from here on nothing of it stays in memory."""
+        """Put the first values into the store; from here on no shard stays in memory."""
         if self._fresh is not None:
             self.replace(self._fresh)
 

@@ -204,7 +204,7 @@ class _Account:
 
     @property
     def _is_master(self) -> bool:
-        """Whether what lies there between uses of the parameters is stepped itself."""
+        """Whether the parameters themselves are stepped, at their place between uses."""
         tiers = self._tiers
         if self._stored is not None or tiers.device != "host" or tiers.delayed:
             return False

@@ -40,16 +40,16 @@ class Residence(Protocol):
 
     @property
     def working_bytes(self) -> int:
-        """Host memory that stepping takes beside what is kept, about."""
+        """About how much host memory stepping takes beside the kept tensors."""
 
     @property
     def in_memory(self) -> bool:
-        """Whether what it keeps lies in host memory."""
+        """Whether kept tensors lie in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiers:
-    """What one rank keeps between steps, by tier, and what there is.
+    """The bytes that a rank keeps between steps, by tier, and the room of each tier.
 
     Attributes:
         needed: bytes of one rank, by tier and kind.
@@ -86,7 +86,7 @@ class Tiers:
         return "\n".join(_aligned(rows))
 
     def shortages(self) -> list[str]:
-        """Return a sentence for each tier that has too little: needed, found, and what to do."""
+        """Return a sentence for each tier with too little room: needed, found, the way out."""
         return [
             f"{self._name(tier)}: expected at least {self._needs(tier)}, found "
             f"{_size(self.room[tier])}; {_WAYS_OUT[tier]}"
@@ -95,7 +95,7 @@ class Tiers:
         ]
 
     def check(self) -> None:
-        """Refuse what does not fit.
+        """Refuse a model that does not fit.
 
         Raises:
             PreflightError: says what is needed where, and what to change.
@@ -117,7 +117,7 @@ class Tiers:
 def announce_tiers(
     plan: TierPlan, options: OffloadOptions, opened: Mapping[str, Residence], run: Run
 ) -> None:
-    """Show the table of what lies where, and refuse what does not fit. Collective over ``dp``.
+    """Show the table of tiers, and refuse a model that does not fit. Collective over ``dp``.
 
     To be called before the model is laid out: it counts as memory that will be used again.
 
@@ -228,7 +228,7 @@ def _states(optimizer: Optimizer, group: Mapping[str, object]) -> int:
 
 
 def _room(model: nn.Module | None, tiers: TierChoice, path: str, world: World) -> dict[Tier, int]:
-    """Return what there is, with what the model takes now."""
+    """Return the room of each tier, with the room that the model takes now."""
     ranks = world.local_size
     room: dict[Tier, int] = {"host": host_room() + ranks * _present(model, "cpu")}
     if tiers.device == "device":

@@ -71,5 +71,5 @@ class Zero3Config(ParameterOptions, Zero2Config):
 
     @property
     def ahead(self) -> int:
-        """How many units are gathered ahead of the one that computes."""
+        """How many units are gathered ahead of the computing unit."""
         return self.prefetch

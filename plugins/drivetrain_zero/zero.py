@@ -104,7 +104,7 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
                 replicate(self.model.buffers(), self.ranks.everyone, "buffers before forward")
 
     def before_module(self, units: Sequence[Unit]) -> None:
-        """Stage 3: all-gather the parameters of a module, and start those that follow."""
+        """Stage 3: all-gather the parameters of a module, and start the next gathers."""
         for unit in units:
             self.gather.bring(unit)
 

@@ -1,4 +1,4 @@
-"""Threads that take tasks for as long as the process lives, also while it is ending.
+"""Threads that take tasks until the end of the process.
 
 The pools of ``concurrent.futures`` take no tasks once the script is over. A step still under way,
 which submits its parts in turn, would break off while other ranks wait for its results.

@@ -348,7 +348,7 @@ class Stepper(ABC):
         return works
 
     def _begin(self, block: ShardBlock, wanted: ShardStep, taken: float) -> tuple[GroupStep, float]:
-        """Begin the next step of shards that have taken so many; return it and their new count."""
+        """Begin the next step of shards with so many steps; return the step and the new count."""
         if self._rule.states(wanted.group).keys() != block.states:
             raise UsageError(
                 f"{block.name}: expected a param group with the states {sorted(block.states)}, as "

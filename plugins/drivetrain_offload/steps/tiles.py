@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 
 def tiles(numel: int, length: int) -> Iterator[slice]:
-    """Cut a shard into ranges that can be updated one after the other, or at the same time.
+    """Cut a shard into ranges that can be updated in turn, or at the same time.
 
     Args:
         numel: elements of the shard.

@@ -332,7 +332,7 @@ class NvmeStore:
         return buffer, self._file.read(extent.offset, buffer[: padded(extent.nbytes)])
 
     def _range(self, key: str, buffer: Tensor, start: int, stop: int | None) -> tuple[int, Tensor]:
-        """Return the offset in the file of a range, and the part of the buffer that it fills."""
+        """Return the offset in the file of a range, and its part of the buffer."""
         extent = self._extents[key]
         stop = extent.numel if stop is None else stop
         if not 0 <= start <= stop <= extent.numel:
@@ -351,7 +351,7 @@ class NvmeStore:
 
 
 def _copy(source: Tensor, copy: Tensor) -> Callable[[], object] | None:
-    """Copy a tensor to host memory; return a function that awaits the copy, None if it is done."""
+    """Copy a tensor to host memory; return a function that awaits the copy, None if done."""
     if source.device.type == "cpu":
         copy.copy_(source)
         return None

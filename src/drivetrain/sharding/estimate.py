@@ -1,4 +1,4 @@
-"""What sharing a model in units costs, from the same plan of units that training uses.
+"""The cost of dividing a model in units, from the same plan of units as training.
 
 With P parameter elements, N ranks, f = (N-1)/N and A micro-batches per step, in elements:
 
@@ -204,7 +204,7 @@ class Estimate:
         return sum(stop > start for start, stop in shares)
 
     def _gradients(self, flat: FlatLayout, *, kept: bool) -> int:
-        """Return the bytes of what fragments have as gradients between steps."""
+        """Return the bytes of the fragments' gradients between steps."""
         if kept and self._in_place(flat):
             return flat.numel * self._wire(flat)  # views of a buffer
         total = self._precision.accumulate_dtype(flat.dtype)
@@ -277,7 +277,7 @@ def gathers_again(
 
 
 def usual_uses(units: Sequence[UnitLayout], model: nn.Module | None) -> list[UnitUse]:
-    """Return which units a forward needs, in order; those that are freed after it only.
+    """Return the units that a forward needs and frees afterwards, in order.
 
     Backward reads a layer's values if the layer's inputs need gradients, and those of a module
     with layers inside also if one of these is trained.

@@ -90,7 +90,7 @@ class UsualOrder:
         return found
 
     def left_for_good(self, unit: Unit) -> bool:
-        """Note that a module that needed a unit ends; return whether backward begins with it."""
+        """Note the end of a unit's module; return whether backward begins with the unit."""
         self._left[unit] += 1
         # A tied layer that comes later needs it once more, and may be far away.
         return unit in self._spared and self._left[unit] >= self._usual[unit]
@@ -146,7 +146,7 @@ class Gather:
     # --- bringing and freeing ---
 
     def bring(self, unit: Unit) -> None:
-        """Return when a unit is whole; start those that followed it last time in this phase."""
+        """Return when a unit is whole; start the next units, in the order of the last pass."""
         if unit.whole:
             return
         if unit.arrival is None:
@@ -178,7 +178,7 @@ class Gather:
                 self.release(unit)
 
     def release(self, unit: Unit) -> None:
-        """Free a unit that nobody holds; one that is kept until the step is parked."""
+        """Free a unit that nobody holds, or park a unit that is kept until the step."""
         if unit.holds or not unit.live or unit in self._viewed:
             return
         if not self._keeping:
@@ -191,7 +191,7 @@ class Gather:
         self._viewed.add(unit)
 
     def release_all(self) -> None:
-        """Release every unit, and the parts that neighbors keep of it."""
+        """Release every unit, and its parts on neighbors."""
         if not self._forwards:
             self._viewed.clear()
         for unit in self.units:
@@ -241,7 +241,7 @@ class Gather:
         return live >= self._most_live
 
     def _make_room(self) -> None:
-        """Free what was gathered ahead in vain, if a unit that is needed would be one too many."""
+        """Free units gathered ahead in vain, if the needed unit would exceed the bound."""
         if self._full():
             for unit in self.units:
                 if unit.arrival is not None and not unit.whole and not unit.holds:
@@ -285,7 +285,7 @@ class Gather:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context of a forward of the model that does not go through a call of it."""
+        """Context of a forward of the model without a call of the model."""
         owner = object()
         if not self.in_forward:
             self._order.begin()
@@ -302,7 +302,7 @@ class Gather:
         self._forwards.append((owner, context))
 
     def leave(self, owner: object = None) -> None:
-        """End a forward and those inside of it that an exception cut short; without owner, all.
+        """End a forward and all forwards inside that an exception cut short; without owner, all.
 
         Until backward, what is still whole is used through guards only: the values that a loss
         reads from such a unit must be saved without values, too.

@@ -1,4 +1,4 @@
-"""The home of what a rank owns of a model: where it lies between steps, and who steps it there.
+"""The home of a rank's shards: their place between steps, and the object that steps them.
 
 Units, gradients, optimizers and checkpoints ask a ``Home`` and do not know which kind of memory it
 uses. ``OnDevice`` keeps everything beside the model, where the user's optimizer steps it. A home
@@ -26,11 +26,11 @@ from drivetrain.sharding.unit import FlatTensor, Unit
 from drivetrain.strategy import Run
 
 _IN_STORES = "stores"
-"""The entry point of the home whose stores step what they keep."""
+"""The entry point of the home whose stores step the shards kept there."""
 
 
 class Held(NamedTuple):
-    """What this rank holds of a parameter or of an optimizer's state for it.
+    """This rank's share of a parameter, or of the optimizer's state for the parameter.
 
     Attributes:
         values: 1-D, or of the fragment's shape, or one number.
@@ -43,7 +43,7 @@ class Held(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BoundOptimizer:
-    """One optimizer and the parameters that it trains.
+    """An optimizer and its parameters.
 
     Attributes:
         optimizer: the user's object.
@@ -62,7 +62,7 @@ class BoundOptimizer:
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def members(self) -> Iterator[tuple[ParameterSlot, nn.Parameter, Mapping[str, Any]]]:
-        """Yield its parameters, what it holds in their places, and their groups as they are."""
+        """Yield the model's parameters, the tensors held in their places, and their groups."""
         for group in self.optimizer.param_groups:
             for fragment in group["params"]:
                 if fragment in self.fragments:
@@ -99,7 +99,7 @@ class Home(Protocol):
         rank: int,
         lent: int,
     ) -> None:
-        """Show what will lie where, before anything is laid out. Collective over ``dp``.
+        """Show the place of each kind of state, before memory is taken. Collective over ``dp``.
 
         Args:
             model: as the user has it.
@@ -129,13 +129,13 @@ class Home(Protocol):
         """
 
     def adopt(self, bound: BoundOptimizer) -> None:
-        """Let a store keep what an optimizer needs for parameters that are new to it."""
+        """Let a store keep the states and masters of an optimizer's new parameters."""
 
     def steps(self, bound: BoundOptimizer) -> bool:
-        """Return whether a store takes an optimizer's steps, so that it cannot call a closure."""
+        """Return whether a store takes an optimizer's steps, so that no closure can be called."""
 
     def submit(self, bound: BoundOptimizer) -> None:
-        """Submit a step of what stores keep, and hide its gradients from the optimizer."""
+        """Submit a step of the shards in stores, and hide their gradients from the optimizer."""
 
     def give_back(self, bound: BoundOptimizer) -> Collection[ParameterSlot]:
         """Show hidden gradients again; return the parameters whose gradients the store reads on."""
@@ -156,10 +156,10 @@ class Home(Protocol):
         """Forget the factors of gradients that are cleared; None: of all."""
 
     def master(self, flat: FlatTensor, slot: ParameterSlot) -> Held:
-        """Return what this rank owns of a parameter as the optimizer updates it, 1-D."""
+        """Return this rank's share of a parameter in the dtype of the optimizer, 1-D."""
 
     def set_master(self, flat: FlatTensor, slot: ParameterSlot, values: Tensor) -> None:
-        """Replace what this rank owns of a parameter by a 1-D tensor of the master's dtype."""
+        """Replace this rank's share of a parameter by a 1-D tensor of the master's dtype."""
 
     def values_changed(self, unit: Unit) -> None:
         """Let masters that stores keep follow whole values that a script has changed."""
@@ -173,7 +173,7 @@ class Home(Protocol):
         """Replace an optimizer's state for a parameter; none: as before the first step."""
 
     def close(self) -> None:
-        """End what was submitted, and release memory and files."""
+        """End submitted updates, and release memory and files."""
 
 
 def home_kind(options: OffloadOptions) -> type[Home]:

@@ -26,7 +26,7 @@ from drivetrain.sharding.unit import Unit
 
 
 class StepEvents(Protocol):
-    """The events of a step, in their order: a strategy says what happens at each."""
+    """The events of a step, in their order: a strategy has a method for each event."""
 
     def before_forward(self) -> None:
         """A training forward of the model begins."""
@@ -193,7 +193,7 @@ def users(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]
 
 
 def _tied(modules: dict[str, nn.Module], unit: Unit) -> Iterator[nn.Module]:
-    """Yield the modules outside of a unit's own that hold one of its parameters."""
+    """Yield the modules outside of a unit's own module that hold a parameter of the unit."""
     inside = f"{unit.layout.key}."
     held = {id(parameter) for parameter in unit.parameters}
     for name, module in modules.items():

@@ -64,7 +64,7 @@ class ParameterPlace:
         return prod(self.shape)
 
     def rows(self, rank: int) -> Range:
-        """Return the indices along the outermost dim that a rank owns of it, when cut by rows."""
+        """Return a rank's indices along the outermost dim, for a cut by rows."""
         length = row_length(self.shape, self.outer_dim)
         start, stop = self.shares[rank]
         return (start // length, stop // length) if length else (0, 0)
@@ -105,7 +105,7 @@ class FlatLayout:
         return sum(stop - start for start, stop in shares)
 
     def pieces(self, rank: int) -> list[Range]:
-        """Return what a rank owns as ranges of the flat tensor: as few as there can be."""
+        """Return a rank's share as ranges of the flat tensor: as few ranges as possible."""
         merged: list[Range] = []
         for place in self.places:
             start, stop = (place.offset + edge for edge in place.shares[rank])
@@ -203,7 +203,7 @@ def arrange_whole(
 
 
 def kind_of(spec: TensorSpec, precision: Precision) -> tuple[torch.dtype, torch.dtype, bool]:
-    """Return the dtypes that forward reads and that is updated, and whether it is trained."""
+    """Return the dtype of forward, the dtype of the update, and whether a parameter is trained."""
     return (
         precision.forward_dtype(spec.dtype, spec.shape),
         precision.master_dtype(spec.dtype, spec.shape),

@@ -33,7 +33,7 @@ _STEPS: Mapping[CutStyle, tuple[str, Callable[[Optimizer], bool], str]] = {
 
 
 def check_suits(optimizer: Optimizer, cut: CutStyle) -> None:
-    """Refuse an optimizer that cannot step what a rank owns.
+    """Refuse an optimizer that cannot step a rank's fragments.
 
     Args:
         optimizer: left as it is.
@@ -140,7 +140,7 @@ class Fragments:
         self._home.adopt(bound)
 
     def _replace(self, bound: BoundOptimizer, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return what stands in a parameter's place; None where this rank owns nothing of it."""
+        """Return the fragment in a parameter's place; None if this rank has no share."""
         slot = self._placement.slots.get(parameter)
         if slot is None:
             return parameter

@@ -1,4 +1,4 @@
-"""The options that strategies over units share, and what the mechanisms ask of them."""
+"""The options that strategies over units share, and protocols of these options."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypeAlias
@@ -42,7 +42,7 @@ class ShardedConfig(Protocol):
 
     @property
     def ahead(self) -> int:
-        """How many units are gathered ahead of the one that computes."""
+        """How many units are gathered ahead of the computing unit."""
 
     @property
     def most_live(self) -> int | None:
@@ -56,7 +56,7 @@ class ShardedConfig(Protocol):
         """Return the neighbors that keep units together until backward; None: there are none."""
 
     def places(self, spec: TensorSpec) -> bool:
-        """Return whether a parameter lies in a unit; one that never moves needs none."""
+        """Return whether a parameter lies in a unit; a parameter that never moves needs none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +142,7 @@ class UnitsOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse a store for what is never put away.
+        """Refuse a store of parameters where parameters stay whole.
 
         Raises:
             ConfigError: parameters shall lie in a store, and they are not divided.
@@ -189,7 +189,7 @@ class UnitsOptions:
         return None
 
     def places(self, spec: TensorSpec) -> bool:
-        """Return whether a parameter lies in a unit; one that never moves needs none."""
+        """Return whether a parameter lies in a unit; a parameter that never moves needs none."""
         return spec.trainable
 
 

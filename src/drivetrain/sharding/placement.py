@@ -27,7 +27,7 @@ CutModel: TypeAlias = Callable[[Sequence[TensorSpec], Sequence[Hashable]], Seque
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that train one model together, and how they divide it.
+    """The ranks that train a model together, and their division of the model.
 
     Attributes:
         everyone: all ranks that train the model on batches of their own.
@@ -142,13 +142,13 @@ class Placement:
         return self._units[slot]
 
     def fragment_of(self, slot: ParameterSlot) -> nn.Parameter | None:
-        """Return what optimizers hold in a parameter's place; None if nothing, or not yet."""
+        """Return the fragment that optimizers hold for a parameter; None if none, or not yet."""
         return self._flats[slot].fragments.get(slot)
 
     # --- laying out ---
 
     def remember(self, model: nn.Module, source: WeightSource) -> None:
-        """Keep the source of a model built on meta; fill what lies in no unit."""
+        """Keep the source of a model built on meta; fill the tensors outside of units."""
         self._source = source
         placed = {
             name
@@ -241,7 +241,7 @@ class Placement:
                 gradient.zero_()
 
     def send_around(self, stepped: Collection[Unit]) -> None:
-        """Bring what other ranks stepped into units that stay whole, in the order of forward.
+        """Bring the updated ranges of other ranks into resident units, in the order of forward.
 
         Forward needs the last unit first, so its all-gather is sent first; each of them goes on
         until the forward reaches its unit.

@@ -53,11 +53,11 @@ class ShardHome(ABC):
 
     @abstractmethod
     def read(self, slot: ParameterSlot) -> Tensor:
-        """Return what is owned of a parameter, 1-D; it may be a view."""
+        """Return the owned share of a parameter, 1-D, perhaps a view."""
 
     @abstractmethod
     def write(self, slot: ParameterSlot, values: Tensor) -> None:
-        """Replace what is owned of a parameter by a 1-D tensor."""
+        """Replace the owned share of a parameter by a 1-D tensor."""
 
     @abstractmethod
     def replace(self, values: Tensor) -> None:
@@ -68,11 +68,11 @@ class ShardHome(ABC):
         """Go on in the dtype of forward: somebody else keeps the masters."""
 
     def flush(self) -> None:
-        """Keep what was written first for good."""
+        """Keep the first written values for good."""
         return
 
     def ahead(self) -> None:
-        """Start to bring what ``fill`` will need soon."""
+        """Start to bring the values that ``fill`` will need soon."""
         return
 
     def place(self, slot: ParameterSlot) -> Tensor | None:
@@ -144,7 +144,7 @@ class ShardInMemory(ShardHome):
                 torch._foreach_copy_(self._own, self._parts)
 
     def take(self) -> None:
-        """Copy back what changed."""
+        """Copy the changed values back."""
         self._taken_back(self.tensor)
 
     def read(self, slot: ParameterSlot) -> Tensor:

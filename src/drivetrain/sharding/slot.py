@@ -1,4 +1,4 @@
-"""The geometry of one parameter in its flat tensor: where it lies, what this rank owns of it."""
+"""The geometry of one parameter in its flat tensor: its place, and this rank's share."""
 
 from dataclasses import dataclass
 
@@ -125,7 +125,7 @@ class ParameterSlot:
 def _fragment_geometry(
     place: ParameterPlace, strides: tuple[int, ...], flat: FlatLayout, owned_numel: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of what the optimizer holds of a parameter."""
+    """Return shape and strides of a parameter's fragment."""
     if flat.cut == "flat":
         return (owned_numel,), (1,)
     if flat.cut == "whole" or not place.shape:

@@ -1,4 +1,4 @@
-"""The training state in global coordinates: what this rank saves, and how it loads what it owns.
+"""The training state in global coordinates: saving and loading this rank's share.
 
 A unit holds parameters in the order of their memory. For a contiguous parameter the owned range is
 a range of the flattened parameter; for any other (channels_last, transposed) it is a few boxes.
@@ -50,7 +50,7 @@ class ShardedState:
         self._ranks = ranks
 
     def shards(self) -> Iterator[Shard]:
-        """Yield what this rank saves; together the ranks yield each element once."""
+        """Yield the shards that this rank saves; together the ranks yield each element once."""
         if self._ranks.first:
             for name, tensor in self._whole().items():
                 shape = tuple(tensor.shape)
@@ -69,7 +69,7 @@ class ShardedState:
                 yield from self._optimizer_shards(index, bound, slot)
 
     def load(self, reader: Reader) -> None:
-        """Load what this rank owns, reading nothing else.
+        """Load this rank's share, and read nothing else.
 
         Raises:
             CheckpointError: names or shapes differ; nothing was changed.
@@ -96,7 +96,7 @@ class ShardedState:
                     self._home.set_states(bound, slot, states)
 
     def _whole(self) -> dict[str, Tensor]:
-        """Return what every rank holds: buffers, and parameters that lie in no unit."""
+        """Return the tensors of every rank: buffers, and parameters outside of units."""
         rest = {
             name: parameter
             for name, parameter in named_parameters(self._model).items()
@@ -140,7 +140,7 @@ def _shards(name: str, state: str, slot: ParameterSlot, held: Held) -> Iterator[
 
 
 def _read_state(reader: Reader, state: str, key: str, slot: ParameterSlot) -> Tensor:
-    """Return what this rank owns of a state tensor, in the fragment's shape; others whole."""
+    """Return this rank's share of a state tensor, in the fragment's shape; others whole."""
     shape = reader.shape(slot.name, state)
     scalar = shape == () and key in _SCALARS
     if not slot.divided or shape != slot.shape or scalar:

@@ -41,7 +41,7 @@ MadeT = TypeVar("MadeT", bound=Closeable)
 
 
 class Accounted(Strategy[ConfigT], Generic[ConfigT]):
-    """A strategy over the mesh axis ``dp`` that cuts a model into units: what it promises."""
+    """The costs promised by a strategy that cuts a model into units over the axis ``dp``."""
 
     @classmethod
     def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
@@ -78,7 +78,7 @@ class Accounted(Strategy[ConfigT], Generic[ConfigT]):
 
     @classmethod
     def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
-        """Return what ``drivetrain.sharding.estimate`` works out."""
+        """Return the cost by ``drivetrain.sharding.estimate``."""
         units = cls.plan(config, model, run)
         estimate = cls.estimate(config, units, run)
         regather = None
@@ -143,7 +143,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self._made.callback(self._leave)
 
     def made(self, thing: MadeT) -> MadeT:
-        """Let ``close`` take something off, before what was made earlier; return it."""
+        """Let ``close`` take something off, before objects made earlier; return the new object."""
         self._made.callback(thing.close)
         return thing
 
@@ -170,7 +170,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.placement.remember(model, source)
 
     def check(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse optimizers that cannot step what a rank owns.
+        """Refuse optimizers that cannot step a rank's fragments.
 
         Raises:
             UsageError: says which partition they need.
@@ -179,7 +179,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
             check_suits(optimizer, self.config.cut)
 
     def lent_bytes(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-        """Cut the model on paper, and show what will lie where; return the size of lent buffers.
+        """Plan the units, and show the place of each state; return the size of lent buffers.
 
         Raises:
             PreflightError: some rank has too little room for its part.
@@ -215,7 +215,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.placement.wait_for_values()
 
     def running(self) -> AbstractContextManager[None]:
-        """Gather what a forward needs, though nothing calls the model."""
+        """Gather the units of a forward that does not call the model."""
         return self.gather.running()
 
     @contextmanager
@@ -238,7 +238,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         yield from self.reduce.read(only)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the fragments' gradients, and those that wait in the buffers."""
+        """Multiply the gradients of fragments and in buffers."""
         self.rounds.finish()
         self.reduce.scale(factor)
 

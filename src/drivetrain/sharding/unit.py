@@ -89,7 +89,7 @@ class FlatTensor:
         return self.layout.master is not self.layout.dtype
 
     def cut(self, flat: Tensor) -> list[list[Tensor]]:
-        """Return what each rank owns of a tensor like the values, as views."""
+        """Return each rank's share of a tensor like the values, as views."""
         return [[flat[start:stop] for start, stop in pieces] for pieces in self.pieces]
 
     def adopt(self, values: WholeValues) -> None:
@@ -112,7 +112,7 @@ class FlatTensor:
         self.shard.flush()
 
     def leave_masters(self) -> None:
-        """Keep what forward reads only: a store keeps the masters of all its parameters."""
+        """Keep only the values that forward reads: a store keeps all masters."""
         self.masters_left = True
         if self.sharded:
             self.shard.narrow(self.layout.dtype)
@@ -120,7 +120,7 @@ class FlatTensor:
             self.shard = ShardInPlace(self.values, self.own)
 
     def fragment(self, slot: ParameterSlot) -> nn.Parameter | None:
-        """Return what an optimizer holds in a parameter's place; None where nothing is owned."""
+        """Return the fragment that an optimizer holds for a parameter; None without a share."""
         found = self.fragments.get(slot)
         if found is not None or not slot.owned_numel:
             return found
@@ -135,7 +135,7 @@ class FlatTensor:
         return fragment
 
     def with_gradients(self) -> dict[ParameterSlot, Tensor]:
-        """Return the gradients of this rank's fragments that have one, in order."""
+        """Return the gradients of this rank's fragments, in order, without None."""
         found = {}
         for slot in self.slots:
             fragment = self.fragments.get(slot)
@@ -270,7 +270,7 @@ class Unit:
         self.guard()
 
     def _at_hand(self) -> bool:
-        """Return whether this rank's shards are there; let what lies in a store begin to come."""
+        """Return whether this rank's shards are there; start to fetch shards from a store."""
         if self.updates:
             return False
         at_hand = True
@@ -333,7 +333,7 @@ class Unit:
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Wait for the values, then do what was asked: a resident unit guards itself."""
+        """Wait for the values, then handle the use: a resident unit guards itself."""
         self.wait_for_values()
         return function(*args, **kwargs)
 
@@ -352,7 +352,7 @@ class Unit:
             memory.resize_(0)
 
     def free_but_near(self, neighbors: Communicator) -> None:
-        """Free a sharded unit that is whole, but keep what few neighbors can restore it from."""
+        """Free a whole unit, but keep parts from which a few neighbors can restore the unit."""
         self.near = NearPart(self.values, neighbors)
         self.free()
 
