@@ -48,7 +48,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The facts about a model and its optimizer that decide what a strategy costs.
+    """The facts about a model and its optimizer that decide the cost of a strategy.
 
     Attributes:
         parameters: distinct parameters, tied ones once, in registration order.

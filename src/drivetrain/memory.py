@@ -15,7 +15,7 @@ _SHRINK = 0.9
 """Factor of the batch size after each failure, rounded down."""
 
 _KEPT_BYTES = 64 * 2**20
-"""Bytes that may be thrown away before the heap is asked to return what is free."""
+"""Bytes that may be thrown away before the heap is asked to return free memory."""
 
 
 def find_executable_batch_size(

@@ -21,7 +21,7 @@ from drivetrain.errors import UsageError
 from drivetrain.runtime.world import CONFIG_VARIABLE
 
 STOP_S = 5.0
-"""Seconds that a process has to end after another's failure, before it is killed."""
+"""Seconds for a process to end after another's failure, before it is killed."""
 
 
 def notebook_launcher(

@@ -18,7 +18,7 @@ from drivetrain.runtime.world import World
 
 
 class DistributedType(StrEnum):
-    """The kind of device that the processes compute on; it says nothing about the strategy."""
+    """The kind of device that the processes compute on, whatever the strategy."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"

@@ -101,7 +101,7 @@ class Registry:
 
     @cached_property
     def _entries(self) -> dict[str, dict[str, EntryPoint]]:
-        """By name and by what it refers to: a clash concerns only who asks for that name."""
+        """By name, then by target: a clash of names concerns only a caller of this name."""
         found: dict[str, dict[str, EntryPoint]] = {}
         for entry in entry_points(group=self.group):
             found.setdefault(entry.name, {})[entry.value] = entry
@@ -119,7 +119,7 @@ def stores() -> Registry:
 
 
 def homes() -> Registry:
-    """Return the registry of homes: what keeps a model's shards between steps, and steps them."""
+    """Return the registry of homes, which keep a model's shards between steps, and step them."""
     return Registry(HOMES)
 
 

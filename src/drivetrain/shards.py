@@ -55,7 +55,7 @@ class Box(NamedTuple):
 
 
 def boxes(part: Part) -> Iterator[Box]:
-    """Yield the boxes that a part is made of, in the order of its memory; none when it is empty.
+    """Yield the boxes of a part, in the order of memory; none for an empty part.
 
     A flat range of a box of d dims is at most 2d - 1 boxes, each contiguous in the part's memory.
     """
@@ -131,7 +131,7 @@ def parameters_among(tensors: Iterable[Tensor]) -> list[nn.Parameter]:
 
 
 def label(name: str, state: str) -> str:
-    """Return a tensor's name for messages: the parameter's, and the state's if it is one."""
+    """Return a tensor's name for messages: of the parameter, and of a state its key too."""
     return f"{name!r}, optimizer state {state!r}" if state else repr(name)
 
 

@@ -134,7 +134,7 @@ class ShardStepper(Protocol):
 
 @runtime_checkable
 class SteppingStore(TensorStore, Protocol):
-    """A store that can keep optimizer state and step it where it lies.
+    """A store that can keep optimizer state and step the state in place.
 
     Attributes:
         in_memory: whether ``fetch`` returns the kept tensor itself, which can be changed in place;

@@ -88,7 +88,7 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
 
     @classmethod
     def stands_for(cls, config: ConfigT) -> "tuple[type[Strategy[Any]], Any]":
-        """Return the strategy that does the work, and its options: this one with its own.
+        """Return the strategy that does the work, and its options: by default this class.
 
         A strategy that is another one with some options set returns that one. It is the only thing
         it is ever asked; nothing of it is made.

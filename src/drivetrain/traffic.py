@@ -28,7 +28,7 @@ class Traffic:
         self._lock = threading.Lock()
 
     def add(self, axis: str, operation: str, nbytes: int) -> None:
-        """Write down one collective when it is submitted: payload bytes that this rank sends.
+        """Record a collective at its submission: the payload bytes that this rank sends.
 
         At submission, so that the sums at one place of a program are the same in every run,
         whatever is still on its way.

@@ -22,7 +22,7 @@ _APPEARANCE: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
     Tensor.is_cpu.__get__: lambda home: home.type == "cpu",  # type: ignore[attr-defined]
     Tensor.is_cuda.__get__: lambda home: home.type == "cuda",  # type: ignore[attr-defined]
 }
-"""What a tensor answers about where it lives: torch's initialisations do nothing on meta."""
+"""A tensor's answers about its device: torch's initialisations do nothing on meta."""
 
 
 class OperationRecorder(Protocol):
@@ -64,7 +64,7 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ValueMode(TorchFunctionMode):
-    """Answers what needs no operation: where a tensor lives, and which values are in its memory."""
+    """Answers questions without an operation: the device of a tensor, and the values in memory."""
 
     def __init__(self, recorder: OperationRecorder) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class StorageView:
 
 
 class Captured:
-    """A tensor with values that was made outside, as it was at the time of reading.
+    """A tensor made outside, with its values at the time of reading.
 
     Memory that others may write unseen, such as an array's, is copied at once; other memory is
     copied before an operation inside the recording writes it.

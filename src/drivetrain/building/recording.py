@@ -323,7 +323,7 @@ def _is_tensor(value: Any) -> bool:
 def _draw(
     function: OpOverload[..., Any], args: Arguments, kwargs: Keywords, home: torch.device
 ) -> Draw | None:
-    """Return the state that a random operation starts from; None for another one."""
+    """Return the state that a random operation starts from; None for other operations."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return None
     values = schema.leaves([*args, *kwargs.values()])

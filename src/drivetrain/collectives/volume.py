@@ -109,11 +109,11 @@ def sent_elements(
 
 
 Parts: TypeAlias = Sequence[Sequence[Tensor]]
-"""For each rank of the axis, in order: the 1-D contiguous tensors, mostly slices of larger ones,
-that it holds. Lengths and dtypes are the same on every rank."""
+"""For each rank of the axis, in order: the rank's 1-D contiguous tensors, mostly slices of larger
+tensors. Lengths and dtypes are the same on every rank."""
 
 Layout: TypeAlias = tuple[tuple[tuple[int, torch.dtype], ...], ...]
-"""For each rank of the axis, in order: elements and dtype of the tensors that it holds."""
+"""For each rank of the axis, in order: elements and dtype of the rank's tensors."""
 
 
 def checked_parts(parts: Parts, size: int) -> list[list[Tensor]]:

@@ -36,7 +36,7 @@ class _Block:
         self._size = 0
 
     def put(self, tensor: Tensor) -> _PackedTensor:
-        """Append a tensor; returns what stands for it."""
+        """Append a tensor; returns its place in the block."""
         slot = _PackedTensor(self._size, tuple(tensor.shape), tensor.dtype)
         self._parts.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
         self._size += slot.nbytes

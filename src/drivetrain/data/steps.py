@@ -41,7 +41,7 @@ class Start:
 
 
 class RankBatch(NamedTuple):
-    """A rank's batch of a global step, and whether it is that rank's last of the epoch."""
+    """A rank's batch of a global step, and whether the rank has no more batch in the epoch."""
 
     batch: Any
     last: bool

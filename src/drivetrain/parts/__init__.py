@@ -1,1 +1,1 @@
-"""What strategies are built from: collectives, buckets, norms, stores, the traffic ledger."""
+"""Leaves that strategies are built from: buckets, norms, rounds, guard, pool, names, blocks."""

@@ -1,11 +1,11 @@
-"""The names that the training state has outside of a run: those of the user's own model."""
+"""The names of the training state outside of a run, as in the user's own model."""
 
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 _COMPILED = "_orig_mod."
-"""What ``torch.compile`` puts before the names of the module it wraps."""
+"""The prefix that ``torch.compile`` puts before the names of a wrapped module."""
 
 
 def clean_name(name: str) -> str:

@@ -104,7 +104,7 @@ class BufferPool:
 
 
 class LentBuffers:
-    """Buffers that a few borrowers at once may have: those of a pool, and others in need.
+    """Buffers for a few borrowers at once: from a pool, and further buffers in need.
 
     Args:
         in_flight: how many may be lent at once; 0: none are.

@@ -43,7 +43,7 @@ class Rounds:
         return self._task is not None
 
     def enter(self) -> None:
-        """Join the round of the backward that runs now, or begin it: called by every hook."""
+        """Join the round of the running backward, or begin a round: called by every hook."""
         task = _current_task()
         if task == self._task:
             return

@@ -76,4 +76,4 @@ def _functions(name: str) -> set[Function]:
 _FACT_FUNCTIONS: frozenset[Function] = frozenset(
     function for name in FACTS for function in _functions(name)
 )
-"""By function rather than by name: it is asked at every use of a parameter that is not there."""
+"""By function rather than by name, because every use of an absent parameter asks."""

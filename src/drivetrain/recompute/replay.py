@@ -22,7 +22,7 @@ class Contexts(NamedTuple):
 
 
 class Together:
-    """Several contexts as one that can be entered again: retained graphs recompute twice."""
+    """Several contexts as a single reusable context: retained graphs recompute twice."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
         self._contexts = contexts

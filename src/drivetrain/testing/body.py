@@ -122,7 +122,7 @@ def _joined(job: RankTest) -> Iterator[None]:
 
 
 def _module(job: RankTest) -> ModuleType:
-    """Import the file of the test once, under the name that pytest gave it."""
+    """Import the file of the test once, under pytest's name for the module."""
     known = sys.modules.get(job.module)
     if known is not None and known.__file__ == job.path:
         return known

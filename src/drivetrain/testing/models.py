@@ -91,7 +91,7 @@ def by_rank(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def main_output(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a loss that reads one of two outputs."""
+    """Return a loss that reads only the first of two outputs."""
     outputs: dict[str, Any] = model(batch.inputs)
     return F.mse_loss(outputs["main"], batch.targets)
 
@@ -189,7 +189,7 @@ class Branching(nn.Module):
 
 
 class OddShapes(nn.Module):
-    """A 0-d parameter, an empty one, a single element, and sizes that divide by nothing."""
+    """A 0-d parameter, an empty parameter, a single element, and sizes that divide by nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class MixedDtypes(nn.Module):
 
 
 class Normalized(nn.Module):
-    """BatchNorm: buffers that change in forward, one of them an integer; and one not saved."""
+    """BatchNorm: buffers that change in forward, also an integer; and a buffer not saved."""
 
     factor: Tensor
 

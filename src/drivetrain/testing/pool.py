@@ -137,7 +137,7 @@ class RankPool:
         self._folder.cleanup()
 
     def _ready(self, size: int) -> list[RankProcess]:
-        """Return workers for ranks 0 to size - 1, starting those that are not there."""
+        """Return workers for ranks 0 to size - 1, and start missing workers."""
         for worker in [worker for worker in self._workers if not worker.is_alive]:
             self._workers.remove(worker)
             worker.stop()

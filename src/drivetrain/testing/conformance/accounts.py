@@ -22,8 +22,8 @@ Ledger: TypeAlias = Mapping[tuple[str, str], int]
 ON_DISK = "optimizer on disk"
 STEPS = 3
 SCRATCH = 2**23
-"""Bytes that may be held besides what is promised, for the buffers of collectives over one axis:
-less than one copy of the parameters of the model below."""
+"""Bytes that may be held beside the promised bytes, for the buffers of collectives over an axis:
+less than a copy of the parameters of the model below."""
 
 
 class AccountChecks(Suite):
@@ -104,7 +104,7 @@ class AccountChecks(Suite):
 
 
 def reduces_each(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Return whether a strategy says that it sends gradients of every micro-batch of a window."""
+    """Return whether a strategy promises to send gradients of every micro-batch of a window."""
     strategy = accelerator.strategy_of(model)
     spec = ModelSpec.of(accelerator.unwrap_model(model))
     reduced = [

@@ -48,7 +48,7 @@ class LoopChecks(Suite):
             twins.check()
 
     def test_clipping_by_the_global_norm(self, world: int) -> None:
-        """The norm is that of the whole model, on every rank, and the step uses what is left."""
+        """The norm is of the whole model, on every rank; the step uses clipped gradients."""
         for case in ("mlp", "tied", "odd_shapes", "adapted"):
             for norm_type in (2.0, float("inf")):
                 with self.accelerator() as accelerator:
@@ -145,7 +145,7 @@ class LoopChecks(Suite):
                 twins.check()
 
     def test_loss_that_misses_the_model_on_one_rank(self, world: int) -> None:
-        """That rank's gradients count as zeros, and no rank waits for it."""
+        """The rank's gradients count as zeros, and no rank waits for them."""
         with self.accelerator() as accelerator:
             twins = Twins(accelerator, MLP)
             together = accelerator.strategy_of(twins.model).forward_is_collective

@@ -14,7 +14,7 @@ from drivetrain.testing.models import Batch, Case
 Loss: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 
 LIMIT = 0.3
-"""Norm that gradients are clipped to; every case starts with a larger one."""
+"""Norm that gradients are clipped to; every case starts with a larger norm."""
 
 
 class _Computed(nn.Module):

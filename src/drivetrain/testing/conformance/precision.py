@@ -146,7 +146,7 @@ class PrecisionChecks(Suite):
     def _prepared(
         self, accelerator: Accelerator, case: Case, loss: Loss, key: str
     ) -> LowTwins | None:
-        """Prepare both, or return None when the strategy says that it does not honour a dtype."""
+        """Prepare both, or return None when the strategy refuses a dtype."""
         try:
             return LowTwins(accelerator, case, loss, rounding=self.rounding)
         except ConfigError as error:
