@@ -123,6 +123,6 @@ class ParameterFacts:
         return tuple(sizes)
 
     def saves(self, rank: int) -> bool:
-        """Whether this rank saves its part: the first of the axis that holds it."""
+        """Whether this rank saves its part: the first holder on the axis does."""
         first = 0 if self.partition is None else self.partition.first_holder(rank)
         return rank == first

@@ -35,7 +35,7 @@ from drivetrain_megatron.sent import StepVolumes
 
 
 def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
-    """Return the bytes held by this rank between steps, and those it sends in a step.
+    """Return the bytes that this rank holds between steps, and the bytes sent in a step.
 
     Args:
         config: of the strategy.

@@ -57,7 +57,7 @@ class Durations:
             raise ConfigError(f"--travel: expected 0 or more, found {self.travel:g}")
 
     def per_chunk(self, chunks: int) -> dict[ActionKind, float]:
-        """Return the durations of one of the chunks that a rank's layers are divided into."""
+        """Return the durations of a single chunk of a rank's layers."""
         weight = self.backward / 2 if self.weight is None else self.weight
         whole = {
             ActionKind.FORWARD: self.forward,
@@ -152,7 +152,7 @@ def schedule(
     trace: Path | None,
     **durations: Any,
 ) -> None:
-    """Draw what the ranks of a pipeline do, and when they wait; nothing is trained."""
+    """Draw when the ranks of a pipeline compute and wait; nothing is trained."""
     times = Durations(**durations)
     if name == ALL:
         if output or trace:

@@ -1,4 +1,4 @@
-"""Runs a schedule on paper: proves that it ends, and tells its time, idle time and memory.
+"""Runs a schedule on paper: proves its end, and tells its time, idle time and memory.
 
 The simulation knows nothing of the generators: it reads the lists of actions and the data that
 flows between stages. Receives wait; sends do not.

@@ -23,7 +23,7 @@ class ActionKind(Enum):
 
     @property
     def returns(self) -> bool:
-        """Whether it makes the gradient that the stage before needs."""
+        """Whether the action makes the gradient for the stage before."""
         return self in (ActionKind.BACKWARD, ActionKind.INPUT)
 
     @property

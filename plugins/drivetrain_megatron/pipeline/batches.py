@@ -105,7 +105,7 @@ def _join(leaves: Sequence[Any], rows: Sequence[int]) -> Any:
 
 
 def cut_from_graph(output: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    """Return an output whose tensors begin a new graph, these, and those that they stand for."""
+    """Return an output on a new graph, the leaves of this graph, and the tensors behind them."""
     inside: list[Tensor] = []
     outside: list[Tensor] = []
 

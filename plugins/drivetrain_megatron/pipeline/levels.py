@@ -73,7 +73,7 @@ class WholeBatch:
         self._nodes = self.origin.mark(self.output)
 
     def begin(self, loss: Tensor) -> None:
-        """Run backward of a loss down to what it was made of: the outputs of this call and others.
+        """Run backward of a loss down to the outputs of this call and of others.
 
         Args:
             loss: made of ``output``.
@@ -129,7 +129,7 @@ class AccumulationWindow:
         return len(self._waiting) - self._asked
 
     def call(self, batch: MicroBatch) -> Any:
-        """Run the forward of one micro-batch; return what the model returns, or proxies."""
+        """Run the forward of one micro-batch; return the model's output, or proxies."""
         worker, number = self._stages.only, self._started
         worker.batches[number] = batch
         self._started += 1
@@ -214,7 +214,7 @@ class PipelinedModel:
     # --- forward ---
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Do what a call of the model does, and return what it returns, or proxies."""
+        """Carry out a call of the model; return its output, or proxies."""
         self.stages.refresh()
         if not torch.is_grad_enabled():
             return self.stages.evaluate(self._cut(args, kwargs))

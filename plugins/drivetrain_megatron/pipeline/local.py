@@ -92,7 +92,7 @@ class LocalStages:
 
     @property
     def last(self) -> StageWorker | None:
-        """The worker of the last stage, on the rank that has it."""
+        """The worker of the last stage; None on other ranks."""
         return self.workers.get(self.count - 1)
 
     def act(self, actions: Sequence[Action]) -> None:

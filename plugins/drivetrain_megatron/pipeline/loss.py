@@ -174,7 +174,7 @@ def shares_of(
 
 
 def _may_ignore(batch: MicroBatch) -> bool:
-    """Whether some target may be one that losses ignore: those are negative."""
+    """Whether some target may be ignored by losses: negative targets may."""
     leaves = tree_leaves((batch.args, dict(batch.kwargs), batch.targets))
     integers = [x for x in leaves if isinstance(x, Tensor) and x.dtype == torch.int64 and x.numel()]
     return any(bool((x < 0).any()) for x in integers)
@@ -283,7 +283,7 @@ class PromisedLoss:
         resolve(self.loss, total)
 
     def _mark_final(self, actions: Sequence[Action]) -> None:
-        """Tell the worker of this rank's last backward that it is the one."""
+        """Tell a worker which of its backwards is the last of this rank."""
         final = next(action for action in reversed(actions) if action.kind.frees)
         worker = self._stages.workers[final.stage]
         if final.kind is ActionKind.WEIGHT:
@@ -315,7 +315,7 @@ def _loss_in(output: Any, targets: Any) -> Tensor:
 
 
 def _factor(loss: Tensor, promised: StageProxy) -> Tensor:
-    """Return by how much a loss grows with the promised one: what its gradient is multiplied by."""
+    """Return the derivative of a loss by the promised loss."""
     if not isinstance(loss, StageProxy):
         raise UsageError(
             "expected the loss that the model returned, or a multiple of it, found another tensor; "

@@ -160,7 +160,7 @@ class _ZeroBubble:
         self._counts = [dict.fromkeys(ActionKind, 0) for _ in range(p)]
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
-        """Return what each rank did."""
+        """Return the actions of each rank."""
         ranks: list[list[Action]] = [[] for _ in range(self._p)]
         while sum(map(len, ranks)) < 3 * self._m * self._p:
             chosen = [self._choose(rank) for rank in range(self._p)]

@@ -198,7 +198,7 @@ class Link:
 
     @contextmanager
     def _telling(self, message: Message) -> Iterator[None]:
-        """Say which message it was that failed: at once if a connection is closed, or later."""
+        """Name the message in an error: at once if a connection is closed, or later."""
         try:
             yield
         except RuntimeError as error:
@@ -212,7 +212,7 @@ class Link:
             ) from error
 
     def alarm(self) -> None:
-        """Close this rank's connections, so that the others do not wait for it until the timeout.
+        """Close this rank's connections, so that its neighbors do not wait until the timeout.
 
         gloo closes all connections of a group when one wait times out: so let one time out.
         """

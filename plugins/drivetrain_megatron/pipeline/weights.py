@@ -36,7 +36,7 @@ class WeightGradients:
             self._collecting = None
 
     def keep(self, module: nn.Module, half: WeightHalf) -> bool:
-        """Keep what a layer's gradients are computed from; False where they are wanted at once."""
+        """Keep the factors of a layer's gradients for later; False: compute them at once."""
         if self._collecting is None:
             return False
         self._collecting.append((module, half))

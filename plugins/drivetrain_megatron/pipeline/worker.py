@@ -22,7 +22,7 @@ LossOf = Callable[[Any, Any], Tensor]
 
 
 class Forwards(Protocol):
-    """Counts the forwards of a model; what one of them draws at random depends on its number."""
+    """Counts the forwards of a model; the random numbers of a forward depend on its number."""
 
     def take(self, count: int) -> int:
         """Return the number of the first of some forwards that are about to be run."""
@@ -105,7 +105,7 @@ class StageWorker:
         return [Meta(m.shape, m.dtype) for m in sent if m.requires_grad]
 
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the stage; keep what backward needs."""
+        """Run the stage; keep its graph for backward."""
         batch = self.batches[micro_batch]
         metas = self.stage.receives(batch.args, batch.kwargs)
         grad = torch.is_grad_enabled()
@@ -225,7 +225,7 @@ class StageWorker:
 
 
 class _Sender:
-    """Sends the gradients of leaves when all of them have come; zeros for those that got none.
+    """Sends the gradients of leaves when the last has come; zeros for leaves without any.
 
     Args:
         leaves: what a stage received.

@@ -91,7 +91,7 @@ def _candidates(
 
 
 def _scaled(partition: Partition, dim: int, count: int) -> Partition | None:
-    """Return a partition of features as one of a dim that counts units of them, such as heads."""
+    """Return a partition of features as a partition of a dim that counts heads of features."""
     if not count or partition.size % count:
         return None
     unit = partition.size // count

@@ -145,7 +145,7 @@ def _by_heads(
 def _by_features(
     group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int
 ) -> Iterator[GroupDivision]:
-    """Divide features that are independent of each other, as those of an activation are."""
+    """Divide features that are independent of each other, as after an activation."""
     width = uses[group.row].inputs
     segments = _segments(group, uses)
     if all(segment.size == width for segment in segments):

@@ -143,7 +143,7 @@ class EmulatedCommunicator(Communicator):
         )
 
     def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
-        """Fill a flat tensor from the chunks that the ranks hold of it."""
+        """Fill a flat tensor from the chunks of all ranks."""
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         return self._run(
             Request("all_gather", label, tuple(bounds)),

@@ -1,4 +1,4 @@
-"""Tries a plan before it is used: the ranks, as threads, must compute what the whole block does.
+"""Tries a plan before its use: ranks that are threads must reproduce the whole block's numbers.
 
 The parts of the computation that a plan gets wrong (heads that mix, a norm over features that are
 spread over ranks, a size counted from the whole) show as a wrong number, not as an error. So

@@ -46,7 +46,7 @@ def find_vocabulary(model: nn.Module, calls: Calls, allowed: Callable[[str], boo
 def _is_only_used_by(
     module: nn.Module, model: nn.Module, chosen: Iterable[NamedModule], calls: Calls
 ) -> bool:
-    """Whether a weight is used once by each chosen module that has it, and by nothing else."""
+    """Whether a weight is used once by each of its chosen modules, and by nothing else."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     weight = module.weight
     owners = sum(1 for _, m in chosen if m.weight is weight)

@@ -18,7 +18,7 @@ _KEY = "_drivetrain_tensor_parallel"
 
 
 class Behavior(ABC):
-    """What a module does on ranks that share its work.
+    """The forward of a module on ranks that share its work.
 
     A copy of the module (an average of weights, say) shares the behavior: it is made on every rank
     and computes with the same ranks. A pickle is an ordinary module with this rank's share.
@@ -26,14 +26,14 @@ class Behavior(ABC):
 
     @abstractmethod
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module's own forward would with whole parameters."""
+        """Compute the output that the module's own forward has with whole parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Behavior":
         return self  # communicators have threads and groups
 
 
 class Own(Behavior):
-    """What a module does by itself."""
+    """The forward of the module's own class."""
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute by the module's own class."""
@@ -41,7 +41,7 @@ class Own(Behavior):
 
 
 class Surrounding(Behavior):
-    """Adds something to what a module does.
+    """Adds something to the forward of a module.
 
     Args:
         inner: how it computes otherwise.
@@ -99,7 +99,7 @@ def attach(module: nn.Module, behavior: Behavior, **members: Any) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _made(original: type[nn.Module], members: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
-    """Return the class of modules with a behavior; one for all, so that blocks remain alike."""
+    """Return the class of modules with a behavior, shared so that blocks remain alike."""
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     bases = (Parallel, original)
     return type(
@@ -116,12 +116,12 @@ def detach(module: nn.Module) -> None:
 
 
 def exchange(module: nn.Module, behavior: Behavior) -> None:
-    """Let a module that has a behavior compute by another one."""
+    """Replace the behavior of a module by another."""
     module.__dict__[_KEY] = behavior
 
 
 def surround(module: nn.Module, make: Callable[[Behavior], Surrounding]) -> None:
-    """Add to what a module does, whether it has a behavior or not; ``release`` takes it away.
+    """Add to the forward of a module, with or without a behavior; ``release`` undoes this.
 
     Args:
         module: the user's module.
@@ -135,7 +135,7 @@ def surround(module: nn.Module, make: Callable[[Behavior], Surrounding]) -> None
 
 
 def release(module: nn.Module) -> None:
-    """Take what ``surround`` added last to a module away."""
+    """Undo the last ``surround`` of a module."""
     behavior = behavior_of(module)
     if not isinstance(behavior, Surrounding):
         return
@@ -146,7 +146,7 @@ def release(module: nn.Module) -> None:
 
 
 def behavior_of(module: nn.Module) -> Behavior | None:
-    """Return what was attached to a module."""
+    """Return the behavior that was attached to a module, or None."""
     return module.__dict__.get(_KEY)
 
 

@@ -157,7 +157,7 @@ def gathered(
 
 
 def unviewed(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor that may be a view as one that is none to autograd.
+    """Return a contiguous tensor, perhaps a view, as a tensor that autograd takes for no view.
 
     What a function returns could not be changed in place otherwise, by ``ReLU(inplace=True)`` say.
     """

@@ -19,7 +19,7 @@ IndexRange: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Partition:
-    """The ranges of one dim that each rank holds, in the order in which it holds them.
+    """The ranges of one dim that each rank holds, in their order on the rank.
 
     A rank has several ranges of a packed weight (fused q, k, v: a part of each). Several ranks may
     hold the same range (replicated kv heads); no two ranges overlap otherwise. A rank may hold
@@ -94,7 +94,7 @@ class Partition:
         return self.ranges.index(self.ranges[rank])
 
     def sharers(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each of a rank's ranges the ranks that hold it, in ascending order."""
+        """Return, for each of a rank's ranges, its holders in ascending order."""
         return tuple(
             tuple(r for r, ranges in enumerate(self.ranges) if mine in ranges)
             for mine in self.ranges[rank]

@@ -58,7 +58,7 @@ class Product(NamedTuple):
     def weight_grads(
         self, grad: Tensor, x: Tensor, *, for_weight: bool = True, for_bias: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of weight and bias; None for what wants none, or gets it later."""
+        """Return the gradients of weight and bias; None for an unwanted or later gradient."""
         half = WeightHalf(x, grad, self.transposed, for_weight, for_bias)
         return half.settled(self.deferral)
 

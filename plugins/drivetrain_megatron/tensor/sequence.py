@@ -62,7 +62,7 @@ class TokenShards:
 
 @dataclass(frozen=True)
 class Edges:
-    """The way into a part of the model that is cut over ranks, and out of it.
+    """The way into, and out of, a part of the model whose layers are cut over ranks.
 
     Attributes:
         ranks: the axis.
@@ -82,7 +82,7 @@ class Edges:
         return self.tokens.partition(self.ranks.size)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return what every rank computes its part from; its gradients are summed over ranks."""
+        """Return the whole input of every rank's part; its gradients are summed over ranks."""
         if self.prepared:
             return x
         sequence = self.sequence

@@ -47,7 +47,7 @@ class DeferredProduct(NamedTuple):
 
 
 class _Sum:
-    """The sum of an input's gradient, between the node that starts it and the one that waits."""
+    """The sum of an input's gradient, between its two nodes: start and wait."""
 
     def __init__(self, edges: Edges, sequence: Partition | None) -> None:
         self.edges = edges

@@ -1,4 +1,4 @@
-"""Words of a vocabulary that is cut over ranks: where each one is, and whether it exists."""
+"""Words of a vocabulary that is cut over ranks: their ranks, and whether they exist."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def is_simple(partition: Partition) -> bool:
 
 
 def range_of(partition: Partition, rank: int) -> tuple[int, int]:
-    """Return the half-open range of words that a rank has; equal numbers when it has none.
+    """Return a rank's half-open range of words; equal numbers for a rank without words.
 
     Raises:
         ConfigError: the words are not cut into one range per rank, in ascending order.

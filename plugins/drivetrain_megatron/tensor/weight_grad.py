@@ -33,7 +33,7 @@ class WeightHalf(NamedTuple):
     for_bias: bool = False
 
     def compute(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of weight and bias; None for what wants none."""
+        """Return the gradients of weight and bias; None for an unwanted gradient."""
         rows, grads = rows_of(self.x), rows_of(self.grad)
         weight = None
         if self.for_weight:
@@ -41,7 +41,7 @@ class WeightHalf(NamedTuple):
         return weight, grads.sum(0) if self.for_bias else None
 
     def settled(self, deferral: "Deferral | None") -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients; None for what wants none, or is left for later."""
+        """Return the gradients; None for an unwanted or later gradient."""
         if not (self.for_weight or self.for_bias) or (deferral is not None and deferral(self)):
             return None, None
         return self.compute()
