@@ -194,6 +194,7 @@ def leave_groups() -> None:
     groups = list(_world.pg_map)
     dist.destroy_process_group()
     gc.collect()  # what else refers to a group, and would close it in the middle of a later test
+    gc.freeze()  # what is left lives on: collections in later tests need not walk through it
     closing = [threading.Thread(target=groups[i : i + 1].clear) for i in range(len(groups))]
     groups.clear()
     for thread in closing:
