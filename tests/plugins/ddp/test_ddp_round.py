@@ -366,3 +366,35 @@ def test_compressed_training_still_learns_and_ranks_agree(hook: str):
     strategy._communicator.all_reduce(both, reduction="max").wait()
     assert both[0] == -both[1]
     strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_what_an_earlier_micro_batch_left_is_averaged():
+    """Also where the last micro-batch of a window does not reach the parameter."""
+    model = nn.ModuleDict({"always": mlp(), "at first": nn.Linear(6, 2).double()})
+    strategy = start(model)
+    rank = strategy.run.world.rank
+    for first in (0, 2, 4):
+        model.zero_grad()
+        with strategy.accumulating():
+            strategy.backward(sum(loss_of(part, batch(first, rank)) for part in model.values()))
+        strategy.backward(loss_of(model["always"], batch(first + 1, rank)))
+        assert_grads(model["always"], mean_grads(model["always"], [first, first + 1], 2))
+        assert_grads(model["at first"], mean_grads(model["at first"], [first], 2))
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_powersgd_sends_later_what_it_could_not_send_at_once():
+    """The mean over steps of what ranks get tends to the mean of their gradients."""
+    model = nn.Linear(12, 12, bias=False).double()
+    strategy = start(model, DdpConfig(hook="powersgd", powersgd_rank=1, powersgd_start_step=0))
+    seeds = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    gradients = [torch.randn(12, 12, generator=seed, dtype=torch.float64) for seed in seeds]
+    mean, total, steps = sum(gradients) / 2, torch.zeros_like(model.weight), 60
+    for _ in range(steps):
+        model.zero_grad()
+        strategy.backward((model.weight * gradients[strategy.run.world.rank]).sum())
+        total += model.weight.grad
+    assert (total / steps - mean).norm() < 0.2 * mean.norm()
+    strategy.close()
