@@ -1,5 +1,6 @@
 """What README and docs claim is so: links lead somewhere, commands parse, tables equal the code."""
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -222,6 +223,19 @@ def test_summary_of_the_contract_names_its_methods():
     table = rows(ROOT / "docs/writing-a-plugin.md", "method | what it owes")
     shown = {re.match(r"`(\w+)", row[0])[1] for row in table}
     assert shown == drivetrain.Strategy.__abstractmethods__
+
+
+def test_mechanisms_of_the_plugin_page_exist():
+    text = (ROOT / "docs/writing-a-plugin.md").read_text()
+    names = set(re.findall(r"`((?:building|collectives|parts|sharding)\.\w[\w.]*)", text))
+    assert len(names) > 10
+    for name in names:
+        package, *path = name.split(".")
+        found = importlib.import_module(f"drivetrain.{package}")
+        for depth, part in enumerate(path, start=1):
+            if not hasattr(found, part):
+                importlib.import_module(".".join(["drivetrain", package, *path[:depth]]))
+            found = getattr(found, part)
 
 
 def _declared():
