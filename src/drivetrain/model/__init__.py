@@ -1,0 +1,31 @@
+"""One look at a user's model: its forward runs once without values, and is written down.
+
+``look_at`` returns a ``Look``: every operation with its floating point work and bytes, every call
+of a module and of a repeated block, and which tensor follows from which. Whoever plans (which
+layers are divided, where a pipeline is cut, what drops elements) reads it, and runs nothing.
+
+- ``look``: what a look shows; read it first
+- ``recorder``: the one pass over the model
+- ``valueless``: the tensors in it, which have a shape and no values
+- ``results``: what a function of torch would return, by torch's fake tensors; remembered
+- ``functions``: which functions of torch ask for facts, read values, or write
+- ``substitution``: takes a model's values away for a pass, and gives them back
+- ``block_hooks``: stands before the repeated blocks
+"""
+
+from drivetrain.model.look import BlockCall, Look, ModelOperation, ModuleCall, SeenTensor, TensorRef
+from drivetrain.model.recorder import look_at
+from drivetrain.model.results import ValuesNeededError
+from drivetrain.model.valueless import ValuelessTensor
+
+__all__ = [
+    "BlockCall",
+    "Look",
+    "ModelOperation",
+    "ModuleCall",
+    "SeenTensor",
+    "TensorRef",
+    "ValuelessTensor",
+    "ValuesNeededError",
+    "look_at",
+]

@@ -1,0 +1,76 @@
+"""Stands before every block of a model and asks, while a pass runs, what a call of it does."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, Protocol
+
+from torch import nn
+
+from drivetrain.parts.blocks import NamedModule
+
+_ORIGINAL = "_forward_before_hooks"
+
+
+class BlockConductor(Protocol):
+    """Decides what the call of a block does during one pass."""
+
+    def call(
+        self,
+        index: int,
+        compute: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Return what the block returns; ``compute`` is the block's own forward."""
+
+
+class BlockHooks:
+    """Takes the place of the blocks' ``forward``, in their own ``__dict__``.
+
+    Outside of a pass, as when activations are computed again in backward, a block is what it was.
+
+    Args:
+        blocks: (name, module), changed in place; ``close`` undoes it.
+    """
+
+    def __init__(self, blocks: Sequence[NamedModule]) -> None:
+        self._conductor: BlockConductor | None = None
+        self._blocks = [block for _, block in blocks]
+        for index, block in enumerate(self._blocks):
+            self._stand_before(index, block)
+
+    @contextmanager
+    def conducted(self, conductor: BlockConductor) -> Iterator[None]:
+        """Context of a pass in which a conductor decides; the one of an outer pass waits."""
+        outer, self._conductor = self._conductor, conductor
+        try:
+            yield
+        finally:
+            self._conductor = outer
+
+    def close(self) -> None:
+        """Give the blocks their forward back."""
+        for block in self._blocks:
+            block.__dict__.pop("forward", None)
+            original = block.__dict__.pop(_ORIGINAL, None)
+            if original is not None:
+                block.__dict__["forward"] = original
+        self._blocks.clear()
+
+    def _stand_before(self, index: int, block: nn.Module) -> None:
+        block.__dict__[_ORIGINAL] = block.__dict__.get("forward")
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            own = module.__dict__[_ORIGINAL]
+            compute = MethodType(type(module).forward, module) if own is None else own
+            if self._conductor is None or module is not block:
+                return compute(*args, **kwargs)
+            return self._conductor.call(index, compute, args, kwargs)
+
+        # A method under the name forward: deepcopy binds methods to the copy, which computes with
+        # its own parameters, and pickle looks the name up on the class.
+        functools.update_wrapper(forward, block.forward)
+        forward.__name__ = "forward"
+        block.__dict__["forward"] = MethodType(forward, block)

@@ -1,0 +1,340 @@
+"""Runs a model's forward once without values, and writes down everything that it does."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from drivetrain.model.block_hooks import BlockHooks
+from drivetrain.model.functions import BLANK, LOOKUPS, targets
+from drivetrain.model.look import (
+    BlockCall,
+    Look,
+    ModelOperation,
+    ModuleCall,
+    ReturnedLeaf,
+    SeenTensor,
+    TensorRef,
+    View,
+    named_leaves,
+    tensors_in,
+    to_device,
+)
+from drivetrain.model.results import Facts, WorkTally, facts_of
+from drivetrain.model.substitution import Substitutes, without_values
+from drivetrain.model.valueless import ValuelessTensor
+from drivetrain.parts.blocks import NamedModule, repeated_blocks
+
+
+def look_at(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    kind: type[ValuelessTensor] = ValuelessTensor,
+    isolated: bool = False,
+    training: bool | None = None,
+) -> Look:
+    """Run a model's forward once without values; it is not changed, and nothing is computed.
+
+    Parameters have no values, and whatever follows from them has none. Operations on inputs and
+    buffers alone are computed, so that masks and positions are known.
+
+    Args:
+        model: the user's, also on the meta device.
+        args: example inputs.
+        kwargs: example inputs by name.
+        kind: of the tensors without values: what errors say to the user.
+        isolated: whether code outside of a block, too, gets tensors without values for all that
+            the block made, as when the block runs elsewhere.
+        training: mode of the forward; None for the model's own.
+
+    Raises:
+        ValuesNeededError: the forward depends on values of hidden states.
+    """
+    blocks = repeated_blocks(model)
+    forward = model.forward
+    with without_values(model, kind) as substitutes:
+        if training is not None:
+            model.train(training)
+        recorder = _Recorder(blocks, substitutes, kind, isolated)
+        given, named = to_device((tuple(args), dict(kwargs)), substitutes.device)
+        with (
+            recorder.watching(model),
+            BlockHooks(blocks).conducted(recorder),
+            recorder,
+            torch.enable_grad(),
+        ):
+            output = forward(*given, **named)
+        return recorder.look(output)
+
+
+class _Running(NamedTuple):
+    """A module whose forward runs, and the index of its first operation."""
+
+    name: str
+    start: int
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees every function of torch and every call of a module in one forward.
+
+    Args:
+        blocks: the repeated ones.
+        substitutes: what stands in place of parameters and buffers.
+        kind: of the tensors without values.
+        isolated: whether what a block made has no values outside of it.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[NamedModule],
+        substitutes: Substitutes,
+        kind: type[ValuelessTensor],
+        isolated: bool,
+    ) -> None:
+        super().__init__()
+        self._candidates = blocks
+        self._substitutes = substitutes
+        self._kind, self._isolated = kind, isolated
+        # torch's mapping by identity has no types.
+        by_identity: Any = WeakIdKeyDictionary
+        self._numbers: MutableMapping[Tensor, int] = by_identity()
+        self._tensors: list[SeenTensor] = []
+        self._operations: list[ModelOperation] = []
+        self._modules: list[ModuleCall] = []
+        self._running = [_Running("", 0)]
+        self._blocks: list[BlockCall | None] = []  # None while a call runs
+        self._open: list[tuple[int, str]] = []
+        self._parameters = {name: self._number(p) for name, p in substitutes.parameters.items()}
+        self._buffers = {name: self._number(b) for name, b in substitutes.buffers.items()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch and write down what it took and gave."""
+        kwargs = kwargs or {}
+        given = list(tensors_in((args, kwargs)))
+        if any(isinstance(tensor, ValuelessTensor) for tensor in given):
+            result, work = func(*args, **kwargs), 0
+        else:
+            with WorkTally() as tally:
+                result = func(*args, **kwargs)
+            work = tally.work
+        if self._isolated and self._open and func in BLANK:
+            if not isinstance(result, ValuelessTensor):
+                result = self._kind.of(result)  # the block will write into it
+            given = []
+        made = list(tensors_in(result))
+        if made or (result is None and given):
+            self._note(func, args, kwargs, given, made, work)
+        return result
+
+    def _note(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        work: int,
+    ) -> None:
+        inputs = tuple(self._number(tensor) for tensor in given)
+        new = [t for t in made if not any(t is tensor for tensor in given)]
+        outputs = tuple(self._number(tensor) for tensor in made)
+        written = targets(getattr(func, "__name__", ""), args, kwargs)
+        changed = tuple(self._number(target) for target in tensors_in(list(written)))
+        shown = [(t, _shown(t, given)) for t in new]
+        views = tuple(
+            View(self._number(t), inputs[place], offset)
+            for t, (place, offset) in shown
+            if place is not None
+        )
+        work += sum(tensor.work for tensor in new if isinstance(tensor, ValuelessTensor))
+        fresh = {*outputs} - {*inputs} - {view.made for view in views}
+        read, wrote = self._traffic(func, inputs, fresh | {*changed})
+        self._operations.append(
+            ModelOperation(
+                func,
+                tuple(self._referring(arg) for arg in args) if given else (),
+                {key: self._referring(value) for key, value in kwargs.items()} if given else {},
+                inputs,
+                outputs,
+                changed,
+                views,
+                self._running[-1].name,
+                self._open[-1][0] if self._open else None,
+                not any(isinstance(t, ValuelessTensor) for t in (*given, *made)),
+                work,
+                read,
+                wrote,
+            )
+        )
+
+    def _traffic(self, func: Any, inputs: Sequence[int], written: set[int]) -> tuple[int, int]:
+        """Return the bytes that an operation reads and writes; none if it only makes views."""
+        if not written:
+            return 0, 0
+        sizes = sorted(self._tensors[number].facts.nbytes for number in {*inputs})
+        wrote = sum(self._tensors[number].facts.nbytes for number in written)
+        if func in LOOKUPS and sizes:
+            sizes[-1] = min(sizes[-1], wrote)
+        return sum(sizes), wrote
+
+    def _referring(self, value: Any) -> Any:
+        """Return an argument with references in place of tensors."""
+        if isinstance(value, Tensor):
+            return TensorRef(self._number(value))
+        if type(value) in (list, tuple):
+            return type(value)(self._referring(item) for item in value)
+        if type(value) is dict:
+            return {key: self._referring(item) for key, item in value.items()}
+        return value
+
+    def _number(self, tensor: Tensor) -> int:
+        """Return the number of a tensor; one that is seen for the first time gets the next."""
+        number = self._numbers.get(tensor)
+        if number is None:
+            number = self._numbers[tensor] = len(self._tensors)
+            known = not isinstance(tensor, ValuelessTensor)
+            with torch._C.DisableTorchFunction():
+                seen = SeenTensor(_facts(tensor), tensor.requires_grad, known)
+            self._tensors.append(seen)
+        return number
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Context in which the calls of modules inside of a model are seen."""
+        handles = []
+        for name, module in model.named_modules():
+            if module is not model:
+                begin = module.register_forward_pre_hook(self._beginning(name), prepend=True)
+                end = module.register_forward_hook(self._end, with_kwargs=True, always_call=True)
+                handles += [begin, end]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _beginning(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def begin(module: nn.Module, args: Any) -> None:
+            self._running.append(_Running(name, len(self._operations)))
+
+        return begin
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name, start = self._running.pop()
+        given = tuple(self._number(tensor) for tensor in tensors_in((args, kwargs)))
+        made = tuple(self._number(tensor) for tensor in tensors_in(output))
+        self._modules.append(ModuleCall(name, range(start, len(self._operations)), given, made))
+
+    def call(
+        self,
+        index: int,
+        compute: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a block and write its call down."""
+        name = self._candidates[index][0]
+        with torch._C.DisableTorchFunction():
+            leaves = named_leaves(args, kwargs)
+            copied, copied_kwargs = tree_map(self._copied, (tuple(args), dict(kwargs)))
+        caller = self._open[-1][1] if self._open else None
+        self._open.append((len(self._blocks), name))
+        self._blocks.append(None)
+        start = len(self._operations)
+        try:
+            result = compute(*args, **kwargs)
+        finally:
+            place, _ = self._open.pop()
+        operations = range(start, len(self._operations))
+        with torch._C.DisableTorchFunction():
+            flat, tree = tree_flatten(result)
+            places = {id(leaf): i for i, (_, leaf) in enumerate(leaves)}
+            handed = [self._handed(leaf, id(leaf) in places) for leaf in flat]
+            self._blocks[place] = BlockCall(
+                name,
+                caller,
+                operations,
+                tuple(readable for readable, _ in leaves),
+                tuple(self._number_of(leaf) for _, leaf in leaves),
+                copied,
+                copied_kwargs,
+                tree,
+                tuple(
+                    ReturnedLeaf(
+                        self._number_of(leaf),
+                        self._number_of(other),
+                        places.get(id(leaf)),
+                        None if isinstance(leaf, Tensor) else leaf,
+                        isinstance(leaf, Tensor) and leaf.requires_grad,
+                    )
+                    for leaf, other in zip(flat, handed, strict=True)
+                ),
+            )
+            return tree.unflatten(handed) if self._isolated else result
+
+    def _copied(self, leaf: Any) -> Any:
+        """Return an argument for a later call: what can change, such as a cache, is copied."""
+        if isinstance(leaf, ValuelessTensor):
+            return TensorRef(self._number(leaf))
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+    def _handed(self, leaf: Any, is_argument: bool) -> Any:
+        """Return a leaf of a block's result as the code after the block gets it."""
+        if not self._isolated or not isinstance(leaf, Tensor):
+            return leaf
+        if is_argument and not isinstance(leaf, ValuelessTensor):
+            return leaf
+        return self._kind.of(leaf)
+
+    def _number_of(self, leaf: Any) -> int | None:
+        return self._number(leaf) if isinstance(leaf, Tensor) else None
+
+    def look(self, output: Any) -> Look:
+        """Return what was seen.
+
+        Args:
+            output: of the model.
+        """
+        return Look(
+            self._tensors,
+            self._parameters,
+            self._substitutes.aliases,
+            self._buffers,
+            self._operations,
+            self._modules,
+            tuple(name for name, _ in self._candidates),
+            [block for block in self._blocks if block is not None],
+            [(name, self._number_of(leaf)) for name, leaf in named_leaves((output,), {})],
+        )
+
+
+def _facts(tensor: Tensor) -> Facts:
+    """Return the facts of any tensor; a ragged or sparse one has no shape that counts."""
+    if isinstance(tensor, ValuelessTensor):
+        return tensor.facts
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return Facts((), (), tensor.dtype, tensor.device)
+    return facts_of(tensor)
+
+
+def _shown(tensor: Tensor, given: Sequence[Tensor]) -> tuple[int | None, int]:
+    """Return the place of the argument whose memory a new tensor shows, and where it begins."""
+    if isinstance(tensor, ValuelessTensor):
+        return (None, 0) if tensor.shown is None else tensor.shown
+    with torch._C.DisableTorchFunction():
+        for place, base in enumerate(given):
+            if tensor.layout is not torch.strided or base.layout is not torch.strided:
+                continue
+            if tensor.untyped_storage()._cdata == base.untyped_storage()._cdata:
+                return place, int(tensor.storage_offset() - base.storage_offset())
+    return None, 0

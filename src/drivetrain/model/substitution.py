@@ -1,0 +1,124 @@
+"""Lets a model run once without values: its parameters have none until the context ends."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.model.valueless import ValuelessTensor
+from drivetrain.runtime import rng
+
+
+@dataclass(frozen=True, slots=True)
+class Substitutes:
+    """What stands in the place of a model's tensors.
+
+    Attributes:
+        device: where the model's values are, or would be: the CPU for the meta device.
+        parameters: in place of the distinct parameters, by their first name.
+        aliases: all names of each, by its first name.
+        buffers: copies of the buffers by name; without values for those on the meta device.
+    """
+
+    device: torch.device
+    parameters: dict[str, ValuelessTensor]
+    aliases: dict[str, tuple[str, ...]]
+    buffers: dict[str, Tensor]
+
+
+@contextmanager
+def without_values(
+    model: nn.Module, kind: type[ValuelessTensor] = ValuelessTensor
+) -> Iterator[Substitutes]:
+    """Context in which a model runs without values; afterwards it is as before.
+
+    Whatever a forward sets on modules, such as caches and statistics, is undone, and the random
+    generators get their states back.
+
+    Args:
+        model: its parameters lose their values and its buffers become copies inside of the context.
+        kind: of the tensors without values.
+    """
+    modules = list(model.modules())
+    saved = [pair for module in modules for pair in _contents(module)]
+    state = rng.capture()
+    try:
+        keep_padding(model)
+        with _uncompiled(modules):
+            yield _substitute(model, kind)
+    finally:
+        for owner, before in saved:
+            owner.clear()
+            owner.update(before)
+        rng.restore(state)
+
+
+def keep_padding(model: nn.Module) -> None:
+    """Let encoders of torch compute padded positions, too, in eval mode, as they do in training.
+
+    Left to themselves they look at the values of the mask and the input and send ragged tensors
+    through the blocks; at padded positions the output is then zero instead of some number.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def _uncompiled(modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
+    """Run compiled modules eagerly: what has no values cannot be compiled."""
+    compiled = any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules
+    )
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _contents(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    owners: list[dict[str, Any]] = [
+        module._parameters,
+        module._buffers,
+        module._modules,
+        module.__dict__,
+    ]
+    return [(owner, dict(owner)) for owner in owners]
+
+
+def _substitute(model: nn.Module, kind: type[ValuelessTensor]) -> Substitutes:
+    device = _device(model)
+    by_identity: dict[int, str] = {}
+    parameters: dict[str, ValuelessTensor] = {}
+    aliases: dict[str, list[str]] = {}
+    buffers: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            first = by_identity.setdefault(id(parameter), full)
+            if first not in parameters:
+                parameters[first] = kind.of(parameter, _real(parameter.device))
+            module._parameters[name] = parameters[first]
+            aliases.setdefault(first, []).append(full)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                full = f"{prefix}.{name}" if prefix else name
+                module._buffers[name] = buffers[full] = _copy(buffer, kind)
+    names = {first: tuple(all_names) for first, all_names in aliases.items()}
+    return Substitutes(device, parameters, names, buffers)
+
+
+def _copy(buffer: Tensor, kind: type[ValuelessTensor]) -> Tensor:
+    if buffer.is_meta:
+        return kind.of(buffer, _real(buffer.device))
+    return buffer.detach().clone()
+
+
+def _device(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return _real(first.device) if first is not None else torch.device("cpu")
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device

@@ -1,0 +1,363 @@
+"""A tensor without values: it has a shape, strides, a dtype and a device, and takes no memory.
+
+Any operation with one among its arguments gives tensors without values and computes nothing.
+Operations on real tensors alone are not touched.
+
+A function that tensors without values cannot run, since it communicates or calls a kernel of its
+own, may have an attribute ``without_values``: a function of the same arguments that returns tensors
+of the same shapes and dtypes. It is used when the function hands them over (``torch.overrides``).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+from drivetrain.errors import UsageError
+from drivetrain.model.functions import CONSTANTS, QUESTIONS, READERS, targets
+from drivetrain.model.results import (
+    Facts,
+    Function,
+    GivenTensor,
+    MadeTensor,
+    ValuesNeededError,
+    facts_of,
+    freeze,
+    needs_values,
+    result_of,
+    thaw,
+)
+
+_Kind: TypeAlias = type["ValuelessTensor"]
+_Handler: TypeAlias = Callable[[_Kind, Function, Sequence[Any], Mapping[str, Any]], Any]
+
+
+class Shown(NamedTuple):
+    """Which memory a view shows.
+
+    Attributes:
+        place: of the tensor with that memory, among those that the view was made of.
+        offset: by how many elements the view begins later.
+    """
+
+    place: int
+    offset: int
+
+
+class ValuelessTensor(Tensor):
+    """Facts of a tensor without its values; made by ``of``, ``like`` and operations on others.
+
+    Subclasses may know where values come from, and say in errors where they are.
+
+    Attributes:
+        facts: shape, strides, dtype, device.
+        work: floating point operations of the matrix products that would have made it.
+        shown: the memory that it shows, if it is a view.
+    """
+
+    facts: Facts
+    work: int
+    shown: Shown | None
+
+    def __new__(cls, facts: Facts, requires_grad: bool = False, work: int = 0) -> Self:
+        """Make one that nothing is known of but its facts."""
+        self: Self = Tensor._make_wrapper_subclass(
+            cls,
+            facts.shape,
+            strides=facts.stride,
+            dtype=facts.dtype,
+            device=facts.device,
+            requires_grad=requires_grad,
+        )
+        self.facts, self.work, self.shown = facts, work, None
+        return self
+
+    def __init__(self, facts: Facts, requires_grad: bool = False, work: int = 0) -> None:
+        """Everything is done in ``__new__``."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, device: torch.device | None = None) -> Self:
+        """Return one with the facts of a tensor, which is let go.
+
+        Args:
+            tensor: a strided tensor, on any device.
+            device: that it names as its own; None for the tensor's.
+        """
+        facts = facts_of(tensor)
+        return cls(facts._replace(device=device or facts.device), tensor.requires_grad)
+
+    @classmethod
+    def like(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool = False,
+    ) -> Self:
+        """Return a contiguous one.
+
+        Args:
+            shape: its shape.
+            dtype: its dtype.
+            device: the device that the values would be on.
+            requires_grad: whether a loss made from it can be differentiated.
+        """
+        meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return cls(facts_of(meta)._replace(device=device), requires_grad)
+
+    def value(self) -> Tensor | None:
+        """Return the value, if it has become known; None as long as it is not."""
+        return None
+
+    def derived_from(self, tensors: Sequence[Tensor]) -> None:
+        """Note the arguments of the operation that made this tensor, or wrote into it."""
+
+    @classmethod
+    def remember(
+        cls, result: Any, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Note how results follow from values that may become known."""
+
+    @classmethod
+    def values_needed(cls, use: str) -> ValuesNeededError:
+        """Return the error for a use of values."""
+        return ValuesNeededError(
+            f"expected a forward that depends on shapes alone, found {use}, which needs values: "
+            "the model is looked at without any; choose by shapes, or in the data",
+            use,
+        )
+
+    @classmethod
+    def write_refused(cls, name: str, target: Tensor) -> UsageError:
+        """Return the error for values that are not there and go into a real tensor."""
+        return UsageError(
+            f"expected values for {name}() to write, found a tensor without values, and a real "
+            f"tensor of shape {tuple(target.shape)} as the target: make a new tensor instead"
+        )
+
+    @classmethod
+    def reshape_refused(cls, name: str) -> UsageError:
+        """Return the error for an operation that changes the shape of its argument."""
+        return UsageError(
+            f"expected a tensor that keeps its shape, found {name}() on a tensor without values: "
+            "use the form that returns a new tensor"
+        )
+
+    @classmethod
+    def backward_refused(cls) -> UsageError:
+        """Return the error for a backward."""
+        return UsageError("expected a forward alone, found a backward of a tensor without values")
+
+    @classmethod
+    def assignment_refused(cls) -> UsageError:
+        """Return the error for an assignment to ``data``."""
+        return UsageError("expected to read .data, found an assignment to it, without values")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Function,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return what a function of torch would return."""
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(cls, func, args, kwargs or {})
+        if getattr(func, "__name__", "") == "__get__":
+            return _on_facts(cls, func, args, kwargs or {})
+        return cls._apply(getattr(func, "without_values", func), args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return what an operation called from C++ would return."""
+        if needs_values(func):
+            return _on_values(cls, func, args, kwargs or {})
+        return cls._apply(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape, _, dtype, device = self.facts
+        return f"{type(self).__name__}({shape}, {dtype}, device='{device}')"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self)(self.facts, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    @classmethod
+    def _apply(cls, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the tensors that a call gives, or values when all of its arguments have them."""
+        tensors: list[Tensor] = []
+
+        def given(tensor: Tensor) -> GivenTensor:
+            tensors.append(tensor)
+            facts = tensor.facts if isinstance(tensor, ValuelessTensor) else facts_of(tensor)
+            return GivenTensor(len(tensors) - 1, facts)
+
+        frozen, named = freeze(tuple(args), given), freeze(dict(kwargs), given)
+        empty = [tensor for tensor in tensors if isinstance(tensor, ValuelessTensor)]
+        if all(tensor.value() is not None for tensor in reversed(empty)):
+            return _on_values(cls, func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        written = cls._written(name, args, kwargs)
+        device = next((each.facts.device for each in empty if each.dim()), empty[0].facts.device)
+        cast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        try:
+            found = result_of(func, frozen, named, (cast, torch.get_default_dtype()))
+        except ValuesNeededError as error:
+            raise cls.values_needed(error.use) from error
+        grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        work = found.work
+
+        def tensor_of(frozen: GivenTensor | MadeTensor) -> Tensor:
+            nonlocal work
+            if isinstance(frozen, GivenTensor):
+                return cls._unchanged(name or str(func), tensors[frozen.place], frozen.facts)
+            dtype = frozen.facts.dtype
+            differentiable = grad and (dtype.is_floating_point or dtype.is_complex)
+            made, work = cls(frozen.facts, differentiable, work), 0
+            if frozen.base is not None:
+                made.shown = Shown(frozen.base, frozen.offset)
+            made.derived_from(tensors)
+            return made
+
+        result = thaw(found.value, tensor_of)
+        for target in written:
+            target.derived_from(tensors)
+        cls.remember(result, func, args, kwargs)
+        return result
+
+    @classmethod
+    def _written(
+        cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list["ValuelessTensor"]:
+        """Return what a function writes into, if that has no values either."""
+        written = [target for target in targets(name, args, kwargs) if isinstance(target, Tensor)]
+        for target in written:
+            if not isinstance(target, ValuelessTensor):
+                raise cls.write_refused(name, target)
+        return [target for target in written if isinstance(target, ValuelessTensor)]
+
+    @classmethod
+    def _unchanged(cls, name: str, tensor: Tensor, facts: Facts) -> Tensor:
+        """Return an argument that a call returned; its shape must be the one it was made with."""
+        known = tensor.facts if isinstance(tensor, ValuelessTensor) else facts_of(tensor)
+        if (known.shape, known.dtype) != (facts.shape, facts.dtype):
+            raise cls.reshape_refused(name)
+        return tensor
+
+
+def _on_facts(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _on_values(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function that reads values, if they have become known."""
+
+    def valued(value: Any) -> Any:
+        if isinstance(value, ValuelessTensor):
+            found = value.value()
+            if found is None:
+                name = getattr(func, "__name__", None) or str(func)
+                raise cls.values_needed(f"{name.strip('_')}()")
+            return found
+        if isinstance(value, list | tuple):
+            return type(value)(valued(item) for item in value)
+        return value
+
+    return func(*valued(tuple(args)), **{key: valued(item) for key, item in kwargs.items()})
+
+
+def _instead(function: Function) -> _Handler:
+    """Return a handler that calls another function."""
+    return lambda cls, func, args, kwargs: cls._apply(function, args, kwargs)
+
+
+def _detached(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with torch.no_grad():
+        return cls._apply(Tensor.detach, args, kwargs)
+
+
+def _index(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Index; a real mask is turned into positions, whose number is known here."""
+    target, index, *rest = args
+    parts = index if isinstance(index, tuple) else (index,)
+    plain: list[Any] = []
+    for part in parts:
+        mask = isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)
+        if mask and not isinstance(part, ValuelessTensor):
+            plain.extend(part.nonzero(as_tuple=True))
+        else:
+            plain.append(part)
+    return cls._apply(func, (target, tuple(plain), *rest), kwargs)
+
+
+def _constant(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Make a real tensor, since its values do not depend on its argument's, only its shape."""
+    like, *rest = args
+    if not isinstance(like, ValuelessTensor):
+        return cls._apply(func, args, kwargs)
+    given = {"device": like.facts.device, "dtype": like.facts.dtype}
+    given |= {key: value for key, value in kwargs.items() if value is not None}
+    pattern = torch.empty(1, dtype=like.facts.dtype, device=like.facts.device)
+    if getattr(func, "__name__", "").endswith("_like"):
+        pattern = pattern.expand(like.facts.shape)
+        given.setdefault("memory_format", torch.contiguous_format)
+    return func(pattern, *rest, **given)
+
+
+def _iterate(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return iter(cls._apply(Tensor.unbind, args, {}))
+
+
+def _no_backward(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    raise cls.backward_refused()
+
+
+def _no_assignment(
+    cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    raise cls.assignment_refused()
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.transpose(-2, -1)
+
+
+def _handlers() -> dict[Any, _Handler]:
+    """Return what is done with functions that are no operations on values."""
+    handlers: dict[Any, _Handler] = {
+        Tensor.__getitem__: _index,
+        Tensor.__setitem__: _index,
+        Tensor.__iter__: _iterate,
+        Tensor.detach: _detached,
+        torch.detach: _detached,
+        Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
+        Tensor.data.__set__: _no_assignment,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__set__: _on_facts,  # type: ignore[attr-defined]
+        Tensor.grad.__set__: _on_facts,  # type: ignore[union-attr]
+        Tensor.T.__get__: _instead(Tensor.t),  # type: ignore[attr-defined]
+        Tensor.mT.__get__: _instead(_transposed),  # type: ignore[attr-defined]
+        Tensor.real.__get__: _instead(torch.real),  # type: ignore[attr-defined]
+        Tensor.imag.__get__: _instead(torch.imag),  # type: ignore[attr-defined]
+        Tensor.backward: _no_backward,
+        torch.autograd.backward: _no_backward,
+        torch.autograd.grad: _no_backward,
+    }
+    handlers |= dict.fromkeys(CONSTANTS, _constant)
+    handlers |= dict.fromkeys(READERS, _on_values)
+    handlers |= dict.fromkeys(QUESTIONS, _on_facts)
+    return handlers
+
+
+_HANDLERS: Mapping[Any, _Handler] = MappingProxyType(_handlers())

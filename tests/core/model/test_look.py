@@ -1,0 +1,210 @@
+"""One look at a model: its operations, their work and bytes, what follows from what."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from drivetrain.model import ValuelessTensor, ValuesNeededError, look_at
+
+B, T, D, HEADS, VOCABULARY = 2, 8, 16, 4, 32
+
+
+def only(look, name):
+    (found,) = [operation for operation in look.operations if operation.name == name]
+    return found
+
+
+def test_the_work_and_bytes_of_a_linear_layer():
+    found = only(look_at(nn.Linear(8, 3), (torch.ones(4, 8),), {}), "linear")
+    assert found.work == 2 * 4 * 8 * 3
+    assert found.read == 4 * (4 * 8 + 8 * 3 + 3)
+    assert found.written == 4 * (4 * 3)
+    assert not found.known
+
+
+def test_the_work_and_bytes_of_attention():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Parameter(torch.ones(B, HEADS, T, D, dtype=torch.bfloat16))
+
+        def forward(self):
+            return F.scaled_dot_product_attention(self.q, self.q, self.q)
+
+    found = only(look_at(Attention(), (), {}), "scaled_dot_product_attention")
+    assert found.work == 2 * (2 * B * HEADS * T * T * D)
+    assert found.written == 2 * (B * HEADS * T * D)
+    assert found.read == 2 * (B * HEADS * T * D)  # one tensor, however often it is handed over
+
+
+def test_a_lookup_reads_what_it_returns():
+    found = only(look_at(nn.Embedding(1000, D), (torch.zeros(B, T).long(),), {}), "embedding")
+    assert found.written == 4 * B * T * D
+    assert found.read == 4 * B * T * D + 8 * B * T
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        n_embd=D, n_layer=3, n_head=HEADS, vocab_size=VOCABULARY, n_positions=T
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+IDS = torch.arange(B * T).view(B, T)
+
+
+def test_the_work_of_gpt2_is_that_of_the_formula():
+    look = look_at(gpt2(), (), {"input_ids": IDS})
+    per_block = 24 * B * T * D**2 + 4 * B * T**2 * D
+    assert [sum(o.work for o in look.inside(call)) for call in look.blocks] == [per_block] * 3
+    assert look.work == 3 * per_block + 2 * B * T * D * VOCABULARY
+
+
+def test_views_move_nothing_and_say_what_they_show():
+    class Packed(nn.Linear):
+        def forward(self, x):
+            q, k, v = super().forward(x).split(D, dim=-1)
+            return q + k * v.view(B, T, HEADS, -1).flatten(2)
+
+    look = look_at(Packed(D, 3 * D), (torch.ones(B, T, D),), {})
+    (packed,) = only(look, "linear").outputs
+    split = only(look, "split")
+    assert (split.read, split.written) == (0, 0)
+    assert [(view.base, view.offset) for view in split.views] == [
+        (packed, 0),
+        (packed, D),
+        (packed, 2 * D),
+    ]
+    assert only(look, "add").read == 2 * 4 * B * T * D
+
+
+def test_what_follows_from_what():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+            self.register_buffer("scale", torch.ones(D))
+
+        def forward(self, x):
+            return self.second(self.first(x) * self.scale)
+
+    look = look_at(Net(), (torch.ones(B, D),), {})
+    first, second = [o for o in look.operations if o.name == "linear"]
+    times = only(look, "mul")
+    assert first.inputs[1:] == (look.parameters["first.weight"], look.parameters["first.bias"])
+    assert times.inputs == (first.outputs[0], look.buffers["scale"])
+    assert second.inputs[0] == times.outputs[0]
+    assert look.output == [("0", second.outputs[0])]
+    assert (first.module, times.module, second.module) == ("first", "", "second")
+    calls = {call.name: call for call in look.modules}
+    assert calls["first"].outputs == first.outputs
+    assert look.inside(calls["second"]) == [second]
+
+
+def test_inputs_and_buffers_are_computed_with():
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            if mask.all():
+                return x
+            return super().forward(x) * mask.cumsum(0)
+
+    look = look_at(Masked(D, D), (torch.ones(B, D), torch.eye(B)[:, :1]), {})
+    assert only(look, "cumsum").known
+    assert not only(look, "mul").known
+
+
+def test_values_are_refused():
+    class Chooses(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if y.sum() > 0 else -y
+
+    with pytest.raises(ValuesNeededError, match="bool"):
+        look_at(Chooses(D, D), (torch.ones(B, D),), {})
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x, mask, *, cache):
+        cache.append(x)
+        return {"x": self.linear(x) * mask, "mask": mask, "n": 3, "sum": mask.sum()}
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.kinds = []
+
+    def forward(self, x, mask):
+        for block in self.blocks:
+            found = block(x, mask, cache=[])
+            x, mask = found["x"], found["mask"]
+            self.kinds.append((type(x), type(mask), type(found["sum"])))
+        return x
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_calls_of_blocks(isolated):
+    model = Blocks()
+    x, mask = torch.ones(B, D), torch.ones(B, 1)
+    look = look_at(model, (x, mask), {}, isolated=isolated)
+    assert look.candidates == ("blocks.0", "blocks.1")
+    first, second = look.blocks
+    assert [(call.name, call.caller) for call in (first, second)] == [
+        ("blocks.0", None),
+        ("blocks.1", None),
+    ]
+    assert first.names == ("0", "1")
+    returned = dict(zip(("x", "mask", "n", "sum"), first.returned, strict=True))
+    assert returned["mask"].argument == 1
+    assert returned["n"].value == 3
+    assert returned["x"].requires_grad
+    assert (returned["x"].number == returned["x"].handed) != isolated
+    assert second.given[0] == returned["x"].handed
+    args, kwargs = look.example(second, lambda seen: torch.zeros(seen.facts.shape))
+    assert torch.equal(args[0], torch.zeros(B, D))
+    assert torch.equal(args[1], mask)
+    assert kwargs == {"cache": []}
+    valueless, real = ValuelessTensor, torch.Tensor
+    assert model.kinds == [(valueless, real, valueless if isolated else real)] * 2
+
+
+def test_the_mode_of_the_forward_is_chosen_and_undone():
+    model = nn.Sequential(nn.Linear(D, D), nn.Dropout()).eval()
+    for training in (True, False):
+        look = look_at(model, (torch.ones(B, D),), {}, training=training)
+        options = only(look, "dropout").kwargs
+        assert (options["p"], options["training"]) == (0.5, training)
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_model_on_meta_shows_the_same():
+    with torch.device("meta"):
+        meta = gpt2()
+    shown = [look_at(model, (), {"input_ids": IDS}) for model in (gpt2(), meta)]
+    lines = [
+        [
+            (o.name, o.inputs, o.outputs, o.work, o.read, o.written, o.module)
+            for o in look.operations
+        ]
+        for look in shown
+    ]
+    assert lines[0] == lines[1]
+
+
+def test_work_is_that_of_what_is_really_computed():
+    model, seen = gpt2().eval(), []
+    look = look_at(model, (), {"input_ids": IDS}, training=False)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        seen.append(model(IDS).logits)
+    attention = 3 * 4 * B * T**2 * D  # the kernel of a CPU, which torch's counter leaves out
+    assert look.work in (counter.get_total_flops(), counter.get_total_flops() + attention)
+    assert math.prod(seen[0].shape) == B * T * VOCABULARY
