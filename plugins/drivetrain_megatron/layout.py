@@ -16,8 +16,8 @@ from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.other_stages import Tie, is_local, ties
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
 from drivetrain_megatron.plan.named import models_plan, users_plan
-from drivetrain_megatron.recording.examples import ExampleInputs, inputs_for
-from drivetrain_megatron.recording.recorder import Recording, record
+from drivetrain_megatron.recording.examples import inputs_for
+from drivetrain_megatron.recording.phases import Recording, recording_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,10 @@ class CellLayout:
         found = inputs_for(config, model)
         facts = {n: ParameterFacts(tuple(p.shape)) for n, p in named_parameters(model).items()}
         plan = pipeline = None
-        if config.pp > 1:
-            inputs = found or ExampleInputs()
-            recording = record(model, inputs.args, inputs.kwargs)
+        if config.pp > 1 and found is not None:
+            recording = recording_of(model, found.look)
             chosen = replace(config, cut="cost") if config.cut == "profile" else config
-            cut = chosen_cut(chosen, model, recording, inputs)
+            cut = chosen_cut(chosen, model, recording, found.look)
             pipeline = Pipelined(recording, cut, config.pp, run.mesh["pp"].rank)
         if config.tp > 1:
             tensor = _tensor_parallel(config, model, run)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from drivetrain.collectives import sent_elements
 from drivetrain.cost import ModelSpec
+from drivetrain.model.look import BlockCall, Look
+from drivetrain.model.recorder import look_at
+from drivetrain.parts.naming import uncompiled
 from drivetrain.strategy import Run
 from drivetrain_megatron import volumes
 from drivetrain_megatron.config import MegatronConfig
@@ -18,8 +20,8 @@ from drivetrain_megatron.layout import CellLayout, Pipelined
 from drivetrain_megatron.pipeline.batches import cut_batch
 from drivetrain_megatron.plan.derive import Derivation
 from drivetrain_megatron.plan.model import ModelPlan
-from drivetrain_megatron.recording.calls import trace_calls
-from drivetrain_megatron.recording.recorder import record
+from drivetrain_megatron.recording.phases import recording_of
+from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.structure import TensorMeta
 from drivetrain_megatron.tensor.linear import features_of, is_linear
 from drivetrain_megatron.volumes import Activation, RanksOfAxis
@@ -87,12 +89,12 @@ class StepVolumes:
         ]
 
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Forward:
-        module = self._module
-        calls = trace_calls(module, args, kwargs)
-        entering = {name: _activation(calls.arguments[name]) for name, _ in calls.blocks}
+        module, isolated = self._module, self._layout.pipeline is not None
+        look = look_at(uncompiled(module), args, kwargs, kind=StageProxy, isolated=isolated)
+        entering = {name: _activation(look, call) for name, call in look.first_calls().items()}
         leaving: list[Sequence[TensorMeta]] = []
-        if self._layout.pipeline is not None:
-            leaving = [block.output.metas for block in record(module, args, kwargs).blocks]
+        if isolated:
+            leaving = [block.output.metas for block in recording_of(module, look).blocks]
         return Forward(entering, leaving)
 
     @property
@@ -204,10 +206,10 @@ def _widths(block: nn.Module, derivation: Derivation) -> Iterator[tuple[int, int
         yield width, width
 
 
-def _activation(call: Any) -> Activation:
+def _activation(look: Look, call: BlockCall) -> Activation:
     """Return what a block is given first that is a floating point tensor of two dims or more."""
-    leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    first = next(leaf for leaf in leaves if leaf.is_floating_point() and leaf.dim() > 1)
+    given = [look.tensors[number].facts for number in call.given if number is not None]
+    first = next(x for x in given if x.dtype.is_floating_point and len(x.shape) > 1)
     return _of_shape(first.shape, first.dtype)
 
 

@@ -96,8 +96,8 @@ class Megatron(Around):
         inputs = inputs_for(self.config, model)
         self._dropout.find(model, inputs)
         # The model is whole for the last time: a pipeline is planned before layers are divided.
-        if self._builder is not None:
-            self._builder.plan(model, inputs or ExampleInputs())
+        if self._builder is not None and inputs is not None:  # without any, inputs_for has raised
+            self._builder.plan(model, inputs)
         if self._tp.size > 1:
             self._divide_layers(model, optimizers, inputs)
         self._dropout.attach(model, counting=self._builder is None)

@@ -25,7 +25,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.parts.blocks import NamedModule
-from drivetrain.parts.naming import clean_name
+from drivetrain.parts.naming import clean_name, uncompiled
 from drivetrain.runtime import rng
 from drivetrain_megatron.dropout.dropouts import (
     Layouts,
@@ -40,7 +40,6 @@ from drivetrain_megatron.dropout.masks import combine, keep_mask, mix
 from drivetrain_megatron.recording.examples import ExampleInputs, example_inputs
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.behavior import Behavior, Surrounding, release, surround
-from drivetrain_megatron.tensor.compiled import uncompiled
 
 logger = get_logger(__name__)
 
@@ -100,13 +99,15 @@ class Dropout:
         try:
             given = example_inputs(model) if inputs is None else inputs
         except UsageError as error:
+            if getattr(model, "dummy_inputs", None) is not None:
+                raise
             self._names = frozenset(name for name, m in model.named_modules() if drops(m))
             if self._ranks.size > 1:
                 self._names |= {""}  # whatever is random in it must be equal on all of them
             else:
                 logger.announce(f"dropout: only nn.Dropout takes masks that count ({error})")
         else:
-            self._names = dropping_modules(model, given.args, given.kwargs)
+            self._names = dropping_modules(model, given.look)
 
     def attach(self, model: nn.Module, *, counting: bool = True) -> None:
         """Let modules of a model drop by these masks; a model that drops nothing is left alone.

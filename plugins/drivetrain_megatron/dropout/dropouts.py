@@ -1,19 +1,17 @@
 """Finds where a model drops elements, and knows how the ranks divide what is dropped there."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
 from drivetrain.collectives.solo import SoloCommunicator
 from drivetrain.errors import UsageError
-from drivetrain_megatron.dropout.functions import Dropping
-from drivetrain_megatron.recording.recorder import to_device
-from drivetrain_megatron.recording.substitution import without_values
+from drivetrain.model.look import Look
+from drivetrain_megatron.dropout.functions import Dropping, drops_elements
 from drivetrain_megatron.tensor.attention import attach_heads, keep_padded
 from drivetrain_megatron.tensor.behavior import behavior_of
 from drivetrain_megatron.tensor.partition import Partition
@@ -116,26 +114,16 @@ class DropoutRecorder:
         return x
 
 
-def dropping_modules(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> frozenset[str]:
-    """Return the names of modules that drop elements in training; the model is not changed.
+def dropping_modules(model: nn.Module, look: Look) -> frozenset[str]:
+    """Return the names of modules that drop elements in training.
 
     Args:
-        model: whole, also on the meta device.
-        args: example inputs.
-        kwargs: the same by name.
+        model: whole, as it was before it was compiled.
+        look: at a forward of it in training.
     """
-    recorder = DropoutRecorder(model)
-    try:
-        with without_values(model) as substitutes, recorder.watching(), torch.no_grad():
-            model.train()
-            given, named = to_device((tuple(args), dict(kwargs)), substitutes.device)
-            model(*given, **named)
-    finally:
-        recorder.close()
     inside = {name for name, m in model.named_modules() if _is_attention(m)}
-    return frozenset({site.module for site in recorder.seen} | inside)
+    seen = {each.module for each in look.operations if drops_elements(each)}
+    return frozenset(seen | inside)
 
 
 def drops(module: nn.Module) -> bool:

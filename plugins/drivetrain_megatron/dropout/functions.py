@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from drivetrain.model.look import ModelOperation
+
 Drop: TypeAlias = Callable[[Tensor, float], Tensor]
 """Returns a tensor of which elements were dropped with a probability above 0."""
 
@@ -50,9 +52,14 @@ class _Dropout(NamedTuple):
     training: bool = True
     inplace: bool = False
 
+    @property
+    def draws(self) -> bool:
+        """Whether a mask is drawn."""
+        return self.training and 0.0 < self.p <= 1.0
+
     def dropped(self, drop: Drop) -> Tensor:
         """Return the result."""
-        if not self.training or not 0.0 < self.p <= 1.0:  # torch knows what is wrong with p
+        if not self.draws:  # torch knows what is wrong with p
             return F.dropout(*self)
         result = drop(self.input, self.p)
         return self.input.copy_(result) if self.inplace else result
@@ -64,6 +71,11 @@ class _NativeDropout(NamedTuple):
     input: Tensor
     p: float
     train: bool
+
+    @property
+    def draws(self) -> bool:
+        """Whether a mask is drawn."""
+        return _Dropout(*self).draws
 
 
 class Attention(NamedTuple):
@@ -82,9 +94,14 @@ class Attention(NamedTuple):
     scale: float | None = None
     enable_gqa: bool = False
 
+    @property
+    def draws(self) -> bool:
+        """Whether a mask is drawn."""
+        return self.dropout_p > 0.0
+
     def dropped(self, drop: Drop) -> Tensor:
         """Return the result, of weights that were dropped."""
-        if self.dropout_p <= 0.0:
+        if not self.draws:
             given = self._asdict()
             return F.scaled_dot_product_attention(**given)
         value = self._per_query_head(self.value)
@@ -115,6 +132,12 @@ class Attention(NamedTuple):
         return heads.repeat_interleave(count // own, dim=-3)
 
 
+def drops_elements(operation: ModelOperation) -> bool:
+    """Whether an operation is a dropout that draws a mask."""
+    arguments = _ARGUMENTS.get(operation.function)
+    return arguments is not None and arguments(*operation.args, **operation.kwargs).draws
+
+
 def _functional(drop: Drop, *args: Any, **kwargs: Any) -> Tensor:
     return _Dropout(*args, **kwargs).dropped(drop)
 
@@ -136,4 +159,11 @@ _SUBSTITUTES: dict[Any, Callable[..., Tensor]] = {
     torch.dropout: _native,
     torch.dropout_: _native_in_place,
     F.scaled_dot_product_attention: _attention,
+}
+
+_ARGUMENTS: dict[Any, type[_Dropout | _NativeDropout | Attention]] = {
+    F.dropout: _Dropout,
+    torch.dropout: _NativeDropout,
+    torch.dropout_: _NativeDropout,
+    F.scaled_dot_product_attention: Attention,
 }

@@ -15,6 +15,8 @@ from drivetrain.collectives import Communicator
 from drivetrain.communication import broadcast_object_list
 from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
+from drivetrain.model.look import Look
+from drivetrain.parts.naming import uncompiled
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import StageCut, balanced, listed
@@ -28,7 +30,7 @@ from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.pipeline.weights import WeightGradients
 from drivetrain_megatron.pipeline.worker import Forwards
 from drivetrain_megatron.recording.examples import ExampleInputs
-from drivetrain_megatron.recording.recorder import Recording, record
+from drivetrain_megatron.recording.phases import Recording, recording_of
 from drivetrain_megatron.tensor.compiled import Uncompiled
 
 logger = get_logger(__name__)
@@ -71,8 +73,8 @@ class PipelineBuilder:
         Raises:
             ConfigError: the model or the configured list does not allow it.
         """
-        recording = record(model, inputs.args, inputs.kwargs)
-        cut = chosen_cut(self._config, model, recording, inputs)
+        recording = recording_of(model, inputs.look)
+        cut = chosen_cut(self._config, model, recording, inputs.look)
         # A cut that was measured differs from rank to rank; the first one's counts.
         (bounds,) = broadcast_object_list([cut.bounds])
         self._planned = recording, StageCut(bounds)
@@ -161,7 +163,7 @@ class PipelineBuilder:
 
 
 def chosen_cut(
-    config: MegatronConfig, model: nn.Module, recording: Recording, inputs: ExampleInputs
+    config: MegatronConfig, model: nn.Module, recording: Recording, look: Look
 ) -> StageCut:
     """Return where the stages of a configuration begin.
 
@@ -175,7 +177,7 @@ def chosen_cut(
     if how == "uniform":
         return balanced(recording, stages, [1.0] * len(recording.blocks), 0.0, 0.0)
     if how == "profile":
-        seconds = profile(model, recording, inputs.args, inputs.kwargs)
+        seconds = profile(uncompiled(model), look)
         return balanced(recording, stages, seconds, *scaled_edges(recording, seconds))
     try:
         layout = [int(part) for part in how.split(",")]

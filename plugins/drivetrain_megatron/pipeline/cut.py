@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.recording.recorder import Dependency, Recording
+from drivetrain_megatron.recording.phases import Dependency, Recording
 
 _INFINITE = float("inf")
 

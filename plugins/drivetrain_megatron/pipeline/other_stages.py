@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from drivetrain_megatron.pipeline.cut import StageCut
+from drivetrain_megatron.recording.phases import Recording, Use
 from drivetrain_megatron.recording.proxy import StageProxy, proxy_of
-from drivetrain_megatron.recording.recorder import Recording, Use
 
 _HOOKS = (
     "_forward_hooks",

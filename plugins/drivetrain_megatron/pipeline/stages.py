@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from drivetrain.errors import UsageError
+from drivetrain.model.block_hooks import BlockHooks
+from drivetrain.model.look import named_leaves
+from drivetrain.model.substitution import keep_padding
 from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.other_stages import (
     ProxyPlace,
@@ -27,12 +30,10 @@ from drivetrain_megatron.pipeline.other_stages import (
     take_hooks,
     ties,
 )
-from drivetrain_megatron.recording.block_hooks import Gates
+from drivetrain_megatron.recording.phases import Recording, block_order
 from drivetrain_megatron.recording.proxy import StageProxy, proxy_like
-from drivetrain_megatron.recording.recorder import Recording, block_order
 from drivetrain_megatron.recording.shapes import Metas, Shapes
-from drivetrain_megatron.recording.structure import PLAIN, TensorMeta, changed, named_leaves
-from drivetrain_megatron.recording.substitution import keep_padding
+from drivetrain_megatron.recording.structure import PLAIN, TensorMeta, changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Parts:
     forward: Callable[..., Any]
     recording: Recording
     cut: StageCut
-    gates: Gates
+    gates: BlockHooks
     shapes: Shapes
     device: torch.device
 
@@ -226,7 +227,7 @@ def split(
     for index, (_, block) in enumerate(blocks):
         if index not in phases:
             take_hooks(block)
-    gates = Gates(blocks)
+    gates = BlockHooks(blocks)
     shapes = Shapes(recording, model, gates, device)
     modules = tuple(block for _, block in blocks)
     parts = _Parts(model, modules, model.forward, recording, cut, gates, shapes, device)

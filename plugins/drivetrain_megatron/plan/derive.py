@@ -12,7 +12,7 @@ from torch import nn
 
 from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, SizeAttribute
 from drivetrain_megatron.plan.groups import GroupDivision, LayerGroup, find_groups, ways
-from drivetrain_megatron.plan.provenance import LinearUse, trace_linears
+from drivetrain_megatron.plan.provenance import LinearUse
 from drivetrain_megatron.plan.trial import Trial, verify
 from drivetrain_megatron.tensor.linear import is_linear
 
@@ -49,17 +49,22 @@ class Derivation:
 
 
 def derive(
-    trial: Trial, ranks: int, *, sequence_parallel: bool, layers: Iterable[str] | None = None
+    trial: Trial,
+    uses: Mapping[str, LinearUse],
+    ranks: int,
+    *,
+    sequence_parallel: bool,
+    layers: Iterable[str] | None = None,
 ) -> Derivation:
     """Return the plan for a block.
 
     Args:
         trial: of the block.
+        uses: its linear layers, in the order of their first calls.
         ranks: how many ranks.
         sequence_parallel: whether activations between groups are shards.
         layers: names of the layers that may be divided, or of modules around them; None for all.
     """
-    uses = trace_linears(trial.block, *trial.call.copied())
     allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
     tryout = _Tryout(trial, ranks, sequence_parallel)
     found = Derivation(groups=find_groups(uses))

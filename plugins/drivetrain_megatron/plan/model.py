@@ -14,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
+from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
-from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.dropout.dropouts import DropoutLayout, Layouts, Site, open_attentions
 from drivetrain_megatron.plan.derive import Derivation, derive
@@ -30,12 +31,13 @@ from drivetrain_megatron.plan.named import (
     NamedPlan,
     check_fulfilled,
 )
+from drivetrain_megatron.plan.provenance import LinearUse, linear_uses
 from drivetrain_megatron.plan.trial import make_trial
 from drivetrain_megatron.plan.vocabulary_layers import by_words, find_vocabulary, words_of
-from drivetrain_megatron.recording.calls import Call, Calls, trace_calls
+from drivetrain_megatron.recording.calls import Call, Calls, calls_in
 from drivetrain_megatron.recording.examples import ExampleInputs
 from drivetrain_megatron.tensor.attention import keep_padded
-from drivetrain_megatron.tensor.compiled import Uncompiled, uncompiled
+from drivetrain_megatron.tensor.compiled import Uncompiled
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
 from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.operators import gather, scatter
@@ -106,11 +108,11 @@ class TensorParallel:
         model = uncompiled(model)
         if inputs is None:
             return ModelPlan({"": Derivation(untried=NO_INPUTS)})
-        calls = trace_calls(model, inputs.args, inputs.kwargs)
+        calls = calls_in(inputs.look, model)
         if calls.blocks:
-            plan = self._of_blocks(calls)
+            plan = self._of_blocks(model, inputs.look, calls)
         else:
-            plan = self._of_whole(model, Call(inputs.args, inputs.kwargs))
+            plan = self._of_whole(model, inputs)
         plan.vocabulary = find_vocabulary(model, calls, self._words(plan))
         if self._named is not None and self._strict:
             check_fulfilled(model, self._named, plan.vocabulary, plan.blocks)
@@ -216,32 +218,35 @@ class TensorParallel:
         self._ranks.all_reduce(total, label="gradients of replicated parameters").wait()
         return total
 
-    def _of_blocks(self, calls: Calls) -> ModelPlan:
+    def _of_blocks(self, model: nn.Module, look: Look, calls: Calls) -> ModelPlan:
         """Return how repeated blocks are divided: those of one kind alike."""
         known: dict[Any, tuple[Derivation, Mapping[Site, DropoutLayout]]] = {}
         plan = ModelPlan(sharded=self._tokens is not None)
+        shown = look.first_calls()
         for name, each in calls.blocks:
             block = uncompiled(each)
             kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
             layers = self._layers_of(name)
             key = (kind, None if layers is None else frozenset(layers))
             if key not in known:
-                known[key] = self._tried(block, calls.arguments[name], layers, self._tokens)
+                uses = linear_uses(look, model, block, shown[name].operations)
+                known[key] = self._tried(block, calls.arguments[name], uses, layers, self._tokens)
             plan.blocks[name], found = known[key]
             if plan.sharded or not plan.blocks[name].is_whole:
                 plan.layouts.add(name, found)
         self._check(plan)
         return plan
 
-    def _of_whole(self, model: nn.Module, call: Call) -> ModelPlan:
+    def _of_whole(self, model: nn.Module, inputs: ExampleInputs) -> ModelPlan:
         """Return how a model is divided in which nothing repeats: as one block, if that works.
 
         Sequence parallelism is about what lies between groups of layers: without them, or where no
         activation comes in, there is nothing to cut into shards.
         """
-        layers = self._layers_of("")
+        layers, call = self._layers_of(""), Call(inputs.args, inputs.kwargs)
+        uses = linear_uses(inputs.look, model, model, range(len(inputs.look.operations)))
         for tokens in dict.fromkeys((self._tokens, None)):
-            found, layouts = self._tried(model, call, layers, tokens)
+            found, layouts = self._tried(model, call, uses, layers, tokens)
             if not found.is_whole:
                 plan = ModelPlan({"": found}, sharded=tokens is not None)
                 plan.layouts.add("", layouts)
@@ -249,7 +254,12 @@ class TensorParallel:
         return ModelPlan({"": replace(found, plan=BlockPlan(), broken="")})
 
     def _tried(
-        self, block: nn.Module, call: Call, layers: set[str] | None, tokens: TokenShards | None
+        self,
+        block: nn.Module,
+        call: Call,
+        uses: Mapping[str, LinearUse],
+        layers: set[str] | None,
+        tokens: TokenShards | None,
     ) -> tuple[Derivation, Mapping[Site, DropoutLayout]]:
         """Return how a block is divided, and what its dropouts see then."""
         try:
@@ -258,7 +268,7 @@ class TensorParallel:
             reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
             return Derivation(untried=reason, broken=reason if tokens is not None else ""), {}
         ranks = self._ranks.size
-        found = derive(trial, ranks, sequence_parallel=tokens is not None, layers=layers)
+        found = derive(trial, uses, ranks, sequence_parallel=tokens is not None, layers=layers)
         is_divided = tokens is not None or not found.is_whole
         fits = is_divided and not found.broken
         return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}

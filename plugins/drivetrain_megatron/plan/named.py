@@ -16,9 +16,8 @@ from torch import nn
 
 from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
-from drivetrain.parts.naming import clean_name
+from drivetrain.parts.naming import clean_name, uncompiled
 from drivetrain_megatron.plan.derive import Derivation, is_named
-from drivetrain_megatron.tensor.compiled import uncompiled
 from drivetrain_megatron.tensor.linear import is_linear
 
 logger = get_logger(__name__)

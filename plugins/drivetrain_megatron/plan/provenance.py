@@ -1,21 +1,18 @@
-"""Runs one block and notes which linear layers feed which: the structure that a plan is made from.
+"""Finds which linear layers of a block feed which: the structure that a plan is made from.
 
 Each tensor remembers the linear layers whose outputs have gone into it since the last linear layer.
 A layer's own output also remembers what becomes of its features: into how many heads they are
 reshaped, into which packed parts (query, key and value in one matrix) they are cut.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import nn
 
+from drivetrain.model.look import Look, ModelOperation, ModuleCall
+from drivetrain.model.results import Facts
 from drivetrain_megatron.tensor.linear import features_of, is_linear
 
 
@@ -52,102 +49,88 @@ class _Features:
     stop: int
 
 
-def trace_linears(
-    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+def linear_uses(
+    look: Look, model: nn.Module, block: nn.Module, operations: range
 ) -> dict[str, LinearUse]:
-    """Run a block and return its linear layers by name, in the order of their first calls.
+    """Return the linear layers of a block by name, in the order of their first calls.
 
     Args:
-        block: with values; its forward runs once, without gradients.
-        args: what it is called with.
-        kwargs: likewise.
+        look: at the model.
+        model: the user's.
+        block: of the model, or the model itself.
+        operations: of one call of the block.
     """
-    notes = _Notes()
-    handles = []
-    for name, module in block.named_modules():
-        if is_linear(module):
-            handles.append(module.register_forward_hook(_hook(notes, name)))
-    try:
-        with torch.no_grad(), notes:
-            block(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    names = {id(module): name for name, module in model.named_modules()}
+    linear = {names[id(m)]: name for name, m in block.named_modules() if is_linear(m)}
+    ends: dict[int, list[ModuleCall]] = defaultdict(list)
+    for call in look.modules:
+        if call.name in linear:
+            ends[call.operations.stop].append(call)
+    notes = _Notes(look)
+    for index in operations:
+        notes.follow(look.operations[index])
+        for call in ends[index + 1]:
+            notes.linear(linear[call.name], block.get_submodule(linear[call.name]), call)
     return notes.uses
 
 
-def _hook(notes: "_Notes", name: str) -> Callable[[nn.Module, Any, Any], None]:
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
-        notes.linear(name, module, inputs[0], output)
+class _Notes:
+    """Carries tags of tensors, known by their numbers, through the operations of a look."""
 
-    return note
-
-
-class _Notes(TorchFunctionMode):
-    """Carries the tags of tensors through every function of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, look: Look) -> None:
         self.uses: dict[str, LinearUse] = {}
-        # torch's mapping by identity has no types.
-        by_identity: Any = WeakIdKeyDictionary
-        self._sources: MutableMapping[Tensor, frozenset[str]] = by_identity()
-        self._features: MutableMapping[Tensor, _Features] = by_identity()
+        self._look = look
+        self._sources: dict[int, frozenset[str]] = {}
+        self._features: dict[int, _Features] = {}
 
-    def linear(self, name: str, module: nn.Module, given: Tensor, output: Tensor) -> None:
+    def linear(self, name: str, module: nn.Module, call: ModuleCall) -> None:
         """Note a call of a linear layer."""
+        given, made = call.inputs[0], call.outputs[0]
         if name in self.uses:
             self.uses[name].calls += 1
         else:
             inputs, outputs = features_of(module)
-            self.uses[name] = LinearUse(
-                name, inputs, outputs, frozenset(self._sources.get(given, ()))
-            )
-        self._sources[output] = frozenset([name])
-        self._features[output] = _Features(name, 0, output.shape[-1])
+            sources = self._sources.get(given, frozenset())
+            self.uses[name] = LinearUse(name, inputs, outputs, sources)
+        self._sources[made] = frozenset([name])
+        self._features[made] = _Features(name, 0, self._facts(made).shape[-1])
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a function of torch and tag what it returns."""
-        result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        sources: frozenset[str] = frozenset().union(*(self._sources.get(t, ()) for t in given))
+    def follow(self, operation: ModelOperation) -> None:
+        """Tag what an operation returns."""
+        given = operation.inputs
+        sources = frozenset[str]().union(*(self._sources.get(n, frozenset()) for n in given))
         if sources:
-            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            for tensor in made:
-                self._sources[tensor] = self._sources.get(tensor, frozenset()) | sources
+            for made in operation.outputs:
+                self._sources[made] = self._sources.get(made, frozenset()) | sources
                 for source in given:
-                    self._follow(source, tensor)
-        return result
+                    self._reshape(source, made, operation)
 
-    def _follow(self, source: Tensor, made: Tensor) -> None:
-        """Note what a function did to features: kept, cut, or reshaped to heads."""
+    def _facts(self, number: int) -> Facts:
+        return self._look.tensors[number].facts
+
+    def _reshape(self, source: int, made: int, operation: ModelOperation) -> None:
+        """Note what an operation did to features: kept, cut, or reshaped to heads."""
         features = self._features.get(source)
-        if features is None or made is source:
+        if features is None or made == source:
             return
         width = features.stop - features.start
         use = self.uses[features.name]
-        if made.shape == source.shape:
+        before, after = self._facts(source), self._facts(made)
+        kept = len(before.shape) - 1
+        equal = prod(after.shape) == prod(before.shape)
+        if after.shape == before.shape:
             self._features.setdefault(made, features)
-        elif made.dim() > source.dim() and made.numel() == source.numel():
-            became = tuple(made.shape[source.dim() - 1 :])
-            if made.shape[: source.dim() - 1] == source.shape[:-1] and prod(became) == width:
+        elif len(after.shape) > len(before.shape) and equal:
+            became = after.shape[kept:]
+            if after.shape[:kept] == before.shape[:-1] and prod(became) == width:
                 use.heads = use.heads or became
-        elif made.numel() == source.numel() and made.shape[-1] == width:
+        elif equal and after.shape[-1] == width:
             self._features.setdefault(made, features)
-        elif made.shape[:-1] == source.shape[:-1] and _is_view(made, source):
-            offset = made.storage_offset() - source.storage_offset()
-            start = features.start + offset // source.stride(-1)
-            part = (start, start + made.shape[-1])
-            if part not in use.parts:
-                use.parts.append(part)
-            self._features[made] = _Features(features.name, *part)
-
-
-def _is_view(made: Tensor, source: Tensor) -> bool:
-    return bool(made.untyped_storage()._cdata == source.untyped_storage()._cdata)
+        elif after.shape[:-1] == before.shape[:-1]:
+            for view in operation.views:
+                if (view.made, view.base) == (made, source):
+                    start = features.start + view.offset // before.stride[-1]
+                    part = (start, start + after.shape[-1])
+                    if part not in use.parts:
+                        use.parts.append(part)
+                    self._features[made] = _Features(features.name, *part)

@@ -1,23 +1,17 @@
-"""Runs a model once without values and notes how its blocks are called and its parameters used."""
+"""How the blocks of a model are called, and what uses its parameters outside of them."""
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from drivetrain.model.look import Look, SeenTensor
 from drivetrain.parts.blocks import NamedModule, repeated_blocks
-from drivetrain_megatron.recording.block_hooks import Gates
-from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.recording.recorder import to_device
-from drivetrain_megatron.recording.substitution import without_values
-
-_FACTS = frozenset({Tensor.dtype.__get__, Tensor.device.__get__, Tensor.shape.__get__})  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,73 +52,24 @@ class Calls:
     uses: Counter[str] = field(default_factory=Counter)
 
 
-def trace_calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Calls:
-    """Run a model's forward on proxies; it is not changed, and nothing is computed in it.
+def calls_in(look: Look, model: nn.Module) -> Calls:
+    """Return what a look shows of a model's blocks.
 
     Args:
-        model: the user's, also on the meta device.
-        args: example inputs.
-        kwargs: the same by name.
+        look: at the model.
+        model: the user's, as it was before it was compiled.
     """
-    blocks = repeated_blocks(model)
-    forward = model.forward
-    with without_values(model) as substitutes:
-        names = {id(proxy): name for name, proxy in substitutes.parameters.items()}
-        tracer = _Tracer(blocks, names)
-        given, named = to_device((tuple(args), dict(kwargs)), substitutes.device)
-        with Gates(blocks).conducted(tracer), tracer, torch.no_grad():
-            forward(*given, **named)
-    return tracer.calls
+    modules = dict(repeated_blocks(model))
+    calls = Calls()
+    for name, call in look.first_calls().items():
+        calls.blocks.append((name, modules[name]))
+        calls.arguments[name] = Call(*look.example(call, _placeholder))
+    names = {number: name for name, number in look.parameters.items()}
+    for operation in look.operations:
+        if operation.block is None and operation.outputs:
+            calls.uses.update(names[number] for number in operation.inputs if number in names)
+    return calls
 
 
-class _Tracer(TorchFunctionMode):
-    """Sees the calls of blocks, and every function of torch outside of them."""
-
-    def __init__(self, blocks: Sequence[NamedModule], names: Mapping[int, str]) -> None:
-        super().__init__()
-        self.calls = Calls()
-        self._blocks = blocks
-        self._names = names
-        self._depth = 0
-
-    def call(
-        self,
-        index: int,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Note a block's call and run it."""
-        name, _ = self._blocks[index]
-        if name not in self.calls.arguments:
-            self.calls.blocks.append(self._blocks[index])
-            self.calls.arguments[name] = _placeholders(args, kwargs)
-        self._depth += 1
-        try:
-            return compute(*args, **kwargs)
-        finally:
-            self._depth -= 1
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Count the parameters that a function takes."""
-        result = func(*args, **(kwargs or {}))
-        made = any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
-        if not self._depth and made and func not in _FACTS:
-            for leaf in tree_leaves((args, kwargs)):
-                if id(leaf) in self._names:
-                    self.calls.uses[self._names[id(leaf)]] += 1
-        return result
-
-
-def _placeholders(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Return arguments without proxies; what can change, such as caches, is copied."""
-
-    def placeholder(x: Any) -> Any:
-        if isinstance(x, StageProxy):
-            return torch.zeros(x.facts.shape, dtype=x.facts.dtype, device="cpu")
-        return x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x)
-
-    given, named = tree_map(placeholder, (tuple(args), dict(kwargs)))
-    return Call(given, named)
+def _placeholder(seen: SeenTensor) -> Tensor:
+    return torch.zeros(seen.facts.shape, dtype=seen.facts.dtype, device="cpu")

@@ -1,33 +1,37 @@
-"""Example inputs of a model that nobody has called yet: its own, or guesses that are tried."""
+"""Example inputs of a model that nobody has called yet, and the one look at it with them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.errors import UsageError
+from drivetrain.model.look import Look
+from drivetrain.model.recorder import look_at
+from drivetrain.model.results import ValuesNeededError
 from drivetrain.parts.blocks import repeated_blocks
+from drivetrain.parts.naming import uncompiled
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.recording.recorder import to_device
-from drivetrain_megatron.recording.shapes_of_ops import ValuesNeededError
-from drivetrain_megatron.recording.substitution import without_values
+from drivetrain_megatron.recording.proxy import StageProxy
 
 _ROWS, _LENGTH = 2, 8
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleInputs:
-    """Inputs of a model's forward.
+    """ExampleInputs of a model's forward, and what a forward in training did with them.
 
     Attributes:
         args: positional.
         kwargs: by name.
+        look: at the model, as it was before it was compiled.
     """
 
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    look: Look
 
 
 def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None:
@@ -47,7 +51,7 @@ def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None
     if config.tp * config.pp == 1:
         return None
     try:
-        return example_inputs(model)
+        return example_inputs(model, isolated=config.pp > 1)
     except UsageError:
         given = getattr(model, "dummy_inputs", None) is not None
         if given or config.pp > 1 or config.plan or repeated_blocks(model):
@@ -55,17 +59,18 @@ def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None
         return None
 
 
-def example_inputs(model: nn.Module) -> ExampleInputs:
-    """Return inputs that a model's forward accepts.
+def example_inputs(model: nn.Module, *, isolated: bool = False) -> ExampleInputs:
+    """Return inputs that a model's forward accepts, and the look at the model with them.
 
     ``model.dummy_inputs`` (a Hugging Face convention) is what the model's author says, so it comes
     first and an error in it is raised. Else the model's first layer in the order of registration
     tells what goes in: an embedding takes tokens; a transformer takes sequences of its width; a
     convolution takes images of its channels; a linear layer takes rows, or sequences of rows when
-    the model handles only those. A guess counts when a forward on proxies accepts it.
+    the model handles only those. A guess counts when the forward of a look accepts it.
 
     Args:
         model: with or without values, not changed.
+        isolated: whether blocks may run on different ranks.
 
     Returns:
         Inputs on the CPU: 2 rows, sequences of length 8.
@@ -76,15 +81,15 @@ def example_inputs(model: nn.Module) -> ExampleInputs:
     """
     given = getattr(model, "dummy_inputs", None)
     if given is not None:
-        return _as_inputs(given)
+        return _looked(model, *_arguments(given), isolated)
     failures = []
     needed: ValuesNeededError | None = None
     for what, guess in _guesses(model):
-        error = _refused(model, guess)
-        if error is None:
-            return ExampleInputs((guess,))
-        needed = needed or (error if isinstance(error, ValuesNeededError) else None)
-        failures.append(f"{what}: {type(error).__name__}: {str(error).strip()[:200]}")
+        try:
+            return _looked(model, (guess,), {}, isolated)
+        except Exception as error:  # whatever the user's forward raises means no
+            needed = needed or (error if isinstance(error, ValuesNeededError) else None)
+            failures.append(f"{what}: {type(error).__name__}: {str(error).strip()[:200]}")
     if needed is not None:
         raise needed  # it accepts the input, and then looks at values
     tried = "; ".join(failures) or "no embedding, linear, convolution or transformer was found"
@@ -95,28 +100,26 @@ def example_inputs(model: nn.Module) -> ExampleInputs:
     )
 
 
-def _as_inputs(given: Any) -> ExampleInputs:
+def _looked(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], isolated: bool
+) -> ExampleInputs:
+    look = look_at(
+        uncompiled(model), args, kwargs, kind=StageProxy, isolated=isolated, training=True
+    )
+    return ExampleInputs(args, kwargs, look)
+
+
+def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(given, Mapping):
-        return ExampleInputs((), dict(given))
+        return (), dict(given)
     if isinstance(given, list | tuple):
-        return ExampleInputs(tuple(given))
+        return tuple(given), {}
     if isinstance(given, Tensor):
-        return ExampleInputs((given,))
+        return (given,), {}
     raise UsageError(
         f"expected model.dummy_inputs to be a dict, a tuple or a tensor, found a "
         f"{type(given).__name__}: set it to the arguments of the model's forward"
     )
-
-
-def _refused(model: nn.Module, guess: Tensor) -> Exception | None:
-    """Return the error with which a model refuses an input, None when it accepts it."""
-    forward = model.forward
-    with without_values(model) as substitutes:
-        try:
-            forward(to_device(guess, substitutes.device))
-        except Exception as error:  # whatever the user's forward raises means no
-            return error
-    return None
 
 
 def _guesses(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

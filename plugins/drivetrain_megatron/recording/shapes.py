@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from drivetrain_megatron.recording.block_hooks import Gates
-from drivetrain_megatron.recording.proxy import proxy_like
-from drivetrain_megatron.recording.recorder import Block, Recording
+from drivetrain.model.block_hooks import BlockHooks
+from drivetrain.model.substitution import without_values
+from drivetrain_megatron.recording.phases import Block, Recording
+from drivetrain_megatron.recording.proxy import StageProxy, proxy_like
 from drivetrain_megatron.recording.structure import TensorMeta
-from drivetrain_megatron.recording.substitution import without_values
 
 Metas: TypeAlias = tuple[tuple[TensorMeta, ...], ...]
 
@@ -38,7 +38,7 @@ class Shapes:
     """
 
     def __init__(
-        self, recording: Recording, model: nn.Module, gates: Gates, device: torch.device
+        self, recording: Recording, model: nn.Module, gates: BlockHooks, device: torch.device
     ) -> None:
         self._recording, self._model, self._gates = recording, model, gates
         self._device = device
@@ -76,7 +76,7 @@ class Shapes:
         trusted = self._alike.get(mode, 0) >= _TRUSTED
         shaper = _Shaper(self._recording.blocks, trusted, self._device)
         with (
-            without_values(self._model),
+            without_values(self._model, StageProxy),
             self._gates.conducted(shaper),
             torch.enable_grad(),
         ):

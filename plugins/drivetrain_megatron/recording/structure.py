@@ -5,17 +5,17 @@ block ran. What the block only handed through and that every stage has, such as 
 the argument of the call takes its place. Plain values such as None are *constants*.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.recording.proxy import StageProxy
+from drivetrain.model.look import BlockCall, Look
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, Enum)
 
@@ -125,52 +125,35 @@ def changed(block: str, found: str, expected: str) -> UsageError:
     )
 
 
-def describe(block: str, arguments: Sequence[Any], result: Any) -> Structure:
-    """Return the structure of a block's result, as it ran on proxies.
+def described(call: BlockCall, look: Look, everywhere: Callable[[int], bool]) -> Structure:
+    """Return the structure of a block's result.
 
     Args:
-        block: its name.
-        arguments: leaves of its arguments.
-        result: what it returned.
+        call: of the block.
+        look: of which the call is a part.
+        everywhere: whether every stage has a tensor itself, by its number.
 
     Raises:
         UsageError: the result holds an object that other stages cannot have.
     """
-    leaves, tree = tree_flatten(result)
-    places = {id(leaf): i for i, leaf in enumerate(arguments)}
     kinds: list[Leaf] = []
     metas: list[TensorMeta] = []
-    for leaf in leaves:
-        if id(leaf) in places and not isinstance(leaf, PLAIN) and everywhere(leaf):
-            kinds.append(Passed(places[id(leaf)]))
-        elif isinstance(leaf, Tensor):
+    for leaf in call.returned:
+        is_plain = leaf.number is None and isinstance(leaf.value, PLAIN)
+        shared = leaf.number is None or everywhere(leaf.number)
+        if leaf.argument is not None and not is_plain and shared:
+            kinds.append(Passed(leaf.argument))
+        elif leaf.number is not None:
             kinds.append(Carried(len(metas)))
-            metas.append(TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
-        elif isinstance(leaf, PLAIN):
-            kinds.append(Constant(leaf))
+            facts = look.tensors[leaf.number].facts
+            metas.append(TensorMeta(facts.shape, facts.dtype, leaf.requires_grad))
+        elif is_plain:
+            kinds.append(Constant(leaf.value))
         else:
             raise UsageError(
-                f"expected block {block!r} to return tensors, plain values or its own arguments, "
-                f"found a {type(leaf).__name__}: other pipeline stages cannot have this object; "
-                "return its tensors in a tuple or dict, or make it before the first block"
+                f"expected block {call.name!r} to return tensors, plain values or its own "
+                f"arguments, found a {type(leaf.value).__name__}: other pipeline stages cannot "
+                "have this object; return its tensors in a tuple or dict, or make it before the "
+                "first block"
             )
-    return Structure(tree, tuple(kinds), len(arguments), tuple(metas))
-
-
-def everywhere(leaf: Any) -> bool:
-    """Whether every stage has this value itself: it depends on no parameter."""
-    return not (isinstance(leaf, StageProxy) and leaf.phases)
-
-
-def named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the leaves of a call's arguments with readable names, such as ``2`` or ``mask[0]``."""
-    flat, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
-    return [(_readable(keystr(path[1:])), leaf) for path, leaf in flat]
-
-
-def _readable(path: str) -> str:
-    first, _, rest = path.partition("]")
-    return first.strip("['") + rest
-
-
-Compute: TypeAlias = Callable[..., Any]
+    return Structure(call.tree, tuple(kinds), len(call.given), tuple(metas))

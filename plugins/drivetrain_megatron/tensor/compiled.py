@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.log import get_logger
+from drivetrain.parts.naming import uncompiled
 
 logger = get_logger(__name__)
 
@@ -56,9 +57,3 @@ class Uncompiled:
         members = module.__dict__
         self._before.append((members, name, members[name]))
         members[name] = value
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile`` has wrapped, or the module itself."""
-    inner = getattr(module, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else module

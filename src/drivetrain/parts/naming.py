@@ -30,3 +30,9 @@ def _fleeting(model: nn.Module) -> Iterator[str]:
     for prefix, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
             yield f"{prefix}.{name}" if prefix else name
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` has wrapped, or the module itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module

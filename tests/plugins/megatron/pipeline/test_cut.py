@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from drivetrain.errors import ConfigError, UsageError
+from drivetrain.model import look_at
 from drivetrain_megatron.pipeline.cut import balanced, listed
 from drivetrain_megatron.pipeline.profile import profile, scaled_edges
-from drivetrain_megatron.recording.recorder import Dependency, Recording, record
+from drivetrain_megatron.recording.phases import Dependency, Recording, record
 
 
 def recording(blocks, before=0, after=0, dependencies=()):
@@ -144,7 +145,7 @@ def test_measured_costs():
     model, x = Uneven(), torch.randn(256, 64)
     found = record(model, (x,), {})
     state = torch.get_rng_state()
-    seconds = profile(model, found, (x,), {})
+    seconds = profile(model, look_at(model, (x,), {}))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert seconds[0] == seconds[1], "one kind of block is measured once"
@@ -158,6 +159,6 @@ def test_measured_costs():
 
 def test_nothing_is_measured_on_meta():
     model = Uneven().to("meta")
-    found = record(model, (torch.ones(10, 64),), {})
+    look = look_at(model, (torch.ones(10, 64),), {})
     with pytest.raises(UsageError, match="meta device"):
-        profile(model, found, (torch.ones(10, 64),), {})
+        profile(model, look)

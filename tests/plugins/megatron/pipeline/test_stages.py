@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.pipeline.cut import balanced, listed
 from drivetrain_megatron.pipeline.stages import split
+from drivetrain_megatron.recording.phases import record
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.recording.recorder import record
 
 VOCABULARY, WIDTH = 97, 12
 ROOT = Path(__file__).parents[4]

@@ -11,11 +11,11 @@ import transformers
 from torch import nn
 
 from drivetrain.errors import UsageError
+from drivetrain.model.block_hooks import BlockHooks
 from drivetrain_megatron.pipeline.cut import balanced, kept_together
-from drivetrain_megatron.recording.block_hooks import Gates
 from drivetrain_megatron.recording.examples import example_inputs
+from drivetrain_megatron.recording.phases import block_order, record
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.recording.recorder import block_order, record
 from drivetrain_megatron.recording.shapes import Shapes
 from drivetrain_megatron.recording.structure import Carried, Constant, Passed
 
@@ -324,7 +324,7 @@ def test_shapes_are_known_for_other_inputs_and_remembered():
     ran = []
     for layer in model.layers:
         layer.linear.register_forward_hook(lambda *_: ran.append(1))
-    gates = Gates(block_order(found, model))
+    gates = BlockHooks(block_order(found, model))
     shapes = Shapes(found, model, gates, torch.device("cpu"))
     counts = []
     for rows in (2, 3, 4, 5, 3):
