@@ -189,11 +189,11 @@ def result_of(function: Function, args: Any, kwargs: Any, surroundings: Any) -> 
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-    return _remembered.__wrapped__(function, args, kwargs, surroundings)
+    return computed(function, args, kwargs, surroundings)
 
 
-@lru_cache(maxsize=1 << 14)
-def _remembered(function: Function, args: Any, kwargs: Any, surroundings: Any) -> CallResult:
+def computed(function: Function, args: Any, kwargs: Any, surroundings: Any) -> CallResult:
+    """Return the same, and remember nothing."""
     fakes: dict[int, FakeTensor] = {}
     # A kernel that cannot run without values would get memory full of zeros as a last resort.
     mode: Any = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
@@ -219,6 +219,9 @@ def _remembered(function: Function, args: Any, kwargs: Any, surroundings: Any) -
         except _UNKNOWN as error:
             raise ValuesNeededError(f"{error.func} needs values", str(error.func)) from error
     return CallResult(freeze(result, _Naming(fakes)), tally.work)
+
+
+_remembered = lru_cache(maxsize=1 << 14)(computed)
 
 
 class _Naming:

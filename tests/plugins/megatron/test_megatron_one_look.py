@@ -1,0 +1,75 @@
+"""prepare() runs the user's forward once, whatever it plans."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from drivetrain import Accelerator
+
+PP = {"pp": 2, "micro_batches": 2}
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=16, n_layer=4, n_head=4, vocab_size=64, n_positions=16)
+    )
+
+
+def llama():
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            vocab_size=64,
+            attention_dropout=0.1,
+        )
+    )
+
+
+class Guessed(nn.Module):
+    """Has no inputs of its own; the first guess is right."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = gpt2()
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, labels=ids).loss
+
+
+def forwards(build, **options):
+    """Return how often prepare() runs a model's forward."""
+    model, count = build(), []
+    own = type(model).forward
+
+    @functools.wraps(own)
+    def forward(module, *args, **kwargs):
+        if module is model:
+            count.append(module.training)
+        return own(module, *args, **kwargs)
+
+    type(model).forward = forward
+    try:
+        accelerator = Accelerator(strategy={"name": "megatron", **options}, cpu=True)
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.free_memory()
+    finally:
+        type(model).forward = own
+    return count
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{"tp": 2}, PP, {**PP, "cut": "profile"}], ids=str)
+@pytest.mark.parametrize("build", [gpt2, llama, Guessed])
+def test_one_forward_in_training(build, options):
+    assert forwards(build, **options) == [True]
+
+
+@pytest.mark.ranks(4)
+def test_one_forward_for_both():
+    assert forwards(Guessed, tp=2, **PP, cut="profile") == [True]
