@@ -286,7 +286,12 @@ class _Recorder(TorchFunctionMode):
         """Return an argument for a later call: what can change, such as a cache, is copied."""
         if isinstance(leaf, ValuelessTensor):
             return TensorRef(self._number(leaf))
-        return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone()
+        try:
+            return copy.deepcopy(leaf)
+        except Exception:  # a lock, say; whoever calls the block again will meet it
+            return leaf
 
     def _handed(self, leaf: Any, is_argument: bool) -> Any:
         """Return a leaf of a block's result as the code after the block gets it."""
