@@ -194,30 +194,31 @@ def result_of(function: Function, args: Any, kwargs: Any, surroundings: Any) -> 
 
 def computed(function: Function, args: Any, kwargs: Any, surroundings: Any) -> CallResult:
     """Return the same, and remember nothing."""
-    fakes: dict[int, FakeTensor] = {}
-    # A kernel that cannot run without values would get memory full of zeros as a last resort.
+    # As a last resort, torch would run a kernel that has no fake one on memory full of zeros.
     mode: Any = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+    fakes: dict[int, Tensor] = {}
 
-    def fake(given: GivenTensor) -> FakeTensor:
+    def meta(given: GivenTensor) -> Tensor:
+        shape, stride, dtype, _ = given.facts
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+    def fake(given: GivenTensor) -> Tensor:
         if given.place not in fakes:
-            shape, stride, dtype, device = given.facts
-            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            fakes[given.place] = FakeTensor(mode, meta, device)
+            fakes[given.place] = FakeTensor(mode, meta(given), given.facts.device)
         return fakes[given.place]
 
     given, named = thaw(args, fake), thaw(kwargs, fake)
     # Whoever watches the real operations must not see these.
-    with (
-        _disable_current_modes(),
-        torch._C.DisableTorchFunctionSubclass(),
-        torch.no_grad(),
-        mode,
-        WorkTally() as tally,
-    ):
+    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         try:
-            result = function(*given, **named)
+            with mode, WorkTally() as tally:
+                result = function(*given, **named)
         except _UNKNOWN as error:
             raise ValuesNeededError(f"{error.func} needs values", str(error.func)) from error
+        except ValueError:
+            # A view that is not possible: kernels refuse it with another error than fake tensors.
+            function(*thaw(args, meta), **thaw(kwargs, meta))
+            raise
     return CallResult(freeze(result, _Naming(fakes)), tally.work)
 
 
