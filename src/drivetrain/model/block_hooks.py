@@ -1,14 +1,13 @@
 """Stands before every block of a model and asks, while a pass runs, what a call of it does."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
 
 from drivetrain.parts.blocks import NamedModule
+from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 
 _ORIGINAL = "_forward_before_hooks"
 
@@ -53,24 +52,18 @@ class BlockHooks:
     def close(self) -> None:
         """Give the blocks their forward back."""
         for block in self._blocks:
-            block.__dict__.pop("forward", None)
-            original = block.__dict__.pop(_ORIGINAL, None)
-            if original is not None:
-                block.__dict__["forward"] = original
+            unwrap_forward(block, _ORIGINAL)
         self._blocks.clear()
 
     def _stand_before(self, index: int, block: nn.Module) -> None:
-        block.__dict__[_ORIGINAL] = block.__dict__.get("forward")
-
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own = module.__dict__[_ORIGINAL]
-            compute = MethodType(type(module).forward, module) if own is None else own
-            if self._conductor is None or module is not block:
+        def around(
+            module: nn.Module,
+            compute: Callable[..., Any],
+            args: Sequence[Any],
+            kwargs: Mapping[str, Any],
+        ) -> Any:
+            if self._conductor is None or module is not block:  # a copy computes as it is
                 return compute(*args, **kwargs)
             return self._conductor.call(index, compute, args, kwargs)
 
-        # A method under the name forward: deepcopy binds methods to the copy, which computes with
-        # its own parameters, and pickle looks the name up on the class.
-        functools.update_wrapper(forward, block.forward)
-        forward.__name__ = "forward"
-        block.__dict__["forward"] = MethodType(forward, block)
+        wrap_forward(block, _ORIGINAL, around)

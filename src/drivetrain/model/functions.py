@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drivetrain.parts.torch_calls import WRITING_OPERATORS
+
 _READERS = """
     item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__
     is_nonzero equal allclose nonzero masked_select data_ptr storage storage_type
@@ -17,11 +19,6 @@ _QUESTIONS = """
     size dim ndimension nelement numel stride is_floating_point is_complex is_contiguous __len__
     element_size get_device is_signed storage_offset requires_grad_ register_hook retain_grad
     __hash__ dim_order is_same_size is_shared is_inference untyped_storage
-"""
-
-_WRITERS = """
-    __setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__
-    __ior__ __ixor__ __ilshift__ __irshift__
 """
 
 _CONSTANTS = "zeros_like ones_like full_like new_zeros new_ones new_full new_tensor"
@@ -52,8 +49,6 @@ BLANK = frozenset({torch.zeros, torch.empty, torch.zeros_like, Tensor.new_zeros}
 LOOKUPS = _named(_LOOKUPS)
 """Functions that read of their largest argument only the elements that they return."""
 
-_WRITER_NAMES = frozenset(_WRITERS.split())
-
 
 def targets(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """Return what a function writes into; a single None where it writes into nothing.
@@ -65,6 +60,6 @@ def targets(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequen
     """
     written = kwargs.get("out")
     in_place = name.endswith("_") and not name.startswith("__")
-    if (in_place or name in _WRITER_NAMES) and args:
+    if (in_place or name in WRITING_OPERATORS) and args:
         written = args[0]
     return written if isinstance(written, list | tuple) else [written]
