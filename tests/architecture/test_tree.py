@@ -13,9 +13,7 @@ FOLDER_MODULES = 20
 # What is not so yet. The lists only shrink: an entry that offends no more fails the test as well.
 FILES_IN_CIRCLES: set[str] = set()
 FOLDERS_IN_CIRCLES: set[str] = set()
-CLASSES_DEFINED_TWICE = {
-    "Part",
-}
+CLASSES_DEFINED_TWICE: set[str] = set()
 CROWDED_FOLDERS: set[str] = set()
 
 
