@@ -4,10 +4,10 @@
 of a module and of a repeated block, and which tensor follows from which. Whoever plans (which
 layers are divided, where a pipeline is cut, what drops elements) reads it, and runs nothing.
 
-- ``look``: what a look shows; read it first
+- ``look``: the record itself; read this file first
 - ``recorder``: the one pass over the model
 - ``valueless``: the tensors in it, which have a shape and no values
-- ``results``: what a function of torch would return, by torch's fake tensors; remembered
+- ``results``: results of functions of torch, by torch's fake tensors; remembered
 - ``functions``: which functions of torch ask for facts, read values, or write
 - ``substitution``: takes a model's values away for a pass, and gives them back
 - ``block_hooks``: stands before the repeated blocks

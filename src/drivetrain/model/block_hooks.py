@@ -1,4 +1,4 @@
-"""Stands before every block of a model and asks, while a pass runs, what a call of it does."""
+"""Stands before the blocks of a model: during a pass, a conductor decides about their calls."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ _ORIGINAL = "_forward_before_hooks"
 
 
 class BlockConductor(Protocol):
-    """Decides what the call of a block does during one pass."""
+    """Decides about the calls of blocks during one pass."""
 
     def call(
         self,
@@ -22,7 +22,7 @@ class BlockConductor(Protocol):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Return what the block returns; ``compute`` is the block's own forward."""
+        """Return the block's result; ``compute`` is the block's own forward."""
 
 
 class BlockHooks:

@@ -1,4 +1,4 @@
-"""What functions of torch do with a tensor, besides computing: read it, ask for facts, write it."""
+"""Functions of torch by their use of a tensor: some read values, some ask for facts, some write."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,7 +51,7 @@ LOOKUPS = _named(_LOOKUPS)
 
 
 def targets(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """Return what a function writes into; a single None where it writes into nothing.
+    """Return the targets of a function that writes; a single None for other functions.
 
     Args:
         name: of the function; one that writes ends with ``_``, or is an augmented assignment.

@@ -1,4 +1,4 @@
-"""What one forward of a model showed: its operations, the calls of its modules, its tensors.
+"""The record of one forward of a model: operations, calls of modules, tensors.
 
 Tensors are known by numbers, in the order in which the forward met them. An operation names the
 numbers that it took and gave; so the operations are a graph, in which one sees what follows from
@@ -107,7 +107,7 @@ class ModuleCall(NamedTuple):
 
 
 class ReturnedLeaf(NamedTuple):
-    """One leaf of what a block returned.
+    """One leaf of a block's result.
 
     Attributes:
         number: of the tensor; None for another object.
@@ -153,7 +153,7 @@ class BlockCall:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one forward of a model showed.
+    """The record of one forward of a model.
 
     Attributes:
         tensors: what is known of each tensor, by its number.

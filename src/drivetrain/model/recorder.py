@@ -1,4 +1,4 @@
-"""Runs a model's forward once without values, and writes down everything that it does."""
+"""Runs a model's forward once without values, and writes every operation down."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -118,7 +118,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch and write down what it took and gave."""
+        """Call a function of torch and write its arguments and results down."""
         kwargs = kwargs or {}
         given = list(tensors_in((args, kwargs)))
         if any(isinstance(tensor, ValuelessTensor) for tensor in given):
@@ -178,7 +178,7 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _traffic(self, func: Any, inputs: Sequence[int], written: set[int]) -> tuple[int, int]:
-        """Return the bytes that an operation reads and writes; none if it only makes views."""
+        """Return the bytes that an operation reads and writes; none for mere views."""
         if not written:
             return 0, 0
         sizes = sorted(self._tensors[number].facts.nbytes for number in {*inputs})
@@ -198,7 +198,7 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def _number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor; one that is seen for the first time gets the next."""
+        """Return the number of a tensor; a new tensor gets the next number."""
         number = self._numbers.get(tensor)
         if number is None:
             number = self._numbers[tensor] = len(self._tensors)
@@ -283,7 +283,7 @@ class _Recorder(TorchFunctionMode):
             return tree.unflatten(handed) if self._isolated else result
 
     def _copied(self, leaf: Any) -> Any:
-        """Return an argument for a later call: what can change, such as a cache, is copied."""
+        """Return an argument for a later call; objects that can change are copied."""
         if isinstance(leaf, ValuelessTensor):
             return TensorRef(self._number(leaf))
         if isinstance(leaf, Tensor):
@@ -305,7 +305,7 @@ class _Recorder(TorchFunctionMode):
         return self._number(leaf) if isinstance(leaf, Tensor) else None
 
     def look(self, output: Any) -> Look:
-        """Return what was seen.
+        """Return the record.
 
         Args:
             output: of the model.
@@ -324,7 +324,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _facts(tensor: Tensor) -> Facts:
-    """Return the facts of any tensor; a ragged or sparse one has no shape that counts."""
+    """Return the facts of any tensor; no shape counts of ragged and sparse tensors."""
     if isinstance(tensor, ValuelessTensor):
         return tensor.facts
     if tensor.layout is not torch.strided or tensor.is_nested:

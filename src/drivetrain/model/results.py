@@ -1,4 +1,4 @@
-"""What a function of torch would return, and its work: found from shapes alone, and remembered.
+"""Results of functions of torch, and their work: found from shapes alone, and remembered.
 
 A function runs once per combination of arguments on torch's own fake tensors, which have the
 shape, strides, dtype and device of the real ones and no values. That takes some hundred
@@ -33,7 +33,7 @@ _UNKNOWN = (
 
 
 class Facts(NamedTuple):
-    """What is known of a tensor without its values."""
+    """Shape, strides, dtype and device of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -102,7 +102,7 @@ class FrozenSlice(NamedTuple):
 
 
 class CallResult(NamedTuple):
-    """What a call returns.
+    """The result of a call.
 
     Attributes:
         value: the frozen result, in which tensors are ``GivenTensor`` or ``MadeTensor``.
@@ -132,7 +132,7 @@ def facts_of(tensor: Tensor) -> Facts:
 
 
 def freeze(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
-    """Return a hashable copy of arguments or results; tensors become what ``tensor`` returns."""
+    """Return a hashable copy of arguments or results; ``tensor`` replaces the tensors."""
     if isinstance(value, Tensor):
         return tensor(value)
     kind = type(value)
@@ -173,7 +173,7 @@ def _rebuilt(kind: type, values: list[Any]) -> Any:
 
 
 def result_of(function: Function, args: Any, kwargs: Any, surroundings: Any) -> CallResult:
-    """Return what a call with frozen arguments gives.
+    """Return the result of a call with frozen arguments.
 
     Args:
         function: a function of torch.
@@ -226,7 +226,7 @@ _remembered = lru_cache(maxsize=1 << 14)(computed)
 
 
 class _Naming:
-    """Says of a fake result whether it is an argument, or a view of one, or new."""
+    """Tells apart fake results that are arguments, views of arguments, or new tensors."""
 
     def __init__(self, fakes: Mapping[int, Tensor]) -> None:
         self._places = {id(fake): place for place, fake in fakes.items()}
@@ -247,7 +247,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class WorkTally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that sums the floating point operations of what is computed in it.
+    """Context that sums floating point operations.
 
     Matrix products, convolutions and attentions count, with 2 for a product and its addition, as in
     ``torch.utils.flop_counter``.

@@ -14,7 +14,7 @@ from drivetrain.runtime import rng
 
 @dataclass(frozen=True, slots=True)
 class Substitutes:
-    """What stands in the place of a model's tensors.
+    """The tensors in the place of a model's own.
 
     Attributes:
         device: where the model's values are, or would be: the CPU for the meta device.
@@ -68,7 +68,7 @@ def keep_padding(model: nn.Module) -> None:
 
 
 def _uncompiled(modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
-    """Run compiled modules eagerly: what has no values cannot be compiled."""
+    """Run compiled modules eagerly: tensors without values cannot be compiled."""
     compiled = any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules
     )

@@ -62,7 +62,7 @@ class ValuelessTensor(Tensor):
     shown: Shown | None
 
     def __new__(cls, facts: Facts, requires_grad: bool = False, work: int = 0) -> Self:
-        """Make one that nothing is known of but its facts."""
+        """Make a tensor of which only the facts are known."""
         self: Self = Tensor._make_wrapper_subclass(
             cls,
             facts.shape,
@@ -112,7 +112,7 @@ class ValuelessTensor(Tensor):
         return None
 
     def derived_from(self, tensors: Sequence[Tensor]) -> None:
-        """Note the arguments of the operation that made this tensor, or wrote into it."""
+        """Note the arguments of the operation that made or changed this tensor."""
 
     @classmethod
     def remember(
@@ -163,7 +163,7 @@ class ValuelessTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return what a function of torch would return."""
+        """Return the result of a function of torch."""
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(cls, func, args, kwargs or {})
@@ -179,7 +179,7 @@ class ValuelessTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return what an operation called from C++ would return."""
+        """Return the result of an operation called from C++."""
         if needs_values(func):
             return _on_values(cls, func, args, kwargs or {})
         return cls._apply(func, args, kwargs or {})
@@ -240,7 +240,7 @@ class ValuelessTensor(Tensor):
     def _written(
         cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list["ValuelessTensor"]:
-        """Return what a function writes into, if that has no values either."""
+        """Return the targets of a function that writes; they have no values either."""
         written = [target for target in targets(name, args, kwargs) if isinstance(target, Tensor)]
         for target in written:
             if not isinstance(target, ValuelessTensor):
@@ -249,7 +249,7 @@ class ValuelessTensor(Tensor):
 
     @classmethod
     def _unchanged(cls, name: str, tensor: Tensor, facts: Facts) -> Tensor:
-        """Return an argument that a call returned; its shape must be the one it was made with."""
+        """Return an argument that a call returned; its shape must not have changed."""
         known = tensor.facts if isinstance(tensor, ValuelessTensor) else facts_of(tensor)
         if (known.shape, known.dtype) != (facts.shape, facts.dtype):
             raise cls.reshape_refused(name)
@@ -335,7 +335,7 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 
 def _handlers() -> dict[Any, _Handler]:
-    """Return what is done with functions that are no operations on values."""
+    """Return the handlers of functions that are no operations on values."""
     handlers: dict[Any, _Handler] = {
         Tensor.__getitem__: _index,
         Tensor.__setitem__: _index,
