@@ -10,8 +10,8 @@ Papers: Ren et al., "ZeRO-Offload", USENIX ATC 2021; Rajbhandari et al., "ZeRO-I
 5. Shards on a disk pass through three sets of buffers: one is read, one updated, one written.
 
 An Adam step over P parameters of a rank reads 12 P bytes from its store (master and two moments in
-fp32) and writes as many; over the bus to the device go 2 P bytes of bf16 gradients and 2 P bytes of
-new parameters.
+fp32) and writes as many; the device's bus carries 2 P bytes of bf16 gradients out and 2 P bytes of
+new parameters back.
 
 =======================  =========================================================================
 engine.py                submits an update per unit; forward waits per unit
