@@ -137,9 +137,12 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     "options",
     [
-        ("tp=2", "sequence_parallel=true"),
+        pytest.param(("tp=2", "sequence_parallel=true"), marks=pytest.mark.exhaustive),
         ("pp=2", "schedule=zb-h1", "micro_batches=4", "trace_dir=traces"),
-        ("pp=2", "schedule=interleaved", "chunks=2", "data_parallel.name=zero1"),
+        pytest.param(
+            ("pp=2", "schedule=interleaved", "chunks=2", "data_parallel.name=zero1"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=",".join,
 )

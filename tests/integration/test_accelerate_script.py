@@ -37,7 +37,7 @@ def test_launch_and_torchrun_print_the_same(tmp_path):
     assert losses("launch", tmp_path / "a") == losses("torchrun", tmp_path / "b")
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.exhaustive), "bf16"])
 def test_plain_python_is_one_rank(tmp_path, precision):
     losses("python", tmp_path / "run", "--mixed_precision", precision)
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()

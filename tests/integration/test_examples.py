@@ -36,7 +36,13 @@ def python(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("prefix", [(), (*LAUNCH, "2")], ids=["alone", "two ranks"])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        pytest.param((), id="alone", marks=pytest.mark.exhaustive),
+        pytest.param((*LAUNCH, "2"), id="two ranks"),
+    ],
+)
 def test_minimal_learns(python, prefix):
     lines = python(*prefix, str(EXAMPLES / "minimal.py")).splitlines()
     losses = [float(line.split()[-1]) for line in lines]

@@ -201,8 +201,15 @@ if sys.argv[2] == "exit":
 """
 
 
-@pytest.mark.parametrize("how", ["end", "exit"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (1, "exit"),
+        (2, "end"),
+        pytest.param(1, "end", marks=pytest.mark.exhaustive),
+        pytest.param(2, "exit", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_script_that_ends_without_waiting_completes_the_save(tmp_path, ranks, how):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "drivetrain_launch", "launch", "--cpu"]

@@ -53,6 +53,7 @@ def suite(name):
 HEADER = "from drivetrain.testing.conformance import StrategyConformance\n"
 
 
+@pytest.mark.exhaustive  # our own strategies are correct ones, too
 @pytest.mark.timeout(300)
 def test_a_correct_strategy_passes(project):
     project.makepyfile(test_toy=HEADER + suite("Toy"))

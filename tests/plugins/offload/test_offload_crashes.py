@@ -138,7 +138,7 @@ def ended(process, seconds=30):
     ("whom", "number", "code"),
     [
         ("launcher", signal.SIGTERM, 143),
-        ("launcher", signal.SIGINT, 130),
+        pytest.param("launcher", signal.SIGINT, 130, marks=pytest.mark.exhaustive),
         ("rank", signal.SIGTERM, None),
         ("launcher", signal.SIGKILL, -9),
     ],
