@@ -1,4 +1,4 @@
-"""The guard of freed units: what is touched while its values are away, and what autograd saves."""
+"""The guard of freed units: uses of parameters whose values are away, and views of autograd."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -68,7 +68,7 @@ def shares_memory(result: Any, unit: Unit) -> bool:
 
 
 def _leaves(result: Any) -> Iterator[Any]:
-    """Yield what a result consists of, the attributes of plain objects too."""
+    """Yield the parts of a result, the attributes of plain objects too."""
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor) or not hasattr(leaf, "__dict__"):
             yield leaf
@@ -118,7 +118,7 @@ class AbsentGuard:
             return result
 
     def _without_values(self, parameter: nn.Parameter) -> Tensor:
-        """Return what a state dict shows of a parameter: its facts, and an error for its values."""
+        """Return a parameter for a state dict: its facts, and an error for its values."""
         with torch._C.DisableTorchFunctionSubclass():
             shown = parameter.detach()
         guard(shown, DetachedGuard(refusal(self._unit, parameter)))

@@ -1,4 +1,4 @@
-"""Averages gradients over ranks while backward runs, and leaves each rank the ranges that it owns.
+"""Averages gradients over ranks while backward runs, and leaves each rank its own ranges.
 
 One synchronised backward is a round::
 
@@ -39,14 +39,14 @@ from drivetrain.sharding.unit import Unit
 from drivetrain.strategy import Run
 
 PATIENCE_S = 5.0
-"""How long backward waits for a buffer before it takes another one: far longer than a reduction."""
+"""How long backward waits for a buffer before taking another: far longer than a reduction."""
 
 _NAP_S = 50e-6
 """Between two looks whether a reduction is over."""
 
 
 class Reduce:
-    """The reduction of one model's gradients, and what this rank owns of the result.
+    """The reduction of one model's gradients, and this rank's share of the result.
 
     Args:
         ranks: those that train the model.
@@ -139,7 +139,7 @@ class Reduce:
         return not unit.pending and not self._rounds.reentrant
 
     def send_complete(self) -> None:
-        """Send the units that are complete, as far as those before them are."""
+        """Send the complete units, up to the first unit that is not complete."""
         while self._sent < len(self._active) and not self._active[self._sent].pending:
             self._send_next()
 
@@ -233,7 +233,7 @@ class Reduce:
         yield from self._placement.gradients(only).values()
 
     def scale(self, factor: float) -> None:
-        """Multiply this rank's gradients, those too that wait in buffers."""
+        """Multiply this rank's gradients, also in buffers."""
         self._multiply(self._home.scale(self._complete(None), factor), factor)
         for unit in self.units:
             for flat in () if unit.reduction else unit.flats:
