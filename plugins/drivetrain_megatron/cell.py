@@ -1,6 +1,6 @@
 """A cell: the ranks that share one replica, with a data-parallel strategy inside.
 
-``Around`` hands everything that ``Megatron`` does not do itself to that strategy;
+``DataParallelCell`` hands everything that ``Megatron`` does not do itself to that strategy;
 ``ParameterFacts`` says how the ranks of a cell hold a parameter.
 """
 
@@ -52,7 +52,7 @@ def advice(mesh: Mesh) -> str:
     )
 
 
-class Around(Strategy[MegatronConfig]):
+class DataParallelCell(Strategy[MegatronConfig]):
     """The methods of a cell that its data-parallel strategy carries out."""
 
     def __init__(self, config: MegatronConfig, run: Run) -> None:

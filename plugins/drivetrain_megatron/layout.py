@@ -56,7 +56,7 @@ class Pipelined:
 
 @dataclass(frozen=True, slots=True)
 class CellLayout:
-    """What one rank of a cell holds.
+    """The part of a model on one rank of a cell.
 
     Attributes:
         facts: how each parameter lies on the tensor-parallel axis, by name.

@@ -1,4 +1,4 @@
-"""What one rank of a cell sends in an optimizer step for activations and shared parameters."""
+"""The bytes that a rank of a cell sends in a step for activations and shared parameters."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,7 +164,7 @@ class StepVolumes:
         return total
 
     def _carried(self, metas: Sequence[TensorMeta]) -> Iterator[tuple[TensorMeta, int]]:
-        """Yield what crosses a cut and its bytes; of the activation a rank sends its shard."""
+        """Yield the tensors that cross a cut, with the bytes of this rank's share."""
         is_sharded = self._config.sequence_parallel and self._config.tp > 1
         for meta in metas:
             nbytes = torch.Size(meta.shape).numel() * meta.dtype.itemsize
@@ -207,7 +207,7 @@ def _widths(block: nn.Module, derivation: Derivation) -> Iterator[tuple[int, int
 
 
 def _activation(look: Look, call: BlockCall) -> Activation:
-    """Return what a block is given first that is a floating point tensor of two dims or more."""
+    """Return a block's first floating point argument of two dims or more."""
     given = [look.tensors[number].facts for number in call.given if number is not None]
     first = next(x for x in given if x.dtype.is_floating_point and len(x.shape) > 1)
     return _of_shape(first.shape, first.dtype)

@@ -21,7 +21,7 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors
 from drivetrain.strategy import Prepared, Run
-from drivetrain_megatron.cell import Around, ParameterFacts, advice
+from drivetrain_megatron.cell import DataParallelCell, ParameterFacts, advice
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout.chain import Dropout, MaskSource
@@ -46,7 +46,7 @@ from drivetrain_megatron.state import (
 logger = get_logger(__name__)
 
 
-class Megatron(Around):
+class Megatron(DataParallelCell):
     """Tensor and pipeline parallelism, over data parallelism.
 
     ``prepare`` returns the very model it was given: its layers compute in parts.
@@ -84,7 +84,7 @@ class Megatron(Around):
         self._source = SharedSource(source, model)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
-        """Divide the model over the cell and hand what is left to the data-parallel strategy."""
+        """Divide the model over the cell, and prepare this rank's part for data parallelism."""
         self._model = model
         self._original = Original(model, optimizers)
         self._whole = WholeState(model, self._pp, self.run.world.device)
@@ -147,7 +147,7 @@ class Megatron(Around):
         return self._pipeline.loss(args, kwargs, targets, loss_fn)
 
     def publish(self, loss: Tensor) -> None:
-        """Give every stage the value of a loss that the last one has."""
+        """Give every stage the value of a loss, which the last stage has."""
         if self._pipeline is not None:
             self._pipeline.publish(loss)
 
@@ -158,7 +158,7 @@ class Megatron(Around):
         *,
         only: Collection[nn.Parameter] | None = None,
     ) -> Tensor:
-        """Scale gradients to a global norm of at most max_norm; what is replicated counts once."""
+        """Scale gradients to a global norm of at most max_norm; replicated gradients count once."""
         names = self._original.names
         counted = [p for p in self._chosen(only) if self._facts[names[p]].saves(self._tp.rank)]
         mine = self._inner.clip_grad_norm(float("inf"), norm_type, only=counted)
@@ -167,7 +167,7 @@ class Megatron(Around):
         return norm
 
     def shards(self) -> Iterator[Shard]:
-        """Yield what this rank saves, in coordinates of the whole model."""
+        """Yield the shards that this rank saves, in coordinates of the whole model."""
         saved = GlobalShards(self._facts, self._tp.rank).of(self._inner.shards())
         copies = self._builder.copied_buffers if self._builder is not None else ()
         return (shard for shard in saved if shard.name not in copies)
@@ -182,7 +182,7 @@ class Megatron(Around):
 
     @classmethod
     def cost(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
-        """Return bytes held and sent by this rank; ``cost`` says what of it is exact."""
+        """Return bytes held and sent by this rank; ``cost`` says which of these are exact."""
         return estimate(config, model, run)
 
     @contextmanager
@@ -202,12 +202,12 @@ class Megatron(Around):
         return {**super().progress(), "dropout_forwards": self._dropout.forwards}
 
     def resume(self, progress: Mapping[str, int]) -> None:
-        """Let the next forward draw the masks that it would have drawn in the saved run."""
+        """Let the next forward draw the masks of the saved run's next forward."""
         self._dropout.forwards = progress.get("dropout_forwards", self._dropout.forwards)
         super().resume(progress)
 
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
-        """Return what the whole model's state dict holds, the same on every rank."""
+        """Return the facts of the whole model's state dict, the same on every rank."""
         return [place.facts for place in self._whole.places(module).values()]
 
     @contextmanager

@@ -51,7 +51,7 @@ _AFTER_SITE, _AFTER_BLOCK = 1, 2
 
 
 class MaskSource(NamedTuple):
-    """What tells the masks of one replica in one run from those of others.
+    """Tells the masks of different replicas and different runs apart.
 
     Attributes:
         seed: of the run.
@@ -129,7 +129,7 @@ class Dropout:
         self._modules.append(model)
 
     def follow(self, blocks: Iterable[NamedModule]) -> None:
-        """Let the chain not depend on what these blocks drop."""
+        """Make the chain independent of the dropouts inside of these blocks."""
         for _, block in blocks if self._names else ():
             self._handles.append(block.register_forward_pre_hook(self._enter_block))
             self._handles.append(block.register_forward_hook(self._leave_block))
@@ -262,7 +262,7 @@ class _Masked(Surrounding):
             return self.inner.forward(module, *args, **kwargs)
 
     def _counted(self) -> Callable[[Tensor, float], Tensor]:
-        """Return what drops at the first, second, … site of this call of the module."""
+        """Return the function that drops at the first, second, … site of this call."""
         sites = 0
 
         def drop(x: Tensor, p: float) -> Tensor:
@@ -274,7 +274,7 @@ class _Masked(Surrounding):
 
 
 def _packed(state: int) -> int:
-    """Return a seed with the upper bits of a state, and others that tell that it is ours."""
+    """Return a seed with the upper bits of a state, and check bits below."""
     upper = state >> _CHECK_BITS
     return upper << _CHECK_BITS | _check(upper)
 

@@ -1,4 +1,4 @@
-"""Finds where a model drops elements, and knows how the ranks divide what is dropped there."""
+"""The places where a model drops elements, and how the ranks divide each dropout's input."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ DropoutLayout: TypeAlias = Partition | TokenShards | None
 
 @dataclass(slots=True)
 class Layouts:
-    """How the ranks divide what a model drops elements of.
+    """How the ranks divide the inputs of a model's dropouts.
 
     Attributes:
         blocks: names of the divided blocks; outside of them every rank has everything.
@@ -48,14 +48,14 @@ class Layouts:
     found: dict[Site, DropoutLayout] = field(default_factory=dict)
 
     def add(self, block: str, found: Mapping[Site, DropoutLayout]) -> None:
-        """Add what was found of a block; sites have names inside of it."""
+        """Add the layouts of a block, whose sites have names inside of the block."""
         self.blocks = (*self.blocks, block)
         for site, layout in found.items():
             self.found[Site(f"{block}.{site.module}".strip("."), site.index)] = layout
 
 
 def partition_of(site: Site, layouts: Layouts, ranks: Communicator) -> Partition | None:
-    """Return how the ranks divide what a site drops elements of, right now.
+    """Return how the ranks divide the input of a dropout at this moment.
 
     Raises:
         UsageError: the site is inside of a block and dropped nothing when the block was tried.
@@ -75,7 +75,7 @@ def partition_of(site: Site, layouts: Layouts, ranks: Communicator) -> Partition
 
 
 class DropoutRecorder:
-    """Notes what dropouts of a module would see, and leaves them out.
+    """Notes the inputs of a module's dropouts, and drops nothing.
 
     Args:
         root: hooks stay on its modules until ``close``.

@@ -37,7 +37,7 @@ class Dropping(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch, or what stands for it."""
+        """Call a function of torch, or its substitute."""
         substitute = _SUBSTITUTES.get(func)
         if substitute is None:
             return func(*args, **(kwargs or {}))
@@ -125,7 +125,7 @@ class Attention(NamedTuple):
         return weights
 
     def _per_query_head(self, heads: Tensor) -> Tensor:
-        """Return kv heads, each once for every query head that uses it; a rank may have none."""
+        """Return every kv head once for each of its query heads; a rank may have none."""
         own, count = heads.shape[-3] if heads.dim() > 2 else 1, self.query.shape[-3:-2].numel()
         if not self.enable_gqa or own in (0, count):
             return heads

@@ -80,7 +80,7 @@ class PipelineBuilder:
         self._planned = recording, StageCut(bounds)
 
     def split(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Leave the model what this rank's stages need, and the optimizers their parameters."""
+        """Reduce the model to this rank's stages, and the optimizers to their parameters."""
         if self._planned is None:
             raise RuntimeError("plan() comes before split()")
         recording, cut = self._planned
@@ -144,7 +144,7 @@ class PipelineBuilder:
             self._handles.append(hook)
 
     def _trace(self) -> StepTrace | None:
-        """Return what writes traces, if they are asked for: for one pipeline, others are alike."""
+        """Return the writer of traces, if asked for; other pipelines have traces of their own."""
         if not self._config.trace_dir:
             return None
         others = "-".join(f"{name}{self._run.mesh[name].rank}" for name in ("dp", "tp"))
@@ -198,7 +198,7 @@ def _keep(optimizer: Optimizer, here: set[int]) -> None:
 
 
 def stage_report(recording: Recording, cut: StageCut, ranks: int) -> Mapping[int, str]:
-    """Return what each stage holds, in words."""
+    """Return the share of each stage, in words."""
     costs = recording.costs()
     costs[0] += recording.between[0]
     costs[-1] += recording.between[-1]

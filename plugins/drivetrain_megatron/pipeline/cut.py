@@ -30,7 +30,7 @@ class StageCut:
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     def phases(self, stage: int) -> range:
-        """Return the phases of a stage: those of its blocks, and the end of the last one's."""
+        """Return the phases of a stage: of its blocks, and the last stage's final phase."""
         last = stage == self.stages - 1
         return range(self.bounds[stage], self.bounds[stage + 1] + int(last))
 
@@ -40,7 +40,7 @@ class StageCut:
 
 
 def kept_together(recording: Recording) -> dict[int, Dependency]:
-    """Return the blocks before which no stage can begin, and what is in the way of each."""
+    """Return the blocks before which no stage can begin, each with the obstacle."""
     return {
         bound: dependency
         for dependency in recording.dependencies
@@ -55,7 +55,7 @@ def balanced(
     before: float | None = None,
     after: float | None = None,
 ) -> StageCut:
-    """Return the cut with the smallest largest stage, and of those the most even one.
+    """Return the most even cut among the cuts with the smallest largest stage.
 
     The largest cost is found exactly by dynamic programming over contiguous cuts; a second pass
     minimizes the sum of squares among the cuts that have it.

@@ -1,4 +1,4 @@
-"""Takes from a module what belongs to other stages, and puts proxies in its place."""
+"""Replaces the parameters and buffers of other stages by proxies."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -65,7 +65,7 @@ class ProxyPlace:
 
 
 def is_local(use: Use, phases: Collection[int]) -> bool:
-    """Whether a parameter or buffer is used in phases; what nothing uses belongs to the first."""
+    """Whether a parameter or buffer is used in phases; without any use, in the first."""
     return not (use.phases or {0}).isdisjoint(phases)
 
 

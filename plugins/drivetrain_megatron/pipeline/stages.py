@@ -38,7 +38,7 @@ from drivetrain_megatron.recording.structure import PLAIN, TensorMeta, changed
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """What one stage made of one micro-batch.
+    """The results of one stage for one micro-batch.
 
     Attributes:
         sent: tensors for the next stage, with their history; empty on the last stage.
@@ -51,7 +51,7 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What the stages of a rank share."""
+    """The parts that the stages of a rank share."""
 
     model: nn.Module
     blocks: tuple[nn.Module, ...]
@@ -112,7 +112,7 @@ class Stage:
         return () if self.is_last else self._parts.shapes.of(args, kwargs)[self.blocks.stop - 1]
 
     def ends(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
-        """Return what the last block of the model returns for these inputs, in order."""
+        """Return the facts of the last block's output for these inputs, in order."""
         return self._parts.shapes.of(args, kwargs)[-1]
 
     def run(
@@ -134,7 +134,7 @@ class Stage:
         return self._pass(self.blocks, metas, args, kwargs, received)
 
     def run_ambient(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the model's forward without any block, to see what each stage computes besides."""
+        """Run the model's forward without any block, for the parts that every stage computes."""
         metas = self._parts.shapes.of(args, kwargs)
         return self._pass(range(0), metas, args, kwargs, ()).output
 
@@ -189,7 +189,7 @@ class Split:
         self.ties = tied
 
     def close(self) -> None:
-        """Take what stands before the blocks away; parameters of other stages stay proxies."""
+        """Take the hooks off the blocks; parameters of other stages stay proxies."""
         self._parts.gates.close()
 
 
@@ -200,7 +200,7 @@ def split(
     owned: Sequence[int],
     device: torch.device | None = None,
 ) -> Split:
-    """Leave of a model, in place, what the stages of one rank need.
+    """Reduce a model, in place, to the stages of one rank.
 
     Parameters of other stages leave their modules, so that ``parameters()`` and ``state_dict()``
     show the local ones under unchanged names, and their memory is free. A parameter that several
@@ -273,7 +273,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 class _Pass:
-    """Decides what blocks do in one forward of a stage.
+    """Decides which blocks compute in one forward of a stage.
 
     Args:
         parts: what the stages of the rank share.
@@ -309,7 +309,7 @@ class _Pass:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Compute an own block; give what was received, or proxies, in place of another."""
+        """Compute an own block; return the received tensors, or proxies, for another."""
         block = self._parts.recording.blocks[index]
         if index != self._next:
             expected = self._name(self._next)
@@ -350,7 +350,7 @@ class _Pass:
         ]
 
     def _checked(self, index: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return what is sent, if it is what the next stage expects."""
+        """Return the tensors to send, after a check that the next stage expects them."""
         name = self._name(index)
         if self._grad and not torch.is_grad_enabled():
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Makes a plan for a block from its structure: proposes, tries, and keeps what gives equal numbers.
+"""Makes a plan for a block from its structure: proposes, tries, keeps the divisions that are right.
 
 A user's plan, or the model's own, says which layers may be divided and how; without one, every
 layer may. In both cases the structure says which layers belong together and where heads begin, and
@@ -26,7 +26,7 @@ _MOST_MIXED = 8
 
 @dataclass(slots=True)
 class Derivation:
-    """What came of one block.
+    """The outcome for one block.
 
     Attributes:
         plan: how to divide it.
@@ -98,7 +98,7 @@ class _Tryout:
     sequence_parallel: bool
 
     def __call__(self, plan: BlockPlan) -> tuple[BlockPlan | None, str]:
-        """Return the plan with what its parameters need; None, and why, if it is wrong."""
+        """Return the plan with its summed parameters; or None, and why the plan is wrong."""
         partial, reason = verify(
             self.trial, plan, self.ranks, sequence_parallel=self.sequence_parallel
         )
@@ -108,7 +108,7 @@ class _Tryout:
 def _divide_group(
     found: Derivation, group: LayerGroup, uses: Mapping[str, LinearUse], tryout: _Tryout
 ) -> None:
-    """Add a group to what was found, in the first way that gives equal numbers."""
+    """Add a group to the plan, in the first way that gives equal numbers."""
     if owners := _shared(tryout.trial.block, group):
         found.refused[group.row] = f"a parameter belongs to {' and '.join(owners)}"
         return
@@ -174,7 +174,7 @@ def _attempts(
 def _changes(
     block: nn.Module, group: LayerGroup, division: GroupDivision
 ) -> Iterator[tuple[Mapping[SizeAttribute, tuple[int, ...]], int | None]]:
-    """Yield what to change in how the block's code counts: nothing, attributes, reshapes, or both.
+    """Yield changes of the sizes in the block's code: none, attributes, reshapes, or both.
 
     Code that splits by an attribute may reshape to the sizes of its input: that needs both.
     """
@@ -199,7 +199,7 @@ def _choices(
 def _numbers(
     block: nn.Module, group: LayerGroup, division: GroupDivision
 ) -> dict[SizeAttribute, tuple[int, ...]]:
-    """Return the attributes that count a divided size, and what they are on each rank."""
+    """Return the attributes that count a divided size, with their values on each rank."""
     owners = {_parent(name) for name in (*group.columns, group.row)} | {_common(group.columns)}
     return {
         SizeAttribute(owner, attribute): division.numbers[value]
@@ -211,7 +211,7 @@ def _numbers(
 
 
 def _counts(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers that a module, or the configuration that it keeps, has by name."""
+    """Yield the named whole numbers of a module, and of the configuration in the module."""
     for name, value in vars(module).items():
         if type(value) is int:
             yield name, value

@@ -145,7 +145,7 @@ class TensorParallel:
         return facts
 
     def facts(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
-        """Return what ``divide`` returns, and leave the model as it is.
+        """Return the facts that ``divide`` returns; the model is left as it is.
 
         Args:
             model: whole.
@@ -165,7 +165,7 @@ class TensorParallel:
         return facts
 
     def surround(self) -> None:
-        """Cut the activation that enters the first block, and join the one that leaves the last.
+        """Cut the activation that enters the first block, and join the last block's output.
 
         After the model was cut into stages: every stage must know how many tokens there are.
         """
@@ -197,7 +197,7 @@ class TensorParallel:
             self._model.register_forward_pre_hook(_refuse, prepend=True)
 
     def _summed(self, facts: ParameterFacts) -> Callable[[Tensor], Tensor] | None:
-        """Return what makes a parameter's gradient whole; None where it is."""
+        """Return the sum that makes a parameter's gradient whole; None for a whole gradient."""
         if facts.partial:
             return self._sum
         partition = facts.partition
@@ -261,7 +261,7 @@ class TensorParallel:
         layers: set[str] | None,
         tokens: TokenShards | None,
     ) -> tuple[Derivation, Mapping[Site, DropoutLayout]]:
-        """Return how a block is divided, and what its dropouts see then."""
+        """Return how a block is divided, and the layouts of its dropouts' inputs."""
         try:
             trial = make_trial(block, call)
         except Exception as error:  # whatever the user's code raises in fp64: it stays whole
@@ -274,7 +274,7 @@ class TensorParallel:
         return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}
 
     def _layers_of(self, block: str) -> set[str] | None:
-        """Return the layers of a block that the plan lets divide, by their names inside of it."""
+        """Return the names, inside of a block, of the layers that the plan lets divide."""
         if self._named is None:
             return None
         prefix = f"{block}." if block else ""

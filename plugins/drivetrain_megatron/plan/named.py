@@ -103,7 +103,7 @@ def users_plan(model: nn.Module, patterns: Mapping[str, str]) -> NamedPlan:
 
 
 def models_plan(model: nn.Module) -> NamedPlan | None:
-    """Return the plan that the model itself brings; None without one, or one that we cannot read.
+    """Return the plan of the model itself; None without a readable plan.
 
     Hugging Face models carry it as ``_tp_plan``, by full names. A plan with styles that are not
     known here (experts, say) does not count, and a line says so.
@@ -134,7 +134,7 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
-    """Return the hint at the end of a message: what may have been meant."""
+    """Return the hint at the end of a message: the nearest valid word."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; the nearest is {near[0]!r}" if near else ""
 
