@@ -11,6 +11,7 @@ low precision are added up in fp32. With replicas, the reduce-scatter adds up wi
 share the unit, and an all-reduce of the owned pieces adds up over the replicas.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -46,24 +47,17 @@ class FlatGradients:
     ) -> None:
         self.flat = flat
         self.wire = wire
+        self.nbytes = flat.layout.numel * wire.itemsize
         self.buffer: Tensor | None = None
         self.filled: set[ParameterSlot] = set()
         self._total = total
         self._owned = [slot for slot in flat.slots if slot.owned_numel]
         self._range = slice(*flat.pieces[rank][0]) if len(flat.pieces[rank]) == 1 else None
         self._stays = stays
-        self._views: dict[ParameterSlot, Tensor] = {}
         self._kept: Tensor | None = None
         self._replica_sum: Tensor | None = None
 
     # --- filling ---
-
-    def use(self, buffer: Tensor | None) -> None:
-        """Let gradients arrive in a buffer like the flat tensor; None takes it away."""
-        self.buffer = buffer
-        self._views = {}
-        if buffer is not None:
-            self._views = {slot: slot.view(buffer) for slot in self.flat.slots}
 
     def receive(self, slot: ParameterSlot, grad: Tensor, scale: float) -> None:
         """Move a parameter's fresh gradient into the buffer, times a scale.
@@ -78,22 +72,26 @@ class FlatGradients:
                 "autograd; use torch.autograd.grad for gradients of gradients, and sparse=False "
                 "for embeddings"
             )
+        buffer = self._there()
         if slot in self.filled:
-            if self.buffer is not None and self.buffer.dtype is not self._total:
-                self.use(self.buffer.to(self._total))  # a sum is about to be made
-            self._views[slot].add_(grad, alpha=scale)
+            self.buffer = buffer = buffer.to(self._total)  # a sum is about to be made
+            slot.view(buffer).add_(grad, alpha=scale)
         else:
-            torch.mul(grad, scale, out=self._views[slot])  # one pass over memory
+            torch.mul(grad, scale, out=slot.view(buffer))  # one pass over memory
             self.filled.add(slot)
         slot.parameter.grad = None
 
     def scale(self, factor: float) -> None:
         """Multiply gradients that were received."""
-        for slot, view in self._views.items():
-            if slot in self.filled:
-                view.mul_(factor)
+        for slot in self.filled:
+            slot.view(self._there()).mul_(factor)
         if self._replica_sum is not None:
             self._replica_sum.mul_(factor)
+
+    def _there(self) -> Tensor:
+        if self.buffer is None:
+            raise UsageError("expected a buffer for gradients, found none")
+        return self.buffer
 
     def set_aside(self) -> None:
         """Save gradients that lie in the buffer and were not cleared: this round adds to them."""
@@ -104,8 +102,9 @@ class FlatGradients:
         """Forget gradients that were received, or wait for replicas, of some parameters."""
         self.filled.difference_update(slots)
         if self._replica_sum is not None:
-            for slot in slots:
-                self._replica_sum[slot.local].zero_()
+            for slot in self.flat.slots:
+                if slot in slots:
+                    self._replica_sum[slot.local].zero_()
 
     def _move(self, kept: Tensor) -> None:
         """Keep the gradients that fragments have, if any, in other memory."""
@@ -119,17 +118,17 @@ class FlatGradients:
 
     def fill_gaps(self) -> list[ParameterSlot]:
         """Write zeros where no gradient came; return the parameters."""
-        missing = [slot for slot in self.flat.slots if slot not in self.filled]
-        for slot in missing:
-            self._views[slot].zero_()
+        missing = []
+        for slot in self.flat.slots:
+            if slot not in self.filled:
+                slot.view(self._there()).zero_()
+                missing.append(slot)
         self.filled.clear()
         return missing
 
     def outgoing(self) -> Tensor:
         """Return what is to be reduced, 1-D: the buffer, in the dtype of the wire."""
-        if self.buffer is None:
-            raise UsageError("expected gradients to be sent, found none")
-        return self.buffer.to(self.wire)
+        return self._there().to(self.wire)
 
     def keep_owned(self, sent: Tensor) -> None:
         """Keep this rank's ranges of the mean over ranks; the rest is of no use."""
@@ -140,7 +139,8 @@ class FlatGradients:
         ranges, total = [sent[slot.own] for slot in self._owned], self._replica_sum
         if total is None:
             total = torch.empty(self.flat.owned, dtype=self._total, device=sent.device)
-            _copy([total[slot.local] for slot in self._owned], ranges)
+            if ranges:
+                torch._foreach_copy_([total[slot.local] for slot in self._owned], ranges)
             self._replica_sum = total
         else:
             for slot, values in zip(self._owned, ranges, strict=True):
@@ -162,7 +162,7 @@ class FlatGradients:
     def _in_buffer(self, kept: Tensor) -> bool:
         return self.buffer is not None and _shares(kept, self.buffer)
 
-    def _keep(self, ranges: Sequence[Tensor], sent: Tensor | None) -> None:
+    def _keep(self, ranges: list[Tensor], sent: Tensor | None) -> None:
         """Add ranges, one for each owned parameter, to the gradients of fragments, or keep them."""
         having = self.flat.with_gradients()
         if not having:
@@ -178,7 +178,7 @@ class FlatGradients:
                 else:
                     self._kept[slot.local].copy_(values)
 
-    def _kept_anew(self, ranges: Sequence[Tensor], sent: Tensor | None) -> Tensor:
+    def _kept_anew(self, ranges: list[Tensor], sent: Tensor | None) -> Tensor:
         flat, kept, device = self.flat, self._kept, self.flat.gradient_device
         # The first gradient of a window waits as it came where a store has the master.
         dtype = self.wire if flat.masters_left else self._total
@@ -188,16 +188,16 @@ class FlatGradients:
                 return in_place
         if kept is None or kept.dtype is not dtype or self._in_buffer(kept):
             kept = torch.empty(flat.owned, dtype=dtype, device=device)
-        _copy([kept[slot.local] for slot in self._owned], ranges)
+        if ranges:
+            torch._foreach_copy_([kept[slot.local] for slot in self._owned], ranges)
         return kept
 
     def to_sum_dtype(self) -> None:
         """Keep gradients in the dtype of sums: they are about to be changed in place."""
-        if self._kept is None or self._kept.dtype is self._total:
-            return
-        self._kept = self._kept.to(self._total)
-        for slot in self.flat.with_gradients():
-            self.hand_out(slot)
+        if self._kept is not None and self._kept.dtype is not self._total:
+            self._kept = self._kept.to(self._total)
+            for slot in self.flat.with_gradients():
+                self.hand_out(slot)
 
     def give_away(self) -> None:
         """Let go of the memory of gradients that were taken: somebody else reads it.
@@ -205,11 +205,10 @@ class FlatGradients:
         Those that fragments still have, as where another optimizer steps them, move.
         """
         kept, self._kept = self._kept, None
-        if kept is None:
-            return
-        self._move(kept)
-        if self._in_buffer(kept):
-            self.use(None)
+        if kept is not None:
+            self._move(kept)
+            if self._in_buffer(kept):
+                self.buffer = None
 
     # --- handing out ---
 
@@ -232,11 +231,6 @@ class FlatGradients:
         if grad is not None and self._kept is not None and not _shares(grad, self._kept):
             piece = slot.piece(self._kept)
             piece.copy_(torch.where(piece.to(grad.dtype) == grad, piece, grad))
-
-
-def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    if to:
-        torch._foreach_copy_(list(to), list(values))
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:
@@ -269,6 +263,7 @@ class UnitGradients:
         self.pending = 0
         self.present: set[ParameterSlot] = set()
         self.opened = False
+        self.reduction: Handle | None = None
         self._stays = stays
         self._reducing = ranks.reducing
         self._replicas = ranks.replicas
@@ -279,18 +274,19 @@ class UnitGradients:
             self.flats.append(FlatGradients(flat, ranks.sharing.rank, wire, total, stays=stays))
         self._of = {slot: flat for flat in self.flats for slot in flat.flat.slots}
         self._label = f"gradients of {unit.label}"
+        self._trained: list[bool] = []
         self._active: list[FlatGradients] = []
+        self._starts: list[int] = []
         self._lent: Tensor | None = None
         self._sent: list[tuple[FlatGradients, Tensor]] = []
-        self.reduction: Handle | None = None
         self._crossing: list[tuple[FlatGradients, Tensor, Handle]] = []
 
     def begin(self) -> bool:
         """Begin a round; return whether any gradient is expected."""
         self.awaited = [slot for slot in self.unit.slots if slot.parameter.requires_grad]
-        self.came.clear()
         self.pending = len(self.awaited)
-        return bool(self.awaited)
+        self.came.clear()
+        return self.pending > 0
 
     @property
     def done(self) -> bool:
@@ -300,24 +296,22 @@ class UnitGradients:
     # --- filling ---
 
     def open(self, lend: Callable[[int], Tensor] | None) -> None:
-        """Make buffers ready for the first gradient.
-
-        Args:
-            lend: lends a buffer of so many bytes, 1-D; None keeps one for good.
-        """
+        """Make a buffer of so many bytes ready that ``lend`` lends; None: the ones that stay."""
         self.opened = True
-        trained = {self._of[slot] for slot in self.unit.slots if slot.parameter.requires_grad}
-        self._active = [flat for flat in self.flats if flat in trained]
+        trained = [slot.parameter.requires_grad for slot in self.unit.slots]
+        if trained != self._trained:
+            self._trained = trained
+            active = self.of(itertools.compress(self.unit.slots, trained))
+            self._active = [flat for flat in self.flats if flat in active]
+            self._starts = offsets_in_bytes(flat.nbytes for flat in self._active)
         if lend is not None:
-            sizes = [flat.flat.layout.numel * flat.wire.itemsize for flat in self._active]
-            starts = offsets_in_bytes(sizes)
-            self._lent = lend(starts[-1])
-            for flat, start, size in zip(self._active, starts, sizes, strict=False):
-                flat.use(self._lent[start : start + size].view(flat.wire))
+            self._lent = lend(self._starts[-1])
+            for flat, start in zip(self._active, self._starts, strict=False):
+                flat.buffer = self._lent[start : start + flat.nbytes].view(flat.wire)
             return
         for flat in self._active:
             if flat.buffer is None:
-                flat.use(torch.zeros_like(flat.flat.values, dtype=flat.wire))
+                flat.buffer = torch.zeros_like(flat.flat.values, dtype=flat.wire)
             else:
                 flat.set_aside()
 
@@ -328,22 +322,26 @@ class UnitGradients:
     def forget(self, slots: Collection[ParameterSlot]) -> Tensor | None:
         """Drop what was received and not handed out; return a lent buffer if nothing is left."""
         self.present.difference_update(slots)
+        idle = self.opened and self.reduction is None
         for flat in self.flats:
-            flat.drop([slot for slot in flat.flat.slots if slot in slots])
-        waiting = any(flat.filled for flat in self.flats)
-        done = self.opened and self.reduction is None and not waiting
-        return self._close() if done else None
+            flat.drop(slots)
+            idle &= not flat.filled
+        return self._close() if idle else None
 
     # --- reducing ---
 
     def send(self) -> None:
         """Send the buffers on their way; parameters without a gradient count as zeros."""
-        missing = {slot for flat in self._active for slot in flat.fill_gaps()}
-        self.present.update(slot for slot in self.awaited if slot not in missing)
-        self._sent = [(flat, flat.outgoing()) for flat in self._active]
-        outgoing = [flat.flat.cut(sent) for flat, sent in self._sent]
-        ranks = range(self._reducing.size)
-        parts = [[part for cut in outgoing for part in cut[rank]] for rank in ranks]
+        missing: set[ParameterSlot] = set()
+        parts: list[list[Tensor]] = [[] for _ in range(self._reducing.size)]
+        self._sent = []
+        for flat in self._active:
+            missing.update(flat.fill_gaps())
+            sent = flat.outgoing()
+            self._sent.append((flat, sent))
+            for rank, owned in enumerate(flat.flat.cut(sent)):
+                parts[rank] += owned
+        self.present |= set(self.awaited) - missing
         self.reduction = self._reducing.reduce_parts(parts, label=self._label)
 
     def keep_owned(self, *, replicate: bool) -> Tensor | None:
@@ -382,9 +380,9 @@ class UnitGradients:
         self.opened = False
         lent, self._lent = self._lent, None
         for flat in self._active:
-            low = flat.buffer is not None and flat.buffer.dtype is flat.wire
-            if not self._stays or not low:  # the buffer that sums were made in is larger
-                flat.use(None)
+            # A buffer that sums were made in is larger than one that stays.
+            if not self._stays or (flat.buffer is not None and flat.buffer.dtype is not flat.wire):
+                flat.buffer = None
         return lent
 
     # --- handing out ---
@@ -393,8 +391,9 @@ class UnitGradients:
         """Return the gradients of the flat tensors that some of the parameters lie in."""
         return {self._of[slot] for slot in slots if slot in self._of}
 
-    def deliver(self, slots: Sequence[ParameterSlot]) -> None:
-        """Give these parameters' fragments their gradients."""
-        for slot in slots:
-            self._of[slot].hand_out(slot)
+    def deliver(self, present: Sequence[int]) -> None:
+        """Give fragments their gradients, where some rank had one for the awaited parameter."""
+        for slot, some in zip(self.awaited, present, strict=True):
+            if some:
+                self._of[slot].hand_out(slot)
         self.present.clear()

@@ -198,8 +198,7 @@ class Reduce:
     def _hand_out(self, present: Sequence[int]) -> None:
         first = 0
         for unit in self._active:
-            had = present[first : first + len(unit.awaited)]
-            unit.deliver([slot for slot, some in zip(unit.awaited, had, strict=True) if some])
+            unit.deliver(present[first : first + len(unit.awaited)])
             first += len(unit.awaited)
 
     def _lend(self, nbytes: int) -> Tensor:
@@ -293,9 +292,10 @@ class Reduce:
         """Make a unit's gradients ready for a change."""
         unit.unit.wait_for_step()  # a step under way reads them
         late = self._home.due(unit.unit.slots)
-        self._to_sum_dtype(late)
-        for slot, factor in late.items():
-            self._multiply([slot], factor)
+        if late:
+            self._to_sum_dtype(late)
+            for slot, factor in late.items():
+                self._multiply([slot], factor)
 
     def _to_sum_dtype(self, slots: Collection[ParameterSlot]) -> None:
         for flat in self._flats(slots):
