@@ -91,7 +91,7 @@ def guard(parameter: Tensor, by: Guard) -> None:
 
 def unguard(parameter: nn.Parameter) -> None:
     """Make a parameter an ordinary one again: its values are there."""
-    if type(parameter) is not nn.Parameter and is_guarded(parameter):
+    if issubclass(type(parameter), GuardedParameter):
         parameter.__class__ = nn.Parameter
         del parameter._guard  # type: ignore[attr-defined]  # copies and pickles must not drag it
 

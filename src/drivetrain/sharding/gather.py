@@ -130,6 +130,7 @@ class Gather:
     ) -> None:
         self.units = units
         self._by_storage = {storage: unit for unit in units for storage in unit.storages}
+        self._counted = [unit for unit in units if unit.layout.key != ROOT]
         self._ahead = ahead
         self._until = until
         self._neighbors = neighbors
@@ -237,8 +238,9 @@ class Gather:
         """Whether no further unit may be gathered ahead. Units kept on purpose do not count."""
         if self._most_live is None or self._until != "forward":
             return False
-        live = sum(unit.live for unit in self.units if unit.layout.key != ROOT)
-        return live >= self._most_live
+        # Asked for each unit that is gathered, so it is one pass without calls.
+        live = [unit for unit in self._counted if unit.whole or unit.arrival is not None]
+        return len(live) >= self._most_live
 
     def _make_room(self) -> None:
         """Free units gathered ahead in vain, if the needed unit would exceed the bound."""

@@ -215,6 +215,7 @@ class Unit:
         self.holds = 0
         self.near: NearPart | None = None
         self.absent: Guard = self
+        self._guarded_by: Guard | None = None
         self.storages = {flat.untyped_storage()._cdata for flat in self.values}
         self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
         self._parts = [
@@ -303,7 +304,8 @@ class Unit:
             CollectiveError: another rank did, or the connection to it.
         """
         if self.arrival is not None:
-            self.wait_for_step()  # its own error, not that of the operation that waits for it
+            if self.updates:
+                self.wait_for_step()  # its own error, not that of the operation that waits for it
             try:
                 self.arrival.wait()
             except CollectiveError as error:
@@ -321,12 +323,15 @@ class Unit:
     def guard(self) -> None:
         """Let nobody use the parameters without asking the guard."""
         self.whole = False
-        for parameter in self.parameters:
-            guard(parameter, self.absent)
+        if self._guarded_by is not self.absent:
+            for parameter in self.parameters:
+                guard(parameter, self.absent)
+            self._guarded_by = self.absent
 
     def unguard(self) -> None:
         """Let everybody use the parameters: their values are there."""
         self.whole = True
+        self._guarded_by = None
         for parameter in self.parameters:
             unguard(parameter)
 
