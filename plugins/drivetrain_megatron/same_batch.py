@@ -7,7 +7,7 @@ all-reduce of 16 bytes per axis, and one pass over the batch. Only ranks that di
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import RankMismatchError
+from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.world import World
 
 FORWARDS = 2
@@ -25,8 +26,8 @@ _TEXT_BYTES = 8192
 """Length of a rank's description of its batch when batches differ; the rest is cut off."""
 
 
-class SameBatch:
-    """A forward pre-hook; copies and pickles of the model do not inherit it.
+class SameBatch(UninheritedHook):
+    """A forward pre-hook that compares the batches of the ranks of a cell in the first forwards.
 
     Args:
         cell: the axes whose ranks share a replica.
@@ -34,6 +35,7 @@ class SameBatch:
     """
 
     def __init__(self, cell: Sequence[Communicator], world: World) -> None:
+        super().__init__(self._check)
         self._cell = [axis for axis in cell if axis.size > 1]
         self._world = world
         self._left = dict.fromkeys((True, False), FORWARDS)
@@ -43,7 +45,7 @@ class SameBatch:
         """Whether there are other ranks in the cell."""
         return bool(self._cell)
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Compare the first forwards: in training their arguments too, else only the mode.
 
         Raises:
@@ -55,9 +57,6 @@ class SameBatch:
         if self._left[trains]:
             self._left[trains] -= 1
             self._compare([*_mode(module), *(_described(args, kwargs) if trains else [])])
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _inert, ()
 
     def _compare(self, lines: Sequence[str]) -> None:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
@@ -134,11 +133,3 @@ def _message(texts: dict[int, list[str]]) -> str:
         "accelerator.mesh['dp'].rank, seed random changes of the data alike on these ranks, and "
         "train or evaluate on all of them together"
     )
-
-
-def _inert() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(module: nn.Module, args: Any, kwargs: Any) -> None:
-    return

@@ -134,7 +134,7 @@ class LocalStages:
     def refresh(self) -> None:
         """Bring copies of shared parameters up to date, if values have changed."""
         if self._stale:
-            self._shared.refresh(lambda p: self.inner.gathered(p, modify=False))
+            self._shared.refresh(self.inner)
             self._stale = False
 
     def outdate(self) -> None:

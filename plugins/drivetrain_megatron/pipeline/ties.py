@@ -6,18 +6,16 @@ goes to the owner, where it enters the owner's last backward; before the next fo
 new values go to the copies. So nothing is counted twice, and copies cannot drift apart.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.building import WeightSource, become
+from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.other_stages import Tie
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
-
-MadeWhole = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
-"""Context in which parameters of this rank have their values."""
 
 
 class SharedParameters:
@@ -86,13 +84,13 @@ class SharedParameters:
             gradients.append(total)
         return parameters, gradients
 
-    def refresh(self, whole: MadeWhole) -> None:
+    def refresh(self, inner: Strategy[Any]) -> None:
         """Give copies their owners' values.
 
         Args:
-            whole: gives parameters of this rank their values.
+            inner: the data-parallel strategy of the cell, which gathers divided parameters.
         """
-        with whole([parameter for _, _, parameter, _ in self._lent]):
+        with inner.gathered([parameter for _, _, parameter, _ in self._lent], modify=False):
             for number, tie, parameter, stages in self._lent:
                 for stage in stages:
                     message = Message(Direction.TIED, tie.owner, stage, number)

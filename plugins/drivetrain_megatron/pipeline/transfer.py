@@ -36,10 +36,10 @@ class Direction(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a message is.
+    """The address of a message.
 
     Attributes:
-        direction: what it carries.
+        direction: its content.
         source: the stage that it comes from.
         stage: the stage that it goes to.
         number: of the micro-batch, or of the parameter that stages share.

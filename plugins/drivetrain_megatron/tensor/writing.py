@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from drivetrain.parts.torch_calls import name_of, writes_first
+
 
 class TorchCall(NamedTuple):
     """A call of torch's, as ``__torch_function__`` gets it."""
@@ -18,17 +20,12 @@ class TorchCall(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the function or method; of the attribute, for what reads or writes one."""
-        name = str(self.func.__name__)
-        if name == "__get__":
-            return str(self.func.__self__.__name__)  # type: ignore[attr-defined]
-        return f"{self.func.__self__.__name__} =" if name == "__set__" else name  # type: ignore[attr-defined]
+        return name_of(self.func)
 
     @property
     def written(self) -> Any:
         """The argument that the call writes into: tensors in any nesting, or None."""
-        name = self.name
-        in_place = name.endswith("_") and not name.endswith("__")
-        if in_place or name in _OPERATORS or self.replaces or self._asks_in_place:
+        if writes_first(self.func) or self.replaces or self._asks_in_place:
             return next(iter((*self.args, *self.kwargs.values())), None)
         return self.kwargs.get("out")
 
@@ -60,11 +57,6 @@ class TorchCall(NamedTuple):
 
 
 # fmt: off
-_OPERATORS = frozenset({
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__",
-    "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
-    "__irshift__",
-})
 _REPLACING = frozenset({"set_", "detach_", "share_memory_", "rename_"})
 _BY_ELEMENT = frozenset({
     "add_", "sub_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "__iadd__", "__isub__",

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -93,5 +93,5 @@ class UninheritedHook:
         if self._action is not None:
             self._action(*arguments)
 
-    def __reduce__(self) -> tuple[type[Self], tuple[None]]:
-        return type(self), (None,)
+    def __reduce__(self) -> tuple[type["UninheritedHook"], tuple[None]]:
+        return UninheritedHook, (None,)

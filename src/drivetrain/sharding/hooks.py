@@ -5,7 +5,7 @@ Everything that happens in a step begins in one of these hooks, in an optimizer'
 are ordinary models.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.parts.naming import clean_name
 from drivetrain.parts.replicate import ForwardHook
 from drivetrain.parts.rounds import on_gradient
+from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.sharding.gather import Gather
 from drivetrain.sharding.gradients import UnitGradients
 from drivetrain.sharding.home import BoundOptimizer
@@ -125,24 +126,14 @@ def is_compiled(model: nn.Module) -> bool:
     return isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
-class UnitHook:
-    """A forward hook or pre-hook of any signature; a copy does nothing.
-
-    Args:
-        action: what to call with the hook's arguments; None for nothing.
-    """
-
-    def __init__(self, action: Callable[..., None] | None) -> None:
-        self._action = action
+class UnitHook(UninheritedHook):
+    """A hook that copies of a module do not inherit, and that a compiler does not look into."""
 
     @_disable_dynamo  # in a block that compiles its own hooks too: a gap in the graph
     def __call__(self, *arguments: Any) -> None:
         """Act."""
         if self._action is not None:
             self._action(*arguments)
-
-    def __reduce__(self) -> tuple[type["UnitHook"], tuple[None]]:
-        return UnitHook, (None,)
 
 
 class ZeroGrad:
