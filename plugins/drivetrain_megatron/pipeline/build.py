@@ -1,9 +1,7 @@
 """Makes the pipeline of a model: cuts it, leaves each rank its stages, and takes over its calls."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -17,6 +15,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
 from drivetrain.model.look import Look
 from drivetrain.parts.naming import uncompiled
+from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import StageCut, balanced, listed
@@ -34,6 +33,8 @@ from drivetrain_megatron.recording.phases import Recording, recording_of
 from drivetrain_megatron.tensor.compiled import Uncompiled
 
 logger = get_logger(__name__)
+
+_ORIGINAL = "_forward_before_stages"
 
 
 class PipelineBuilder:
@@ -126,13 +127,11 @@ class PipelineBuilder:
         self._pipeline = pipeline
         for optimizer in self._optimizers:
             self.follow(optimizer)
-        forward = type(model).forward
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: nn.Module, compute: Any, args: Any, kwargs: Any) -> Any:
             return pipeline.call(args, kwargs)
 
-        functools.update_wrapper(call, forward)
-        model.__dict__["forward"] = MethodType(call, model)
+        wrap_forward(model, _ORIGINAL, call)
         return pipeline
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -155,7 +154,7 @@ class PipelineBuilder:
         """Give the model's calls back; parameters of other stages stay away."""
         for handle in self._handles:
             handle.remove()
-        model.__dict__.pop("forward", None)
+        unwrap_forward(model, _ORIGINAL)
         self._weights.detach_from(self._deferring)
         if self._split is not None:
             self._split.close()
