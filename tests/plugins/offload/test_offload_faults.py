@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import pkgutil
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -183,8 +184,15 @@ def test_a_save_after_a_step_that_failed(tmp_path):
     training = Training("zero2", tmp_path)
     training.steps(0, 1)
     training.accelerator.save_state(str(tmp_path / "earlier"))
-    with Disk("preadv", io_error).broken() if training.rank == 1 else nullcontext():
+    submitted = threading.Event()
+
+    def late_error(*arguments):
+        submitted.wait(20)  # else the submission of the step's next block would hear of it
+        io_error(*arguments)
+
+    with Disk("preadv", late_error).broken() if training.rank == 1 else nullcontext():
         training.step(2)
+        submitted.set()
         with pytest.raises(CheckpointError, match="EIO"):
             training.accelerator.save_state(str(tmp_path / "later"))
     training.accelerator.wait_for_everyone()
