@@ -35,7 +35,12 @@ from drivetrain import Accelerator
 
 Step = Callable[[], Tensor]
 
-STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
+STRATEGIES = {
+    "ddp": {"name": "ddp"},
+    "zero2": {"name": "zero2"},
+    "zero3": {"name": "zero3", "keep_below": 0},  # by default, it divides no parameter so small
+    "fsdp": {"name": "fsdp"},
+}
 PEER = "torch FSDP2"
 WARMUP = 6
 """Steps before anything is counted: units record their order, rings and buffers are made."""
@@ -84,7 +89,7 @@ def training(side: str, options: argparse.Namespace) -> Step:
         optimizer: Any = torch.optim.AdamW(model.parameters())
         backward = Tensor.backward
     else:
-        accelerator = Accelerator(strategy=side, cpu=True)
+        accelerator = Accelerator(strategy=STRATEGIES[side], cpu=True)
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
         backward = accelerator.backward
     tokens = torch.randint(WORDS, (2, 4))
