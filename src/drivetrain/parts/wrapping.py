@@ -37,7 +37,7 @@ def wrap_forward(module: nn.Module, key: str, around: AroundForward) -> None:
     unwrap_forward(module, key)
     before = module.__dict__.get("forward")
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         own = module.__dict__[key]
         compute = MethodType(type(module).forward, module) if own is None else own
         return around(module, compute, args, kwargs)
@@ -69,8 +69,11 @@ def is_wrapped(module: nn.Module, key: str) -> bool:
 
 
 def _with_module(method: Callable[..., Any]) -> inspect.Signature:
-    """Return a bound method's signature with the module before its arguments."""
-    module = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+    """Return a bound method's signature with the module before its arguments.
+
+    It is called ``self`` there: a forward may have an argument of any other name.
+    """
+    module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.signature(method)
     return signature.replace(parameters=[module, *signature.parameters.values()])
 
