@@ -1,11 +1,8 @@
 """The precision of a model: its forward computes in the run's dtype, and a line says all dtypes."""
 
-import functools
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +10,7 @@ from torch import nn
 
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.nested import convert_to_fp32
+from drivetrain.parts.wrapping import is_wrapped, unwrap_forward, wrap_forward
 from drivetrain.runtime.precision import Precision, dtype_word
 
 _ORIGINAL = "_forward_before_prepare"
@@ -28,38 +26,25 @@ def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[ob
         model: changed in place; ``restore_forward`` undoes it.
         context: makes the context of one forward.
     """
-    if _ORIGINAL in model.__dict__:
-        if getattr(model.__dict__["forward"], "__func__", None) is not type(model).forward:
-            return
-        restore_forward(model)  # came out of a pickle, which does not hold functions
-    before = model.__dict__.get("forward")
+    if is_wrapped(model, _ORIGINAL):
+        return
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = module.__dict__[_ORIGINAL]
+    def in_context(
+        module: nn.Module,
+        compute: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         with context():
-            if own is None:
-                outputs = type(module).forward(module, *args, **kwargs)
-            else:
-                outputs = own(*args, **kwargs)
+            outputs = compute(*args, **kwargs)
         return convert_to_fp32(outputs)
 
-    functools.update_wrapper(forward, model.forward)
-    forward.__signature__ = _with_module(model.forward)  # type: ignore[attr-defined]  # see inspect
-    # In __dict__ directly: a compiled module hands attributes set on it to the module inside. A
-    # method, since deepcopy binds methods, unlike functions, to the copy.
-    model.__dict__[_ORIGINAL] = before
-    model.__dict__["forward"] = MethodType(forward, model)
+    wrap_forward(model, _ORIGINAL, in_context)
 
 
 def restore_forward(model: nn.Module) -> None:
     """Give a model back the forward it had before ``compute_in``."""
-    if _ORIGINAL not in model.__dict__:
-        return
-    original = model.__dict__.pop(_ORIGINAL)
-    if original is None:
-        del model.__dict__["forward"]
-    else:
-        model.__dict__["forward"] = original
+    unwrap_forward(model, _ORIGINAL)
 
 
 def given_parameters(model: nn.Module) -> list[TensorSpec]:
@@ -102,11 +87,3 @@ def describe_dtypes(
 
 def _words(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(dict.fromkeys(map(dtype_word, dtypes))) or "none"
-
-
-def _with_module(method: Callable[..., Any]) -> inspect.Signature:
-    """Return a bound method's signature with the module before its arguments."""
-    module = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
-    signature = inspect.signature(method)
-    arguments = list(signature.parameters.values())
-    return signature.replace(parameters=[module, *arguments])

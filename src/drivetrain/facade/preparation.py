@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,28 +23,10 @@ from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
+from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.strategy import find_strategy
 
 logger = get_logger(__name__)
-
-
-class ForwardNote:
-    """A forward pre-hook that tells which model runs; a copy of the model tells nothing.
-
-    Args:
-        tell: called with the module before each of its forwards.
-    """
-
-    def __init__(self, tell: Callable[[nn.Module], None] | None) -> None:
-        self._tell = tell
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """Tell, unless this is a copy's."""
-        if self._tell is not None:
-            self._tell(module)
-
-    def __reduce__(self) -> tuple[type["ForwardNote"], tuple[None]]:
-        return ForwardNote, (None,)
 
 
 class Preparation:
@@ -124,7 +106,7 @@ class Preparation:
         self._prepared.models.append(entry)
         self._compute_in_precision(module)
         # Before the strategy's own hook, which may communicate.
-        note = ForwardNote(functools.partial(self._note_forward, entry))
+        note = UninheritedHook(functools.partial(self._note_forward, entry))
         entry.note = module.register_forward_pre_hook(note, prepend=True)
         return module
 
@@ -237,7 +219,7 @@ class Preparation:
                 if prepared.optimizer is before:
                     prepared.optimizer = after
 
-    def _note_forward(self, entry: PreparedModel, module: nn.Module) -> None:
+    def _note_forward(self, entry: PreparedModel, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
             self._prepared.last_run = entry
             self._uneven.announce(entry, module.training)
