@@ -5,7 +5,8 @@ the default run takes so many that every value of every parameter, and every num
 occurs. A test over numbers of ranks alone runs on three, where no two neighbours are the same rank
 and little divides evenly, and every second test on one other number, in turn. Classes marked
 ``variants`` inherit their tests: each test is taken by one of the classes, in turn. Tests that need
-no ranks run whole; what is marked ``exhaustive`` runs with the option alone.
+no ranks run whole, and so do those marked ``complete``, since other tests read the files that they
+leave; what is marked ``exhaustive`` runs with the option alone.
 
 Four ranks and more share the cores of a small machine: of a file's tests on so many, each takes the
 values that the tests before it have not met yet, and at least two cases.
@@ -61,7 +62,7 @@ def selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     met: defaultdict[Path, set[Fact]] = defaultdict(set)
     for (owner, name), matrix in matrices.items():
         chosen = matrix
-        if any(map(ranks_of, matrix)):
+        if any(map(ranks_of, matrix)) and matrix[0].get_closest_marker("complete") is None:
             facts = facts_of(matrix)
             wanted = set().union(*facts.values())
             turns[owner] += not wanted

@@ -83,9 +83,12 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("pipelines")
 
 
-EACH = pytest.mark.parametrize("model", list(MODELS))
+EACH = pytest.mark.parametrize(
+    "model", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)]
+)
 
 
+@pytest.mark.complete
 @EACH
 @pytest.mark.parametrize("world", WORLDS)
 def test_save(folder, world, model):
@@ -98,6 +101,7 @@ def test_save(folder, world, model):
         trained.accelerator.free_memory()
 
 
+@pytest.mark.complete
 @EACH
 @pytest.mark.parametrize("world", WORLDS)
 def test_load(folder, world, model):
