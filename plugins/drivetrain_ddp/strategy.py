@@ -1,13 +1,12 @@
 """The strategy ``ddp``: replicas that average gradients during backward (Li et al., VLDB 2020)."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator, connect
 from drivetrain.cost import Cost, ModelSpec
@@ -42,14 +41,13 @@ class Ddp(Strategy[DdpConfig]):
             "master",
             instead="convert the model itself, or take a strategy that keeps master copies",
         )
+        self._hook = choose_hook(config, run.precision)
         self._communicator: Communicator = connect(
             run.mesh["dp"], run.traffic, run.world.device, run.world.timeout
         )
         self._alone = self._communicator.size == 1
-        self._reducer = BucketReducer(
-            [], self._communicator, choose_hook(config, run.precision), config
-        )
-        self._handles: list[RemovableHandle] = []
+        self._closing = ExitStack()  # in the opposite order: hooks go before what they call
+        self._closing.callback(self._communicator.close)
 
     @classmethod
     def axes(cls, config: DdpConfig, world_size: int) -> Mapping[str, int]:
@@ -59,25 +57,20 @@ class Ddp(Strategy[DdpConfig]):
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
         self._model = model
-        self._state = ReplicatedState(model, optimizers)
+        self._state = ReplicatedState(model, ())
         replicate([*model.parameters(), *model.buffers()], self._communicator, "replicate model")
         parameters = [] if self._alone else list(named_parameters(model).items())
-        self._reducer = BucketReducer(
-            parameters,
-            self._communicator,
-            choose_hook(self.config, self.run.precision),
-            self.config,
-        )
-        self._handles = [
-            model.register_forward_pre_hook(ForwardHook(self._before_forward)),
-            *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
-        ]
-        return Prepared(model, tuple(optimizers))
+        self._reducer = BucketReducer(parameters, self._communicator, self._hook, self.config)
+        self._closing.callback(self._reducer.close)
+        handle = model.register_forward_pre_hook(ForwardHook(self._before_forward))
+        self._closing.callback(handle.remove)
+        return Prepared(model, tuple(map(self.bind, optimizers)))
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Save, load and step one more optimizer."""
         self._state.add(optimizer)
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        handle = optimizer.register_step_pre_hook(self._before_step)
+        self._closing.callback(handle.remove)
         return optimizer
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -163,11 +156,7 @@ class Ddp(Strategy[DdpConfig]):
 
     def close(self) -> None:
         """Take the hooks off and end the communication thread; gradients stay readable."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._reducer.close()
-        self._communicator.close()
+        self._closing.close()
 
     def _before_forward(self) -> None:
         if self._alone or not self._reducer.synchronizing:

@@ -341,6 +341,19 @@ def test_cost_is_what_the_ledger_counts_and_what_is_held(hook: str, buckets: flo
     strategy.close()
 
 
+@pytest.mark.parametrize(("momentum", "states"), [(0.0, 0), (0.9, 1)])
+def test_only_an_optimizer_of_two_states_is_promised_to_count_steps(momentum: float, states: int):
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=momentum)
+    strategy = start(model, SMALL, (optimizer,))
+    strategy.backward(loss_of(model, batch(0, 0)))
+    optimizer.step()
+    kept = [value for entry in optimizer.state.values() for value in entry.values()]
+    held = Ddp.cost(SMALL, ModelSpec.of(model, states=states), strategy.run).held
+    assert held["optimizer"] == sum(value.nbytes for value in kept if value is not None)
+    strategy.close()
+
+
 @pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
 @pytest.mark.ranks(2)
 def test_compressed_training_still_learns_and_ranks_agree(hook: str):

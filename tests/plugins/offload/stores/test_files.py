@@ -1,6 +1,7 @@
 """The file under the store nvme: alignment, order, and what the disk may answer."""
 
 import errno
+import itertools
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ import torch
 from drivetrain.errors import StorageError, UsageError
 from drivetrain_offload.resources.buffers import ALIGNMENT, AlignedPool, aligned_empty
 from drivetrain_offload.stores import files
-from drivetrain_offload.stores.files import DiskFile
+from drivetrain_offload.stores.files import DiskFile, Transfer
 
 
 def refuse_direct(monkeypatch):
@@ -97,6 +98,59 @@ def test_the_same_bytes_in_order_of_submission(file, monkeypatch):
     assert torch.equal(back[8192:], numbers(40_000, seed=1)[8192:])
     file.read(0, back).wait()
     assert torch.equal(back[:4096], numbers(4096, seed=3))
+
+
+def blocks(start, stop, writes):
+    """Return a transfer of blocks, and the blocks themselves."""
+    return Transfer([], start * ALIGNMENT, stop * ALIGNMENT, writes=writes), set(range(start, stop))
+
+
+def test_transfers_conflict_where_they_share_bytes_that_one_changes():
+    ranges = list(itertools.combinations(range(5), 2))
+    for one, other, first, second in itertools.product(ranges, ranges, *[(False, True)] * 2):
+        (a, mine), (b, theirs) = blocks(*one, first), blocks(*other, second)
+        assert a.conflicts(b) is bool(mine & theirs and (first or second)), (one, other)
+
+
+def overtakes(file, monkeypatch, kinds, places, patience):
+    """Tell whether the second of two transfers of two blocks moves while the first is held."""
+    held, second, overtaken = threading.Event(), threading.Event(), []
+
+    def hold(call):
+        def moved(fd, views, at):
+            if held.is_set():
+                second.set()
+            else:
+                held.set()
+                overtaken.append(second.wait(patience))
+            return call(fd, views, at)
+
+        return moved
+
+    monkeypatch.setattr(files.os, "pwritev", hold(os.pwritev))
+    monkeypatch.setattr(files.os, "preadv", hold(os.preadv))
+    submit = [getattr(file, kind) for kind in kinds]
+    first = submit[0](places[0] * ALIGNMENT, numbers(2 * ALIGNMENT))
+    assert held.wait(20)
+    submit[1](places[1] * ALIGNMENT, numbers(2 * ALIGNMENT)).wait()
+    first.wait()
+    return overtaken[0]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "places"),
+    [(("write", "read"), (4, 5)), (("read", "write"), (5, 4)), (("write", "write"), (4, 4))],
+)
+def test_a_transfer_waits_for_one_of_the_same_bytes(file, monkeypatch, kinds, places):
+    assert not overtakes(file, monkeypatch, kinds, places, patience=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "places"),
+    [(("read", "read"), (4, 5)), (("write", "read"), (4, 6)), (("read", "write"), (6, 4))],
+)
+def test_other_transfers_go_side_by_side(file, monkeypatch, kinds, places):
+    assert overtakes(file, monkeypatch, kinds, places, patience=10)
 
 
 def test_several_requests_are_in_flight(file, monkeypatch):
