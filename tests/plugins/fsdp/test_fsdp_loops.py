@@ -53,20 +53,25 @@ class Net(nn.Module):
         return self.heads[head](x)
 
 
-def train(strategy, model, body, steps=2):
-    """Compare a strategy with one process; the body takes (model, inputs, backward, rank)."""
+def train(strategy, model, body, steps=2, *, before=None, by_user=False):
+    """Compare a strategy with one process; the body takes (model, inputs, backward, rank).
+
+    Before each step something may happen to the model. The user may run backward, too.
+    """
     accelerator = Accelerator(strategy=strategy, cpu=True)
     reference, ranks = copy.deepcopy(model), accelerator.num_processes
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     for step in range(steps):
+        for each in (reference, model) if before else ():
+            before(each)
         generator = torch.Generator().manual_seed(step)
         batches = torch.randn(ranks, 3, WIDTH, generator=generator, dtype=torch.float64)
         for rank in range(ranks):
             body(reference, batches[rank], mean_backward(ranks), rank)
         rank = accelerator.process_index
-        body(model, batches[rank], accelerator.backward, rank)
+        body(model, batches[rank], mean_backward(1) if by_user else accelerator.backward, rank)
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
@@ -118,6 +123,26 @@ def test_graphs_that_overlap(strategy):
     for body in (alternating, through_time, gradient_as_input, penalty):
         torch.manual_seed(0)
         train(strategy, Net(), body)
+
+
+# --- parameters that begin to train, and that stop ---
+
+
+def in_turns(model):
+    """Let one of two blocks begin to train, and the other one stop."""
+    for block in (model.blocks[1], model.blocks[3]):
+        block.requires_grad_(not block.a.weight.requires_grad)
+
+
+@pytest.mark.parametrize("by_user", [False, True], ids=["accelerator", "user"])
+@EACH
+@pytest.mark.ranks(2)
+def test_blocks_train_in_turns(strategy, by_user):
+    """The forward takes the change over, where the script calls ``loss.backward()`` itself."""
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[1].requires_grad_(False)
+    train(strategy, model, squares, steps=4, before=in_turns, by_user=by_user)
 
 
 # --- views of parameters ---

@@ -231,25 +231,34 @@ def test_frozen_parameters_cost_nothing(strategy):
     accelerator.free_memory()
 
 
+@pytest.mark.parametrize("by_user", [False, True], ids=["accelerator", "user"])
 @each
 @WORLDS
-def test_freezing_and_thawing(strategy, size):
-    """Layers that begin to train later, and that stop: as in one process."""
+def test_freezing_and_thawing(strategy, size, by_user):
+    """Layers that begin to train later, and that stop: as in one process, whoever backwards."""
     accelerator = start(strategy)
 
     def make(model):
         model[0].requires_grad_(False)
         return SGD(model.parameters(), lr=0.05, momentum=0.9)
 
+    def train(steps):
+        for step in steps:
+            loss = twins.loss(step)
+            loss.backward() if by_user else accelerator.backward(loss)
+            twins.backward_twin(step)
+            twins.step()
+        twins.check()
+
     twins = Twins(accelerator, CASES["mlp"], make)
-    train(twins, range(2))
+    train(range(2))
     for model in (twins.model, twins.twin):
         model[0].requires_grad_(True)
         model[2].requires_grad_(False)
-    train(twins, range(2, 5))
+    train(range(2, 5))
     for model in (twins.model, twins.twin):
         model[2].requires_grad_(True)
-    train(twins, range(5, 7))
+    train(range(5, 7))
     accelerator.free_memory()
 
 

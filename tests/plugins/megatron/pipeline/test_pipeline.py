@@ -25,12 +25,21 @@ def example_gpt(layers):
     return module.GPT(48, layers, 6, 32).double()
 
 
+def one_matrix(layers):
+    """Return a GPT whose blocks share a matrix, so that every stage uses it."""
+    model = ARCHITECTURES["gpt2"](layers)
+    first, *others = model.transformer.h
+    for block in others:
+        block.mlp.c_fc.weight = first.mlp.c_fc.weight
+    return model
+
+
 MODELS = {**ARCHITECTURES, "example": example_gpt}
 
 
 def build(name, layers=4):
     torch.manual_seed(0)
-    return MODELS[name](layers)
+    return {**MODELS, "one matrix": one_matrix}[name](layers)
 
 
 def loss_outside(model, ids):
@@ -127,6 +136,18 @@ def test_window(name):
 def test_three_stages_of_four_blocks(name):
     check(name, loss_inside, pp=3, micro_batches=2)  # fewer micro-batches than stages
     check(name, loss_outside, pp=3, micro_batches=3, rows=7)
+
+
+@pytest.mark.ranks(3)
+def test_a_matrix_of_all_stages():
+    """The owner adds up the gradients of copies on several ranks; and of two stages on a rank."""
+    check("one matrix", loss_inside, pp=3, micro_batches=2)
+    check("one matrix", loss_outside, pp=3, micro_batches=3, rows=7)
+
+
+@pytest.mark.ranks(2)
+def test_a_matrix_of_all_stages_in_turns():
+    check("one matrix", loss_inside, pp=2, micro_batches=2, schedule="interleaved", chunks=2)
 
 
 @EACH
