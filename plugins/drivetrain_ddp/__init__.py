@@ -18,7 +18,8 @@ config.py            the knobs
 strategy.py          ``Ddp``: the contract
 reducer.py           hooks, readiness, launch and end of buckets (steps 2-5)
 cost.py              bytes held and sent
-compression/         a bucket on the wire: whole (plain.py), in half precision, of low rank
+compression.py       a bucket on the wire: whole, or in half precision
+powersgd.py          a bucket on the wire: matrices of low rank
 ==================== ================================================================
 """
 

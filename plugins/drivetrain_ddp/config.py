@@ -1,9 +1,15 @@
-"""The knobs of data parallelism."""
+"""The knobs of data parallelism, and the compression that they choose."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from drivetrain.config.option import option
+from drivetrain.errors import ConfigError
+from drivetrain.runtime.precision import Precision
+from drivetrain_ddp.compression import CastHook, CommunicationHook, narrowing
+from drivetrain_ddp.powersgd import PowerSgdHook
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,3 +36,22 @@ class DdpConfig:
     powersgd_start_step: int = option(
         10, help="optimizer steps with uncompressed gradients before powersgd starts", minimum=0
     )
+
+    def compression(self, precision: Precision) -> CommunicationHook:
+        """Return the hook that the options name, or a cast to the policy's dtype.
+
+        Raises:
+            ConfigError: a hook and ``dtypes.reduce`` are both set.
+        """
+        if precision.reduce is not None and self.hook != "none":
+            raise ConfigError(
+                "ddp: expected strategy.hook or dtypes.reduce, found both: "
+                f"hook: {self.hook} and {precision}; leave one of them out"
+            )
+        if precision.reduce is not None:
+            return CastHook(precision.reduce_dtype)
+        if self.hook == "powersgd":
+            return PowerSgdHook(self.powersgd_rank, self.powersgd_start_step)
+        if self.hook == "none":
+            return CommunicationHook()
+        return CastHook(narrowing(torch.bfloat16 if self.hook == "bf16" else torch.float16))

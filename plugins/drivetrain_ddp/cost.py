@@ -4,7 +4,7 @@ from drivetrain.collectives import sent_elements
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.parts.buckets import MIB, BucketLayout, plan_buckets
 from drivetrain.runtime.precision import Precision
-from drivetrain_ddp.compression import CommunicationHook, choose_hook
+from drivetrain_ddp.compression import CommunicationHook
 from drivetrain_ddp.config import DdpConfig
 
 _ADAM_STATES = 2
@@ -25,7 +25,7 @@ def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, size: in
         size: ranks of the data-parallel axis.
     """
     layouts = _layouts(config, model) if size > 1 else []
-    hook = choose_hook(config, precision)
+    hook = config.compression(precision)
     trainable = [spec for spec in model.parameters if spec.trainable]
     steps = 4 * len(trainable) if model.states >= _ADAM_STATES else 0
     buffers = sum(spec.nbytes for spec in model.buffers)

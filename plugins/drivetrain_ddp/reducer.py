@@ -28,7 +28,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.parts.buckets import MIB, Bucket, plan_buckets
 from drivetrain.parts.rounds import Rounds, on_gradient
-from drivetrain_ddp.compression import CommunicationHook, Exchange
+from drivetrain_ddp.compression import CommunicationHook, Finish
 from drivetrain_ddp.config import DdpConfig
 
 
@@ -87,14 +87,14 @@ class _BucketRound:
         slots: its parameters.
         pending: how many of its gradients have not come.
         missing: places of parameters without any gradient on this rank.
-        exchange: the bucket on its way; None before launch.
+        finish: waits for the sum over ranks; None before launch.
     """
 
     bucket: Bucket
     slots: list[BucketSlot]
     pending: int
     missing: list[int]
-    exchange: Exchange | None = None
+    finish: Finish | None = None
 
 
 class BucketReducer:
@@ -210,7 +210,7 @@ class BucketReducer:
         for state in self._buckets:
             state.pending = len(state.slots)
             state.missing.clear()
-            state.exchange = None
+            state.finish = None
 
     def _count_down(self, slot: BucketSlot) -> None:
         if slot.round == self.rounds.count:
@@ -252,7 +252,7 @@ class BucketReducer:
         for place in state.missing:
             state.bucket.flags[place] = 0
         self._launched += 1
-        state.exchange = self._hook.start(state.bucket, state.missing, self._communicator)
+        state.finish = self._hook.start(state.bucket, state.missing, self._communicator)
 
     def _fill(self, state: _BucketRound) -> None:
         """Complete a bucket: a gradient of earlier micro-batches counts, a missing one is zero."""
@@ -280,9 +280,9 @@ class BucketReducer:
             self._observe()
 
     def _await_sum(self, state: _BucketRound) -> None:
-        if state.exchange is None:
+        if state.finish is None:
             return
-        state.exchange.finish()
+        state.finish()
         if not state.missing:
             return
         flags = state.bucket.flags.tolist()

@@ -17,7 +17,6 @@ from drivetrain.parts.replicas import ReplicatedState
 from drivetrain.parts.replicate import ForwardHook, replicate
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run, Strategy
-from drivetrain_ddp.compression import choose_hook
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_ddp.cost import estimate
 from drivetrain_ddp.reducer import BucketReducer
@@ -41,7 +40,7 @@ class Ddp(Strategy[DdpConfig]):
             "master",
             instead="convert the model itself, or take a strategy that keeps master copies",
         )
-        self._hook = choose_hook(config, run.precision)
+        self._hook = config.compression(run.precision)
         self._communicator: Communicator = connect(
             run.mesh["dp"], run.traffic, run.world.device, run.world.timeout
         )

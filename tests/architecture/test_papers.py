@@ -23,9 +23,7 @@ PAPERS = {
     "Li et al. 2020, PyTorch Distributed": Paper(
         "ddp", "drivetrain_ddp/reducer.py", ("Li et al.", "2020")
     ),
-    "Vogels et al. 2019, PowerSGD": Paper(
-        "ddp", "drivetrain_ddp/compression/powersgd.py", ("Vogels", "2019")
-    ),
+    "Vogels et al. 2019, PowerSGD": Paper("ddp", "drivetrain_ddp/powersgd.py", ("Vogels", "2019")),
     "Rajbhandari et al. 2020, ZeRO": Paper(
         "zero3", "drivetrain_zero/zero.py", ("Rajbhandari et al.", "2020")
     ),

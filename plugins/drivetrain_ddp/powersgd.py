@@ -22,11 +22,11 @@ from math import prod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle, sent_elements
 from drivetrain.parts.buckets import Bucket, BucketLayout
-from drivetrain_ddp.compression.hook import CommunicationHook, Exchange
-from drivetrain_ddp.compression.plain import PlainHook
+from drivetrain_ddp.compression import CommunicationHook, Finish
 
 
 @dataclass(slots=True)
@@ -110,43 +110,43 @@ class PowerSgdHook(CommunicationHook):
 
     Args:
         rank: columns of the factors.
-        start_step: how many exchanges of each bucket are plain before compression starts.
+        start_step: how many sums of each bucket are plain before compression starts; again so
+            after a change of the buckets.
     """
 
     def __init__(self, rank: int, start_step: int) -> None:
         self._rank = rank
         self._start_step = start_step
-        self._plain = PlainHook()
         self._steps: dict[BucketLayout, int] = {}
         self._memories: dict[BucketLayout, _Memory] = {}
 
-    def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Exchange:
-        """Start the exchange of the bucket, whole at first, as factors later."""
+    @override
+    def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Finish:
         layout = bucket.layout
         step = self._steps[layout] = self._steps.get(layout, 0) + 1
         if step <= self._start_step or not self._compressed(layout):
-            return self._plain.start(bucket, missing, communicator)
+            return super().start(bucket, missing, communicator)
         if layout not in self._memories:
             self._memories[layout] = self._allocate(bucket)
-        return _LowRank(self._memories[layout], missing, communicator)
+        return _LowRank(self._memories[layout], missing, communicator).finish
 
+    @override
     def sent(self, layout: BucketLayout, size: int) -> int:
-        """Return the bytes of the factors and the rest, once compression has started."""
         ps, qs, rest = self._numels(layout)
         parts = (ps, qs, rest) if ps else (layout.numel,)
         elements = sum(sent_elements("all_reduce", part, size=size) for part in parts)
         return elements * layout.dtype.itemsize
 
+    @override
     def held(self, layout: BucketLayout) -> int:
-        """Return the bytes of factors, errors and the rest."""
         ps, qs, rest = self._numels(layout)
         if not ps:
             return 0
         errors = sum(prod(layout.shapes[place]) for place in self._compressed(layout))
         return (ps + qs + rest + errors) * layout.dtype.itemsize
 
+    @override
     def forget(self) -> None:
-        """Drop errors and factors, and start with whole gradients again."""
         self._memories.clear()
         self._steps.clear()
 

@@ -1,0 +1,93 @@
+"""A bucket on the wire: whole, or in another dtype; ``powersgd`` has the one of low rank."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from drivetrain.collectives import Communicator, sent_elements
+from drivetrain.parts.buckets import Bucket, BucketLayout
+
+Finish: TypeAlias = Callable[[], object]
+"""Returns when a bucket's flat tensor, tail included, holds the sum over ranks."""
+
+
+class CommunicationHook:
+    """Turns a full bucket into its sum over the ranks; subclasses compress the message.
+
+    Gradients are divided by N before. ``start`` is called for the same buckets in the same order on
+    every rank, and so are the functions that ``start`` returns.
+    """
+
+    def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Finish:
+        """Start to sum a bucket over the ranks, each gradient in its own dtype.
+
+        Args:
+            bucket: gradients / N and tail, complete; views without a gradient are zero.
+            missing: indices in the bucket of parameters without a gradient on this rank.
+            communicator: the data-parallel axis.
+        """
+        return communicator.all_reduce(bucket.flat, label="gradient bucket").wait
+
+    def sent(self, layout: BucketLayout, size: int) -> int:
+        """Return the bytes that rank 0 of ``size`` ranks sends for a bucket, per optimizer step."""
+        return sent_elements("all_reduce", layout.numel, size=size) * layout.dtype.itemsize
+
+    def held(self, layout: BucketLayout) -> int:
+        """Return the bytes that the hook holds for a bucket between steps."""
+        return 0
+
+    def forget(self) -> None:
+        """Drop the state of every bucket: the buckets are about to change."""
+        return
+
+
+class CastHook(CommunicationHook):
+    """Sends gradients in another dtype: converts, sums and converts back.
+
+    Args:
+        on_wire: maps the dtype of gradients to the dtype in which they are sent.
+    """
+
+    def __init__(self, on_wire: Callable[[torch.dtype], torch.dtype]) -> None:
+        self._on_wire = on_wire
+        self._rounded: dict[BucketLayout, Tensor] = {}
+
+    @override
+    def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Finish:
+        rounded = self._rounded.get(bucket.layout)
+        if rounded is None:
+            rounded = torch.empty_like(bucket.flat, dtype=self._on_wire(bucket.layout.dtype))
+            self._rounded[bucket.layout] = rounded
+        rounded.copy_(bucket.flat)
+        handle = communicator.all_reduce(rounded, label="gradient bucket, cast")
+
+        def finish() -> None:
+            handle.wait()
+            bucket.flat.copy_(rounded)
+
+        return finish
+
+    @override
+    def sent(self, layout: BucketLayout, size: int) -> int:
+        elements = sent_elements("all_reduce", layout.numel, size=size)
+        return elements * self._on_wire(layout.dtype).itemsize
+
+    @override
+    def held(self, layout: BucketLayout) -> int:
+        return layout.numel * self._on_wire(layout.dtype).itemsize
+
+    @override
+    def forget(self) -> None:
+        self._rounded.clear()
+
+
+def narrowing(dtype: torch.dtype) -> Callable[[torch.dtype], torch.dtype]:
+    """Return a rule for ``CastHook``: narrow wider gradients to this dtype, leave others."""
+
+    def on_wire(given: torch.dtype) -> torch.dtype:
+        return given if given.is_complex or given.itemsize <= dtype.itemsize else dtype
+
+    return on_wire
