@@ -1,7 +1,7 @@
 """The command group ``drivetrain``: finds the subcommand, and turns every error into an exit code.
 
 Subcommands are imported when they are called, so that ``drivetrain --help`` imports neither torch
-nor a plugin. Plugins add commands by entry point; a broken one is an error only when it is called.
+nor a plugin. Plugins add commands by entry point; a broken command is an error only when called.
 """
 
 import difflib
@@ -44,7 +44,7 @@ class Commands(click.Group):
 
         Raises:
             click.UsageError: there is no such command.
-            ConfigError: the plugin that provides it is broken.
+            ConfigError: the plugin that provides the command is broken.
         """
         if cmd_name in COMMANDS:
             module = importlib.import_module(f"drivetrain_launch.commands.{cmd_name}")

@@ -27,7 +27,7 @@ def command() -> None:
 @directory_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def inspect(directory: Path, as_json: bool) -> None:
-    """Show what a checkpoint holds; the files themselves are not read."""
+    """Show the contents of a checkpoint; the files themselves are not read."""
     from drivetrain.checkpoint import describe
 
     found = describe(directory)
@@ -123,7 +123,7 @@ def show(found: "Description") -> None:
 
 
 def _size(count: int) -> str:
-    """Write a number of bytes in the largest unit that it fills."""
+    """Write a number of bytes in the largest unit that fits."""
     size, units = float(count), ["TiB", "GiB", "MiB", "KiB"]
     if count < 2**10:
         return f"{count} B"

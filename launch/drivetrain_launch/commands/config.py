@@ -80,8 +80,7 @@ def write_defaults(output: Path | None) -> int:
 
 def ask(output: Path) -> int:
     """Run the wizard on this terminal, and write the configuration."""
-    from drivetrain_launch.commands.prompts import ask_all, ask_where
-    from drivetrain_launch.commands.wizard import Wizard
+    from drivetrain_launch.commands.wizard import Wizard, ask_all, ask_where
 
     values = ask_all(Wizard(strategies()))
     path = ask_where(values, output)

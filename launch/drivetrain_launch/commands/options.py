@@ -34,7 +34,7 @@ class Flag:
         group: heading under which ``--help`` shows it.
         key: dotted key of the knob.
         names: spellings, the usual one first.
-        value: of the knob, for a flag without an argument; None for a flag that takes one.
+        value: of the knob, for a flag without an argument; None for a flag with an argument.
         metavar: stands for the argument in the help; "" is derived from the knob's type.
         help: the help text; "" is the knob's own.
     """

@@ -1,25 +1,38 @@
-"""The wizard without a terminal: its questions, the meaning of answers, and the way back.
+"""The wizard: questions and the way back, without a terminal; then questionary draws them on one.
 
 Questions come from ``option(question=...)`` in the configuration of the core and of the chosen
-strategy, which may be a stranger's. ``prompts`` draws them.
+strategy, which may be a stranger's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from drivetrain.config import LaunchConfig, Layer, Option, RunConfig, options_of, read_sets
+import questionary
+
+from drivetrain.config import (
+    LaunchConfig,
+    Layer,
+    Option,
+    RunConfig,
+    dump_yaml,
+    options_of,
+    read_sets,
+)
 from drivetrain.config.document import put
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import Registry
 
 STRATEGY_KEY = "strategy.name"
+BACK = "<"
+_BACK_CHOICE = "back to the question before"
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerChoice:
-    """An answer to pick: its value, and the line of text that shows it."""
+    """An answer to pick: its value, and the line of text on the screen."""
 
     value: Any
     title: str
@@ -72,7 +85,7 @@ class Wizard:
         """Take the answer to the current question and move on.
 
         Raises:
-            ConfigError: the value is not allowed; the message says what is.
+            ConfigError: the value is not allowed; the message names the allowed ones.
         """
         question = self.current
         if question is None:
@@ -167,3 +180,75 @@ def _question(knob: Option, key: str, default: Any) -> Question:
 def _takes_numbers(knob: Option) -> bool:
     """Whether a knob with choices also takes a number, as ``int | Literal["auto"]`` does."""
     return knob.minimum is not None or knob.maximum is not None
+
+
+# --- on a terminal ---
+
+
+def ask_all(wizard: Wizard) -> dict[str, Any]:
+    """Ask until every question is answered, and return the values of the configuration.
+
+    Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C.
+    """
+    questionary.print(
+        f"Enter takes the default; {BACK!r} or the last choice goes back; Ctrl-C ends, nothing is "
+        "written."
+    )
+    while (question := wizard.current) is not None:
+        value = _pick(question, wizard) if question.choices else _type(question, wizard)
+        if value is BACK:
+            wizard.back()
+        else:
+            wizard.answer(value)
+    return wizard.values()
+
+
+def ask_where(values: dict[str, Any], default: Path) -> Path:
+    """Show the configuration and ask for the file to write; an existing one only when confirmed.
+
+    Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C.
+    """
+    questionary.print(f"\n{dump_yaml(values)}")
+    while True:
+        path = Path(
+            questionary.text(
+                "Write it to which file?",
+                default=str(default),
+                validate=lambda text: bool(text.strip()) or "expected the path of a file",
+            ).unsafe_ask()
+        )
+        if not path.exists():
+            return path
+        if questionary.confirm(f"{path} exists. Replace it?", default=False).unsafe_ask():
+            return path
+
+
+def _pick(question: Question, wizard: Wizard) -> Any:
+    choices = [questionary.Choice(choice.title, choice.value) for choice in question.choices]
+    chosen = next((choice for choice in choices if choice.value == question.default), None)
+    if wizard.can_go_back:
+        choices.append(questionary.Choice(_BACK_CHOICE, BACK))
+    return questionary.select(
+        question.text, choices=choices, default=chosen, instruction=f"({question.help})"
+    ).unsafe_ask()
+
+
+def _type(question: Question, wizard: Wizard) -> Any:
+    def judge(text: str) -> bool | str:
+        if text.strip() == BACK:
+            return wizard.can_go_back or "this is the first question"
+        try:
+            wizard.read(question, text)
+        except ConfigError as error:
+            return str(error)
+        return True
+
+    text = questionary.text(
+        question.text,
+        default=str(question.default),
+        instruction=f"({question.help}) ",
+        validate=judge,
+    ).unsafe_ask()
+    return BACK if text.strip() == BACK else wizard.read(question, text)

@@ -2,6 +2,10 @@
 
 The agent runs in this process. This module adds a private rendezvous, quick stops, a report of the
 first failure of every attempt, and the promise that no process is left at the end.
+
+Rank 0 writes to the console itself, so that its progress bars work. The other ranks write their
+errors to files, from which the agent copies each line to the console, the rank in front. With a
+folder for logs, every stream of every rank is kept there.
 """
 
 import functools
@@ -17,15 +21,17 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drivetrain.config import LaunchConfig
 from drivetrain.errors import PreflightError
 from drivetrain_launch.ranks.failure import report
-from drivetrain_launch.ranks.logs import PREFIX, RankLogs
 from drivetrain_launch.ranks.placement import LOOPBACK, Endpoint, address_towards, interface_of
 from drivetrain_launch.ranks.rendezvous import rendezvous
+
+PREFIX = "[rank${rank}]: "
+"""Template of torch's agent for the lines of ranks that do not write to the console themselves."""
 
 STOP_S = 5
 """How long a rank has after another one failed, or after Ctrl-C, before it is killed."""
@@ -94,7 +100,7 @@ class Agent(LocalElasticAgent):
         self.started: set[int] = set()
 
     def leave(self) -> None:
-        """Leave the rendezvous, so that other hosts do not wait for this one."""
+        """Leave the rendezvous: other hosts need not wait for this host any longer."""
         self._worker_group.spec.rdzv_handler.shutdown()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -113,6 +119,63 @@ class Agent(LocalElasticAgent):
             left = self._remaining_restarts - 1
             _say(f"{text}\nstarting all ranks again; {left} restarts left after this one")
         return result
+
+
+class RankLogs(LogsSpecs):
+    """Chooses the files of each attempt.
+
+    Args:
+        private: folder of this run that is removed at its end.
+        log_dir: folder in which to keep one file per rank and stream, or None.
+    """
+
+    def __init__(self, private: Path, log_dir: Path | None) -> None:
+        super().__init__(str(log_dir) if log_dir else None)
+        self._private = private
+        self._log_dir = log_dir
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of the logs that outlive the run, or the private folder."""
+        return str(self._log_dir or self._private)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the folders of one attempt and tell each rank where to write its error file."""
+        attempt = f"attempt-{envs[0]['TORCHELASTIC_RESTART_COUNT']}" if envs else "attempt-0"
+        private = self._private / attempt
+        private.mkdir(parents=True, exist_ok=True)
+        kept = self._log_dir / attempt if self._log_dir else None
+        if kept:
+            kept.mkdir(parents=True, exist_ok=True)
+        destination = LogsDest()
+        for local_rank, env in envs.items():
+            rank = int(env["RANK"])
+            error_file = str(private / f"rank-{rank}.error.json")
+            env["TORCHELASTIC_ERROR_FILE"] = error_file
+            destination.error_files[local_rank] = error_file
+            if kept:
+                _keep(destination, local_rank, rank, kept)
+            else:
+                _console(destination, local_rank, rank, private)
+        return destination
+
+
+def _keep(destination: LogsDest, local_rank: int, rank: int, folder: Path) -> None:
+    """Write both streams to files, and copy to the console as ``_console`` does."""
+    out, err = (str(folder / f"rank-{rank}.{stream}.log") for stream in ("stdout", "stderr"))
+    destination.stdouts[local_rank], destination.stderrs[local_rank] = out, err
+    destination.tee_stderrs[local_rank] = err
+    if rank == 0:
+        destination.tee_stdouts[local_rank] = out
+
+
+def _console(destination: LogsDest, local_rank: int, rank: int, folder: Path) -> None:
+    """Let rank 0 write to the console, and follow the error stream of the others."""
+    destination.stdouts[local_rank] = destination.stderrs[local_rank] = ""
+    if rank != 0:
+        followed = str(folder / f"rank-{rank}.stderr.log")
+        destination.stdouts[local_rank] = os.devnull
+        destination.stderrs[local_rank] = destination.tee_stderrs[local_rank] = followed
 
 
 def _close(close: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:

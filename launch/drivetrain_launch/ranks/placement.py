@@ -92,7 +92,7 @@ def heap_variables(launch: LaunchConfig, *, accelerators: int) -> Mapping[str, s
 
     A training step on the CPU frees and allocates gigabytes: activations, gradients, gathered
     units. glibc hands large blocks back to the system, which must fill each page with zeros before
-    the next step gets it again; that costs a quarter of the time of a small model's step.
+    the next step gets the page again: a quarter of the time of a small model's step.
 
     There are none where the user has made settings of the same kind. Other C libraries ignore them.
     Ranks that compute on accelerators keep their memory there, where torch has a pool of its own.
@@ -174,7 +174,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _holder(port: int) -> str:
-    """Return a remark about the process that listens on a port; "" when it is not known."""
+    """Return a remark about the process that listens on a port; "" when none is known."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.Error:

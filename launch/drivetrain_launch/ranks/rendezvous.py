@@ -5,7 +5,6 @@ attempts, so that restarted ranks read the addresses of dead ranks. Here each at
 its own; with a single host, no other machine can reach it.
 """
 
-from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -14,16 +13,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
-    rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from typing_extensions import override
 
 from drivetrain.config import LaunchConfig
 from drivetrain.errors import ConfigError, PreflightError
 from drivetrain.runtime.loopback import loopback_store
 from drivetrain_launch.ranks.placement import LOOPBACK, Endpoint
 
-LOOPBACK_BACKEND = "drivetrain-loopback"
 RUN_ID = "drivetrain"
 STORE_TIMEOUT_S = 120
 """How long a host waits for host 0 to answer."""
@@ -37,8 +36,8 @@ class LoopbackRendezvous(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Return the name under which the handler is registered."""
-        return LOOPBACK_BACKEND
+        """Return a name for the agent's log."""
+        return "drivetrain-loopback"
 
     @property
     def use_agent_store(self) -> bool:
@@ -72,29 +71,50 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-class HostOrderRendezvous(RendezvousHandler):
+class HostOrderRendezvous(DynamicRendezvousHandler):
     """Several hosts meet through torch's c10d rendezvous, and keep the order the user gave them.
 
     c10d alone orders hosts by address, which would put rank 0, with its files and its output, on
     any of them.
     """
 
-    def __init__(self, inner: RendezvousHandler, node_rank: int, local_address: str) -> None:
-        self._inner = inner
-        self._node_rank = node_rank
-        self._address = local_address
+    _node_rank: int
+    _address: str
 
-    def get_backend(self) -> str:
-        """Return the inner backend's name."""
-        return self._inner.get_backend()
+    @classmethod
+    def meet(cls, launch: LaunchConfig, address: str) -> "HostOrderRendezvous":
+        """Reach the store of host 0, or open it there.
 
+        Args:
+            launch: the hosts.
+            address: this host's, for the other hosts.
+        """
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=launch.rdzv_endpoint,
+            run_id=RUN_ID,
+            min_nodes=launch.nnodes,
+            max_nodes=launch.nnodes,
+            timeout=int(max(1, launch.timeout_s)),
+            read_timeout=STORE_TIMEOUT_S,
+            is_host=launch.node_rank == 0,
+        )
+        backend, store = create_backend(parameters)
+        hosts = launch.nnodes
+        handler: HostOrderRendezvous = cls.from_backend(
+            RUN_ID, store, backend, hosts, hosts, local_addr=address
+        )
+        handler._node_rank, handler._address = launch.node_rank, address
+        return handler
+
+    @override
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other hosts.
 
         Raises:
             ConfigError: two hosts were started with the same index.
         """
-        info = self._inner.next_rendezvous()
+        info = super().next_rendezvous()
         store = PrefixStore("host-order", info.store)
         if store.add(f"host-{self._node_rank}", 1) > 1:
             raise ConfigError(
@@ -104,26 +124,6 @@ class HostOrderRendezvous(RendezvousHandler):
         bootstrap = RendezvousStoreInfo.build(self._node_rank, store, local_addr=self._address)
         return RendezvousInfo(store, self._node_rank, info.world_size, bootstrap)
 
-    def is_closed(self) -> bool:
-        """Whether a host has given up for all."""
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        """Tell all hosts that the run is over."""
-        self._inner.set_closed()  # type: ignore[no-untyped-call]
-
-    def num_nodes_waiting(self) -> int:
-        """Return how many hosts wait for the next attempt."""
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """Return the identity of the run."""
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        """Leave the rendezvous."""
-        return self._inner.shutdown()
-
 
 def rendezvous(launch: LaunchConfig, local_address: str) -> RendezvousHandler:
     """Return the handler for this run's hosts.
@@ -131,35 +131,13 @@ def rendezvous(launch: LaunchConfig, local_address: str) -> RendezvousHandler:
     Raises:
         PreflightError: host 0 cannot be reached, or its port cannot be opened.
     """
-    parameters = RendezvousParameters(
-        backend="c10d" if launch.rdzv_endpoint else LOOPBACK_BACKEND,
-        endpoint=launch.rdzv_endpoint,
-        run_id=RUN_ID,
-        min_nodes=launch.nnodes,
-        max_nodes=launch.nnodes,
-        local_addr=local_address,
-        timeout=int(max(1, launch.timeout_s)),
-        read_timeout=STORE_TIMEOUT_S,
-        is_host=launch.node_rank == 0,
-    )
-    _register(LOOPBACK_BACKEND, _create_loopback)
+    if not launch.rdzv_endpoint:
+        return LoopbackRendezvous(timedelta(seconds=int(max(1, launch.timeout_s))))
     try:
-        handler = get_rendezvous_handler(parameters)
+        return HostOrderRendezvous.meet(launch, local_address)
     except (RuntimeError, ValueError) as error:
         raise PreflightError(
             f"cannot meet the other hosts at {Endpoint.parse(launch.rdzv_endpoint)}: "
             f"{error.__cause__ or error}; check that host 0 was started with --node-rank 0 and "
             "that the port is open between the hosts"
         ) from error
-    if parameters.backend == LOOPBACK_BACKEND:
-        return handler
-    return HostOrderRendezvous(handler, launch.node_rank, local_address)
-
-
-def _create_loopback(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(timedelta(seconds=parameters.config["timeout"]))
-
-
-def _register(backend: str, creator: Callable[[RendezvousParameters], RendezvousHandler]) -> None:
-    """Make a backend known to torch; a second registration of the same creator changes nothing."""
-    rendezvous_handler_registry.register(backend, creator)

@@ -1,7 +1,7 @@
 """One rank: runs the user's script as ``__main__`` and reports how it ended.
 
 The agent starts ``python -m drivetrain_launch.ranks.worker PARENT (SCRIPT | -m MODULE) [ARGS]``.
-This module imports nothing heavy, and not torch: a script that needs no torch does not load it.
+This module imports nothing heavy, and not torch: a script without torch must not load torch.
 """
 
 import atexit
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel for SIGTERM when the agent dies, so that no rank outlives it (Linux)."""
+    """Ask the kernel for SIGTERM when the agent dies: no rank may outlive the agent (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
@@ -99,7 +99,7 @@ def leave_process_group() -> None:
 
 
 def code_of(error: SystemExit) -> int:
-    """Return the exit code that python gives to a SystemExit, printing the message it may have."""
+    """Return the exit code that python gives to a SystemExit, printing its message, if any."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
