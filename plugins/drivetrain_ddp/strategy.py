@@ -13,8 +13,8 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.norms import clip_, global_norm
-from drivetrain.parts.replicas import ReplicatedState
 from drivetrain.parts.replicate import ForwardHook, replicate
+from drivetrain.parts.saved_state import ReplicatedState
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run, Strategy
 from drivetrain_ddp.config import DdpConfig

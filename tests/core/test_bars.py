@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
-from drivetrain import bars
+from drivetrain import log as bars
 from drivetrain.log import progress, tqdm
 
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from drivetrain.config import LaunchConfig
 from drivetrain.errors import ConfigError, PreflightError
-from drivetrain.runtime.loopback import loopback_store
+from drivetrain.runtime.world import loopback_store
 from drivetrain_launch.ranks.placement import LOOPBACK, Endpoint
 
 RUN_ID = "drivetrain"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from drivetrain.errors import UsageError
-from drivetrain.model.block_hooks import BlockHooks
 from drivetrain.model.look import named_leaves
 from drivetrain.model.substitution import keep_padding
+from drivetrain.parts.blocks import BlockHooks
 from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.other_stages import (
     ProxyPlace,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from drivetrain.model.block_hooks import BlockHooks
 from drivetrain.model.substitution import without_values
+from drivetrain.parts.blocks import BlockHooks
 from drivetrain_megatron.recording.phases import Block, Recording
 from drivetrain_megatron.recording.proxy import StageProxy, proxy_like
 from drivetrain_megatron.recording.structure import TensorMeta

@@ -3,14 +3,13 @@
 Optimizers, lists and other modules that hold such a tensor see the values too.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.building.schema import leaves
 from drivetrain.errors import UsageError
+from drivetrain.model.look import tensors_in
 from drivetrain.parts.naming import clean_name
 from drivetrain.shards import WeightSource
 
@@ -24,7 +23,7 @@ def meta_tensors(model: nn.Module) -> dict[str, Tensor]:
 def stray_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors without values that modules hold as plain attributes, by name.
 
-    Found are attributes, and the elements of lists, tuples and dicts that are attributes.
+    Found are attributes, and the elements of lists, tuples and dicts in attributes.
 
     Raises:
         UsageError: one shares memory with a parameter or buffer.
@@ -34,7 +33,7 @@ def stray_tensors(model: nn.Module) -> dict[str, Tensor]:
     found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
-            for tensor in _tensors_in(value):
+            for tensor in tensors_in(value):
                 if not tensor.is_meta or id(tensor) in held:
                     continue
                 name = f"{prefix}.{key}" if prefix else key
@@ -101,13 +100,6 @@ def become(tensor: Tensor, values: Tensor, name: str) -> None:
         tensor._backward_hooks = hooks
     if after is not None:
         tensor._post_accumulate_grad_hooks = after
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    items = value.values() if isinstance(value, dict) else [value]
-    for item in leaves(list(items)):
-        if isinstance(item, Tensor):
-            yield item
 
 
 def _laid_out(name: str, values: Tensor, like: Tensor, device: torch.device) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 
-from drivetrain.building.schema import mapped
 from drivetrain.errors import UsageError
 
 _READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
@@ -80,7 +80,7 @@ class ValueMode(TorchFunctionMode):
         """Call a function of torch."""
         kwargs = kwargs or {}
         if func in _MAKERS:
-            return func(*mapped(list(args), self._read_leaf), **kwargs)
+            return func(*tree_map(self._read_leaf, tuple(args)), **kwargs)
         subject = args[0] if args else None
         if func is Tensor.__deepcopy__ and not self._recorder.knows(args[0]):
             with _disable_current_modes():  # it works on the storage

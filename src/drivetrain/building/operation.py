@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.building.schema import leaves, mapped
 from drivetrain.errors import UsageError
 
 Memory = dict[int, torch.UntypedStorage]
@@ -150,11 +150,8 @@ class Operation:
             return value
 
         with _as_recorded(self.draw, self.dtype):
-            results = self.function(
-                *mapped(self.args, real),
-                **{key: mapped(value, real) for key, value in self.kwargs.items()},
-            )
-        for place, result in zip(self.outputs, leaves(results), strict=False):
+            results = self.function(*tree_map(real, self.args), **tree_map(real, self.kwargs))
+        for place, result in zip(self.outputs, tree_leaves(results), strict=False):
             if place is not None:
                 memory[place.storage] = _laid_out(result, place).untyped_storage()
 

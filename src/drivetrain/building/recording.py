@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.building import schema
 from drivetrain.building.modes import OperationMode, ValueMode, Versions
@@ -81,7 +82,7 @@ class ConstructionRecording:
             line = f"operation {index} {operation.function}"
             if operation.draw is not None:
                 line += f" from random state {_digest(operation.draw.state)}"
-            values = schema.leaves([*operation.args, *operation.kwargs.values()])
+            values = tree_leaves((operation.args, operation.kwargs))
             outside = [_digest(v.tensor) for v in values if isinstance(v, Captured)]
             yield f"{line} of values {' '.join(outside)}" if outside else line
 
@@ -112,7 +113,7 @@ class ConstructionRecording:
         Raises:
             UsageError: it communicates, or mixes tensors in a way that cannot be recorded.
         """
-        tensors = [v for v in schema.leaves([*args, *kwargs.values()]) if _is_tensor(v)]
+        tensors = [v for v in tree_leaves((args, kwargs)) if _is_tensor(v)]
         written = schema.written(function, args, kwargs)
         if any(t.is_meta and not self.knows(t) for t in tensors):
             return self._leave(function, args, kwargs, written)
@@ -139,8 +140,7 @@ class ConstructionRecording:
     ) -> Any:
         home = self._home(kwargs, tensors)
         # Before the call: some operators change the geometry of their arguments.
-        noted = [self._note(v) for v in args]
-        named = {key: self._note(value) for key, value in kwargs.items()}
+        noted, named = tree_map(self._note, (tuple(args), dict(kwargs)))
         if named.get("device") is not None:
             named["device"] = home  # it was meta if it is that of another tensor
         draw = _draw(function, args, kwargs, home)
@@ -154,11 +154,11 @@ class ConstructionRecording:
             result = args[0] if function._schema.returns else None
         if draw is not None:
             self._run(function, args, kwargs, [])
-            self._heap.throw(sum(v.nbytes for v in schema.leaves(result) if _is_tensor(v)))
-        outputs = tuple(self._new(value, home) for value in schema.leaves(result))
+            self._heap.throw(sum(v.nbytes for v in tree_leaves(result) if _is_tensor(v)))
+        outputs = tuple(self._new(value, home) for value in tree_leaves(result))
         operation = Operation(
             function,
-            tuple(noted),
+            noted,
             named,
             outputs,
             frozenset(reads),
@@ -183,7 +183,7 @@ class ConstructionRecording:
         for tensor in changing:
             for captured in self._captured.pop(storage_key(tensor), []):
                 captured.keep()
-        values = list(schema.leaves([*args, *kwargs.values()]))
+        values = tree_leaves((args, kwargs))
         known = {id(v): v for v in values if _is_tensor(v) and v.is_meta}
         real: dict[int, Tensor] = {}
         if known and schema.overwriting(function) and _is_tensor(args[0]) and args[0].is_meta:
@@ -193,13 +193,8 @@ class ConstructionRecording:
             )
         real.update(zip(known, self.materialize(list(known.values())), strict=True))
         with _disable_current_modes():
-            return function(
-                *schema.mapped(list(args), lambda v: real.get(id(v), v)),
-                **{
-                    k: schema.mapped(value, lambda v: real.get(id(v), v))
-                    for k, value in kwargs.items()
-                },
-            )
+            values, named = tree_map(lambda v: real.get(id(v), v), (tuple(args), dict(kwargs)))
+            return function(*values, **named)
 
     def _leave(
         self,
@@ -217,9 +212,6 @@ class ConstructionRecording:
         return function(*args, **kwargs)
 
     def _note(self, value: Any) -> Any:
-        return schema.mapped(value, self._note_leaf)
-
-    def _note_leaf(self, value: Any) -> Any:
         """Return the recording's own form of an argument."""
         if isinstance(value, torch.Generator):
             return Draw(value.device, value.get_state(), explicit=True)
@@ -326,7 +318,7 @@ def _draw(
     """Return the state that a random operation starts from; None for other operations."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return None
-    values = schema.leaves([*args, *kwargs.values()])
+    values = tree_leaves((args, kwargs))
     given = next((v for v in values if isinstance(v, torch.Generator)), None)
     generator = default_generator(home) if given is None else given
     return Draw(generator.device, generator.get_state(), explicit=given is not None)

@@ -1,11 +1,12 @@
 """Which tensors an operator writes and makes, and whether values are needed: by its schema."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
 
 LOCAL = frozenset({"aten", "prims"})
 """Namespaces whose operators compute and do nothing else."""
@@ -34,7 +35,7 @@ def written(
     for position, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [v for v in leaves(value) if isinstance(v, Tensor)]
+            found += [v for v in tree_leaves(value) if isinstance(v, Tensor)]
     return found
 
 
@@ -61,28 +62,12 @@ def needs_values(function: OpOverload[..., Any]) -> bool:
 
 def on_meta(function: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator for the shapes of its results, on the meta device."""
-    named = {key: mapped(value, _without_values) for key, value in kwargs.items()}
+    named = tree_map(_without_values, dict(kwargs))
     if any(argument.name == "device" for argument in _arguments(function)):
         named["device"] = _META
     if named.get("pin_memory"):
         named["pin_memory"] = False
-    return function(*mapped(list(args), _without_values), **named)
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield the items of nested lists and tuples."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return an argument with every leaf of its lists and tuples changed."""
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(item, change) for item in value)
-    return change(value)
+    return function(*tree_map(_without_values, tuple(args)), **named)
 
 
 def _arguments(function: OpOverload[..., Any]) -> Sequence[Any]:

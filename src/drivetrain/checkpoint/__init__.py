@@ -5,12 +5,11 @@ strategy. The format is described in ``docs/checkpoint-format.md``.
 """
 
 from drivetrain.checkpoint.background import Background
+from drivetrain.checkpoint.commit import latest, next_name, prune
 from drivetrain.checkpoint.contents import Contents
-from drivetrain.checkpoint.convert import export_checkpoint
-from drivetrain.checkpoint.export import ExportPlan, plan_export, write_export
+from drivetrain.checkpoint.export import ExportPlan, export_checkpoint, plan_export, write_export
 from drivetrain.checkpoint.inspection import Description, describe, find_problems
 from drivetrain.checkpoint.loading import CheckpointReader, ModelReader, open_checkpoint
-from drivetrain.checkpoint.naming import latest, next_name, prune
 from drivetrain.checkpoint.objects import load, save
 from drivetrain.checkpoint.plain import check_plain
 from drivetrain.checkpoint.saving import Save, save_checkpoint

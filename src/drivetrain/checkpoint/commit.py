@@ -1,12 +1,16 @@
-"""The life of a checkpoint directory on disk: drafted beside its name, renamed, removed.
+"""The life of a checkpoint directory on disk: named, drafted, renamed, removed.
 
 A draft is ``.NAME.tmp-TOKEN`` and becomes ``NAME`` by one rename. To replace an old one, that is
 first renamed to ``.NAME.old-TOKEN`` and deleted only after. Whatever a killed process leaves is
 recognised by these names: an old one without its successor goes back, everything else is swept.
+
+Automatic names are ``checkpoint_0``, ``checkpoint_1``, ... in one folder. All functions are for one
+rank at a time: rank 0 calls them, and shares the answer.
 """
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,3 +136,64 @@ def _leftovers(target: Path, *kinds: str) -> Iterator[Path]:
     for path in sorted(target.parent.iterdir()) if target.parent.is_dir() else ():
         if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             yield path
+
+
+_NAME = re.compile(r"checkpoint_([0-9]+)")
+
+
+def next_name(root: Path) -> str:
+    """Return the next automatic name in a folder, numbered after the highest that exists."""
+    return f"checkpoint_{max(_numbered(root), default=-1) + 1}"
+
+
+def latest(root: Path) -> Path:
+    """Return the complete checkpoint with the highest number.
+
+    Raises:
+        CheckpointError: the folder has no complete checkpoint of an automatic name.
+    """
+    numbered = _numbered(root)
+    for number in sorted(numbered, reverse=True):
+        if is_checkpoint(numbered[number]):
+            return numbered[number]
+    found = ", ".join(path.name for path in numbered.values()) or "no folder of such a name"
+    raise CheckpointError(
+        f"expected a complete checkpoint named checkpoint_NUMBER in {root}, found {found}; "
+        "save one first or name the directory to load"
+    )
+
+
+def prune(root: Path, limit: int) -> list[Path]:
+    """Remove the oldest complete checkpoints until at most ``limit`` are left.
+
+    Call it only after a save has returned, so that the newest good checkpoint is never at risk.
+
+    Returns:
+        The removed directories, oldest first.
+
+    Raises:
+        CheckpointError: the limit is below 1, or the disk refuses.
+    """
+    if limit < 1:
+        raise CheckpointError(f"expected a limit of at least 1 checkpoint, found {limit}")
+    numbered = _numbered(root)
+    complete = [numbered[n] for n in sorted(numbered) if is_checkpoint(numbered[n])]
+    removed = complete[:-limit]
+    for path in removed:
+        try:
+            retire(path, secrets.token_hex(8))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot remove the old checkpoint {path}: {error.strerror}; the new one is saved"
+            ) from error
+    return removed
+
+
+def _numbered(root: Path) -> dict[int, Path]:
+    """Return the folders named ``checkpoint_NUMBER`` by number."""
+    found = {}
+    for path in root.iterdir() if root.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found[int(match[1])] = path
+    return found

@@ -1,16 +1,21 @@
-"""The contents of a checkpoint from one rank, or a copy of them that training does not change."""
+"""The contents of a checkpoint from one rank, copies of them, and what all ranks together have."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.plain import decode, encode
-from drivetrain.checkpoint.scalars import Scalars
+from drivetrain.errors import CheckpointError
 from drivetrain.shards import Shard
 
 T = TypeVar("T")
+
+Scalars = Mapping[int, Mapping[str, Mapping[str, Any]]]
+"""State of one model that is no tensor: optimizer -> parameter name -> state key -> plain value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,8 +24,8 @@ class Contents:
 
     Attributes:
         models: for each prepared model the shards of this rank; over all ranks each element once.
-        scalars: for each model the optimizer state of this rank that is no tensor; what several
-            ranks have must be equal, what only some have is joined.
+        scalars: for each model the optimizer state of this rank that is no tensor; the shares of
+            the ranks are joined, and must be equal where ranks overlap.
         aliases: for each model the further names of tied parameters -> the name of their shards.
         state: plain values that are the same on all ranks (rank 0's are stored): schedulers,
             epoch, loader positions, custom objects.
@@ -47,8 +52,8 @@ class Contents:
         whatever happens: yielding one may communicate.
 
         Args:
-            write: gets the index of the model and a shard that was copied already, and that there
-                may be no room for; the copy will lack it.
+            write: gets the index of the model and a shard that is a copy already; there may be no
+                room for a second copy, so the returned contents lack the shard.
 
         Raises:
             CheckpointError: a state is not plain.
@@ -91,3 +96,57 @@ def _snapshot(value: T, where: str) -> T:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def merge_scalars(ranks: Sequence[Sequence[Scalars]]) -> list[dict[Any, Any]]:
+    """Join the scalars of all ranks, model by model.
+
+    Args:
+        ranks: for each rank, its scalars of each model; keys of several ranks need equal values.
+
+    Raises:
+        CheckpointError: ranks hold different values for the same key, or different numbers of
+            models.
+    """
+    counts = [len(models) for models in ranks]
+    if len(set(counts)) > 1:
+        raise CheckpointError(f"expected the same number of models on all ranks, found {counts}")
+    merged: list[dict[Any, Any]] = [{} for _ in ranks[0]]
+    for rank, models in enumerate(ranks):
+        for index, model in enumerate(models):
+            _join(merged[index], model, rank, f"scalars[{index}]")
+    return merged
+
+
+def _join(into: dict[Any, Any], more: Mapping[Any, Any], rank: int, where: str) -> None:
+    for key, value in more.items():
+        path = f"{where}[{key!r}]"
+        known = into.get(key)
+        if key not in into:
+            into[key] = _copied_dicts(value)
+        elif isinstance(known, dict) and isinstance(value, Mapping):
+            _join(known, value, rank, path)
+        elif not _equal(known, value):
+            raise CheckpointError(
+                f"ranks disagree on {path}: rank {rank} has {value!r}, a lower rank {known!r}; "
+                "optimizer state that is not sharded must be the same on all ranks"
+            )
+
+
+def _copied_dicts(value: Any) -> Any:
+    """Copy the dicts, which later ranks add to."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _copied_dicts(item) for key, item in value.items()}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    return bool(one == other)

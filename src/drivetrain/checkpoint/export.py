@@ -4,20 +4,24 @@ First a plan is made from names, shapes and dtypes alone: which tensor goes to w
 files are written in order, and the caller yields the tensors one by one, so sharded parameters can
 be gathered one by one. Loaders that know ``model.safetensors`` and
 ``model.safetensors.index.json`` read the result.
+
+A checkpoint of any strategy and number of ranks is exported in one process in the same way.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.agreement import share, together
+from drivetrain.checkpoint.loading import ModelReader, open_checkpoint
 from drivetrain.checkpoint.tensorfile import TensorFile, file_order, sync_directory, write_bytes
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
@@ -198,3 +202,77 @@ def _discard(paths: Iterable[Path]) -> None:
     for path in list(paths):
         with suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def export_checkpoint(
+    directory: Path,
+    output: Path,
+    *,
+    model: int = 0,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "10GB",
+    verify: str = "full",
+) -> ExportPlan:
+    """Write one model of a checkpoint as Hugging Face style safetensors.
+
+    Args:
+        directory: the checkpoint.
+        output: gets the files; those of an earlier export in it are replaced.
+        model: index of the prepared model, in the order of ``prepare()``.
+        dtype: of floating-point weights in the export; None keeps each as it was saved.
+        max_shard_size: bytes per file, as a number or a text such as ``"5GB"``.
+        verify: ``full`` checks the checksum of every file first, ``size`` its size only.
+
+    Returns:
+        Which tensor went to which file.
+
+    Raises:
+        CheckpointError: not a checkpoint, damaged, without this model, values too large for the
+            dtype, or the output cannot be written; an earlier export is untouched then.
+    """
+    world = World()
+    with open_checkpoint(directory, world, verify=verify) as reader:
+        source = reader.model(model)
+        names = [name for name, state in source.keys() if not state]  # noqa: SIM118
+        dtypes = {name: source.dtype(name) for name in names}
+        if dtype is not None:
+            dtypes = {name: dtype if d.is_floating_point else d for name, d in dtypes.items()}
+        described = [
+            TensorFacts(name, source.shape(name), dtypes[name], source.aliases.get(name, name))
+            for name in names
+        ]
+        plan = plan_export(described, max_shard_size)
+
+        def fetch(wanted: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+            for name in wanted:
+                yield name, _read(source, name, dtypes[name])
+
+        write_export(output, plan, fetch, world=world)
+    return plan
+
+
+def _read(source: ModelReader, name: str, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the wanted dtype; refuse one whose finite values become infinite."""
+    tensor = source.read(name, dtype=dtype)
+    saved = source.dtype(name)
+    narrowed = dtype.is_floating_point and torch.finfo(dtype).max < torch.finfo(saved).max
+    if narrowed and tensor.numel() and _has_infinity(*torch.aminmax(tensor)):
+        del tensor  # never two at a time
+        _check_infinite(source, name, dtype)
+        return source.read(name, dtype=dtype)
+    return tensor
+
+
+def _check_infinite(source: ModelReader, name: str, dtype: torch.dtype) -> None:
+    """Raise when the saved values are finite, so that only the dtype made them infinite."""
+    low, high = torch.aminmax(source.read(name))
+    if not _has_infinity(low, high):
+        raise CheckpointError(
+            f"expected the values of {name!r} to fit {dtype}, which ends at "
+            f"{torch.finfo(dtype).max:g}, found values from {float(low):g} to {float(high):g}; "
+            "export as bf16 or fp32"
+        )
+
+
+def _has_infinity(low: Tensor, high: Tensor) -> bool:
+    return bool(low.isinf() or high.isinf())

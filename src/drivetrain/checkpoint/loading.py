@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -19,10 +18,10 @@ from torch import Tensor
 from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.agreement import together
 from drivetrain.checkpoint.assembly import copy_overlap, fits, numel
+from drivetrain.checkpoint.contents import Scalars
 from drivetrain.checkpoint.manifest import Manifest, SavedPart, SavedTensor
 from drivetrain.checkpoint.plain import decode
 from drivetrain.checkpoint.saving import STATE_FILE, STATE_TENSORS
-from drivetrain.checkpoint.scalars import Scalars
 from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
@@ -120,12 +119,7 @@ class CheckpointReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _read_state(self, manifest: Manifest) -> dict[str, Any]:

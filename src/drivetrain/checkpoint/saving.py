@@ -36,7 +36,7 @@ from drivetrain.checkpoint.agreement import (
     together,
 )
 from drivetrain.checkpoint.assembly import fits, numel
-from drivetrain.checkpoint.contents import Contents
+from drivetrain.checkpoint.contents import Contents, Scalars, merge_scalars
 from drivetrain.checkpoint.manifest import (
     FILE_NAME,
     Manifest,
@@ -46,7 +46,6 @@ from drivetrain.checkpoint.manifest import (
     merge_tensors,
 )
 from drivetrain.checkpoint.plain import check_plain, encode
-from drivetrain.checkpoint.scalars import Scalars, merge_scalars
 from drivetrain.checkpoint.tensorfile import (
     DTYPES,
     FileRecord,

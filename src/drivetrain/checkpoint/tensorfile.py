@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -92,12 +91,7 @@ class HashedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
             if kind is None:
                 os.fsync(self._fd)
@@ -157,13 +151,8 @@ class TensorFile(HashedFile):
                 torch.frombuffer(self._buffer, dtype=torch.uint8)[: len(chunk)].copy_(chunk)
                 self.write(memoryview(self._buffer)[: len(chunk)])
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        super().__exit__(kind, *error)
         if kind is None and self._next < len(self._expected):
             missing = [key for key, _, _ in self._expected[self._next :]]
             raise CheckpointError(f"{self.path} lacks announced tensors: {missing[:4]}")

@@ -8,9 +8,7 @@ layers are divided, where a pipeline is cut, what drops elements) reads it, and 
 - ``recorder``: the one pass over the model
 - ``valueless``: the tensors in it, which have a shape and no values
 - ``results``: results of functions of torch, by torch's fake tensors; remembered
-- ``functions``: which functions of torch ask for facts, read values, or write
 - ``substitution``: takes a model's values away for a pass, and gives them back
-- ``block_hooks``: stands before the repeated blocks
 """
 
 from drivetrain.model.look import BlockCall, Look, ModelOperation, ModuleCall, SeenTensor, TensorRef

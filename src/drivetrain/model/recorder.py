@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from drivetrain.model.block_hooks import BlockHooks
-from drivetrain.model.functions import BLANK, LOOKUPS, targets
 from drivetrain.model.look import (
     BlockCall,
     Look,
@@ -29,7 +27,8 @@ from drivetrain.model.look import (
 from drivetrain.model.results import Facts, WorkTally, facts_of
 from drivetrain.model.substitution import Substitutes, without_values
 from drivetrain.model.valueless import ValuelessTensor
-from drivetrain.parts.blocks import NamedModule, repeated_blocks
+from drivetrain.parts.blocks import BlockHooks, NamedModule, repeated_blocks
+from drivetrain.parts.torch_calls import BLANK, LOOKUPS, targets
 
 
 def look_at(

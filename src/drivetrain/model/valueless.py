@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from drivetrain.errors import UsageError
-from drivetrain.model.functions import CONSTANTS, QUESTIONS, READERS, targets
 from drivetrain.model.results import (
     Facts,
     Function,
@@ -29,6 +28,7 @@ from drivetrain.model.results import (
     result_of,
     thaw,
 )
+from drivetrain.parts.torch_calls import CONSTANTS, QUESTIONS, READERS, targets
 
 _Kind: TypeAlias = type["ValuelessTensor"]
 _Handler: TypeAlias = Callable[[_Kind, Function, Sequence[Any], Mapping[str, Any]], Any]

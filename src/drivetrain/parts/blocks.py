@@ -1,14 +1,19 @@
-"""Finds the repeated blocks of a model, such as its transformer layers, by where they stand."""
+"""The repeated blocks of a model, such as transformer layers: found, and conducted in a pass."""
 
 from collections import Counter
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
-from drivetrain.parts.naming import clean_name
+from drivetrain.parts.naming import clean_name, uncompiled
+from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 
 _LISTS = nn.ModuleList | nn.Sequential
 _NEVER_CALLED = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+
+_ORIGINAL = "_forward_before_hooks"
 
 NamedModule: TypeAlias = tuple[str, nn.Module]
 
@@ -18,7 +23,7 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
 
     A block stands in a ``ModuleList`` or ``Sequential`` together with another of its class, holds
     parameters, and is more than one layer of ``torch.nn``. The outermost lists count: blocks inside
-    of blocks are not looked for. A list inside a list is a block only when there are none in it.
+    of blocks are not looked for. A list inside a list is a block only if it holds no blocks.
 
     Returns:
         (name, module) of each block in the order of registration; a module that stands in several
@@ -49,9 +54,7 @@ def _search(module: nn.Module, prefix: str) -> list[NamedModule]:
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """Return the class, of the module inside when the module is a compiled one."""
-    inner = getattr(module, "_orig_mod", None)
-    return type(inner) if isinstance(inner, nn.Module) else type(module)
+    return type(uncompiled(module))
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -59,3 +62,60 @@ def _is_block(module: nn.Module) -> bool:
         return False
     whole = next(module.children(), None) is not None
     return whole or not type(module).__module__.startswith("torch.nn.")
+
+
+class BlockConductor(Protocol):
+    """Decides about the calls of blocks during one pass."""
+
+    def call(
+        self,
+        index: int,
+        compute: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Return the block's result; ``compute`` is the block's own forward."""
+
+
+class BlockHooks:
+    """Takes the place of the blocks' ``forward``, in their own ``__dict__``.
+
+    Outside of a pass, as when activations are computed again in backward, blocks are as they were.
+
+    Args:
+        blocks: (name, module), changed in place; ``close`` undoes it.
+    """
+
+    def __init__(self, blocks: Sequence[NamedModule]) -> None:
+        self._conductor: BlockConductor | None = None
+        self._blocks = [block for _, block in blocks]
+        for index, block in enumerate(self._blocks):
+            self._stand_before(index, block)
+
+    @contextmanager
+    def conducted(self, conductor: BlockConductor) -> Iterator[None]:
+        """Context of a pass in which a conductor decides; the conductor of an outer pass waits."""
+        outer, self._conductor = self._conductor, conductor
+        try:
+            yield
+        finally:
+            self._conductor = outer
+
+    def close(self) -> None:
+        """Give the blocks their forward back."""
+        for block in self._blocks:
+            unwrap_forward(block, _ORIGINAL)
+        self._blocks.clear()
+
+    def _stand_before(self, index: int, block: nn.Module) -> None:
+        def around(
+            module: nn.Module,
+            compute: Callable[..., Any],
+            args: Sequence[Any],
+            kwargs: Mapping[str, Any],
+        ) -> Any:
+            if self._conductor is None or module is not block:  # a copy computes as it is
+                return compute(*args, **kwargs)
+            return self._conductor.call(index, compute, args, kwargs)
+
+        wrap_forward(block, _ORIGINAL, around)

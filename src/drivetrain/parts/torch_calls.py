@@ -1,17 +1,85 @@
-"""Which functions of torch ask for facts of a tensor, and which write into one: told by name.
+"""Which functions of torch ask for facts of a tensor, read its values, or write into the tensor.
 
 For classes with ``__torch_function__``, whose tensors have no values or not yet: facts cost
 nothing, writing may be refused, everything else needs values.
 """
 
-from collections.abc import Callable
-from types import BuiltinFunctionType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 Function = Callable[..., Any]
+
+_QUESTIONS = """
+    size dim ndimension nelement numel stride is_floating_point is_complex is_contiguous __len__
+    element_size get_device is_signed storage_offset requires_grad_ register_hook retain_grad
+    register_post_accumulate_grad_hook __hash__ dim_order is_same_size is_shared is_inference
+    untyped_storage
+"""
+
+_ATTRIBUTES = """
+    shape dtype device layout ndim requires_grad is_leaf grad grad_fn names is_cuda is_cpu is_meta
+    is_mps is_xpu is_sparse is_quantized is_mkldnn is_nested itemsize nbytes _version output_nr
+    retains_grad _backward_hooks _post_accumulate_grad_hooks
+"""
+
+_READERS = """
+    item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__
+    is_nonzero equal allclose nonzero masked_select data_ptr storage storage_type
+    __reduce_ex__ __dlpack__ unique
+"""
+
+_CONSTANTS = "zeros_like ones_like full_like new_zeros new_ones new_full new_tensor"
+
+_LOOKUPS = "__getitem__ embedding gather index_select take take_along_dim"
+
+_OPERATORS = """
+    __setitem__ __iadd__ __isub__ __imul__ __imatmul__ __itruediv__ __ifloordiv__ __imod__ __ipow__
+    __iand__ __ior__ __ixor__ __ilshift__ __irshift__
+"""
+_WRITING_OPERATORS = frozenset(_OPERATORS.split())
+
+
+def _named(names: str) -> frozenset[Function]:
+    """Return the functions and methods of these names; versions of torch lack some."""
+    owners = (Tensor, torch, F)
+    return frozenset(
+        getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)
+    )
+
+
+READERS = _named(_READERS)
+"""Functions whose result, or whose result's shape, depends on values."""
+
+QUESTIONS = _named(_QUESTIONS)
+"""Functions that only ask for facts, or set facts."""
+
+CONSTANTS = _named(_CONSTANTS)
+"""Functions that take a tensor's shape, dtype or device and make known values."""
+
+BLANK = frozenset({torch.zeros, torch.empty, torch.zeros_like, Tensor.new_zeros})
+"""Functions that make a tensor for a block to fill."""
+
+LOOKUPS = _named(_LOOKUPS)
+"""Functions that read of their largest argument only the elements that they return."""
+
+_FACTS: frozenset[Function] = frozenset(
+    {
+        *QUESTIONS,
+        *(getattr(Tensor, each).__get__ for each in _ATTRIBUTES.split() if hasattr(Tensor, each)),
+        Tensor.grad.__set__,  # type: ignore[union-attr]
+        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    }
+)
+"""By function rather than by name, because every use of an absent parameter asks."""
+
+
+def asks_facts(function: Function) -> bool:
+    """Return whether a function needs no values: shape, dtype, device, hooks, the gradient."""
+    return function in _FACTS
 
 
 def name_of(function: Function) -> str:
@@ -26,54 +94,17 @@ def name_of(function: Function) -> str:
     return attribute if name == "__get__" else f"{attribute} ="
 
 
-def asks_facts(function: Function) -> bool:
-    """Return whether a function needs no values: shape, dtype, device, hooks, the gradient."""
-    return function in _FACT_FUNCTIONS
-
-
 def writes_first(function: Function) -> bool:
     """Return whether a function writes into its first argument: in place, or an initializer."""
     name = name_of(function)
-    in_place = name.endswith("_") and not name.startswith("__")
-    return in_place or name in WRITING_OPERATORS or name == "data ="
+    return _writes(name) or name == "data ="
 
 
-# fmt: off
-FACTS = frozenset({
-    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn",
-    "names", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized",
-    "is_mkldnn", "is_nested", "itemsize", "nbytes", "_version", "_backward_hooks",
-    "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "grad =", "requires_grad =", "size",
-    "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size",
-    "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "get_device",
-    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "untyped_storage",
-    "__len__", "__hash__",
-})
-"""Names of attributes and methods that need no values; setters with `` =`` behind the name."""
-
-WRITING_OPERATORS = frozenset({
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__",
-    "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
-    "__irshift__",
-})
-"""Operators of Python that write into their first operand."""
-# fmt: on
+def targets(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the targets of a function that writes, ``out`` included; else a single None."""
+    written = args[0] if _writes(name) and args else kwargs.get("out")
+    return written if isinstance(written, list | tuple) else [written]
 
 
-def _functions(name: str) -> set[Function]:
-    """Return the functions that a use calls; versions of torch lack some."""
-    attribute, _, setter = name.partition(" ")
-    member: Any = getattr(Tensor, attribute, None)
-    if member is None:
-        return set()
-    if setter:
-        return {member.__set__}
-    found = {member if callable(member) else member.__get__}
-    function = getattr(torch, attribute, None)  # torch.numel beside Tensor.numel
-    return found | ({function} if isinstance(function, BuiltinFunctionType) else set())
-
-
-_FACT_FUNCTIONS: frozenset[Function] = frozenset(
-    function for name in FACTS for function in _functions(name)
-)
-"""By function rather than by name, because every use of an absent parameter asks."""
+def _writes(name: str) -> bool:
+    return (name.endswith("_") and not name.startswith("__")) or name in _WRITING_OPERATORS

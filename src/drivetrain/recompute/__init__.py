@@ -6,17 +6,13 @@ core (Korthikanti et al. 2022, arXiv:2205.05198). The kept inputs may be moved t
 split over an axis whose ranks hold replicas of them, which is ZeRO-R's Pa (Rajbhandari et al. 2020,
 arXiv:1910.02054, section 6.1).
 
-- ``choice``: which modules of a model are recomputed
-- ``attach``: puts a recomputing forward into a module, and takes it out again
-- ``replay``: one call of a block that is computed again in backward
-- ``selective``: which results are kept, and their return in recomputation
+- ``attach``: chooses modules, puts a recomputing forward into them, and takes it out again
+- ``replay``: one call of a block that is computed again in backward, and the results it keeps
 - ``inputs``: where the inputs wait
-- ``host``: their ways to host memory and back, beside what the device computes
-- ``buffers``: buffers that forward changes are not changed twice
+- ``host``: the ways of inputs to host memory and back, while the device computes
 """
 
-from drivetrain.recompute.attach import Mode, attach, is_attached, restore
-from drivetrain.recompute.choice import choose_blocks
+from drivetrain.recompute.attach import Mode, attach, choose_blocks, is_attached, restore
 from drivetrain.recompute.inputs import KeptInputs
 
 __all__ = ["KeptInputs", "Mode", "attach", "choose_blocks", "is_attached", "restore"]

@@ -12,10 +12,10 @@ are faster than blocks. The inputs that left last are still on the device when b
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from drivetrain.errors import UsageError
 
@@ -23,8 +23,15 @@ AT_ONCE = 2
 """Calls whose inputs may be on their way in one direction."""
 
 
-class Waiting(Protocol):
-    """A tensor's values, kept somewhere."""
+class KeptTensor:
+    """A tensor's values, kept for backward: here on their device; subclasses keep them elsewhere.
+
+    Args:
+        tensor: without history.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
 
     def leave_device(self) -> None:
         """Let go of the device's memory, in the order of the current stream."""
@@ -33,10 +40,11 @@ class Waiting(Protocol):
         """Start to bring the values back; ``whole`` or ``cancel`` follows."""
 
     def cancel(self) -> None:
-        """Take a start back."""
+        """Let go of values that ``start`` brought back for nothing."""
 
     def whole(self) -> Tensor:
         """Return the tensor on its device."""
+        return self._tensor
 
 
 class Flight:
@@ -89,12 +97,12 @@ class Lanes:
         return tensor, Flight(host, tensor, self._back)
 
 
-class HostCopy:
+class HostCopy(KeptTensor):
     """A copy in host memory.
 
     Args:
         tensor: dense, on an accelerator, without history.
-        lanes: those of its device.
+        lanes: the streams of its device.
     """
 
     def __init__(self, tensor: Tensor, lanes: Lanes) -> None:
@@ -105,25 +113,26 @@ class HostCopy:
         self._leaving: tuple[Tensor, Flight] | None = (tensor, flight)
         self._coming: list[tuple[Tensor, Flight]] = []
 
+    @override
     def leave_device(self) -> None:
-        """Let go of the device's memory, in the order of the current stream."""
         if self._leaving is not None:
             tensor, flight = self._leaving
             self._torn = tensor._version != self._version
             flight.land()
             self._leaving = None
 
+    @override
     def start(self) -> None:
-        """Start to bring the values back, if they have left."""
         if self._leaving is None:
             self._coming.append(self._lanes.come(self._host))
 
+    @override
     def cancel(self) -> None:
-        """Let go of values that were brought back for nothing."""
         if self._coming:
             _, flight = self._coming.pop(0)
             flight.land()
 
+    @override
     def whole(self) -> Tensor:
         """Return the values on the device.
 
@@ -157,7 +166,7 @@ class OffloadedInputs:
     def __init__(self, previous: "OffloadedInputs | None", window: "CopyWindow") -> None:
         self._previous = None if previous is None else weakref.ref(previous)
         self._window = window
-        self._items: list[Waiting] = []
+        self._items: list[KeptTensor] = []
         self._awaited = 0
 
     @property
@@ -165,7 +174,7 @@ class OffloadedInputs:
         """Whether nothing was added."""
         return not self._items
 
-    def add(self, item: Waiting) -> None:
+    def add(self, item: KeptTensor) -> None:
         """Keep one more input, which other calls may keep, too."""
         self._items.append(item)
 
@@ -189,7 +198,7 @@ class OffloadedInputs:
             for item in self._items:
                 item.cancel()
 
-    def whole(self, item: Waiting) -> Tensor:
+    def whole(self, item: KeptTensor) -> Tensor:
         """Return one input, and start to bring those of the previous call back."""
         self.start()
         self._awaited -= 1

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
 
 from drivetrain.collectives import Communicator
-from drivetrain.recompute.host import CopyWindow, HostCopy, Lanes, OffloadedInputs, Waiting
+from drivetrain.recompute.host import CopyWindow, HostCopy, KeptTensor, Lanes, OffloadedInputs
 from drivetrain.shards import is_dense
 
 Place: TypeAlias = Literal["device", "cpu"]
@@ -25,7 +26,7 @@ Place: TypeAlias = Literal["device", "cpu"]
 SMALL_NBYTES = 4096
 """Smaller tensors stay where they are: moving them costs more than they take."""
 
-_Shared: TypeAlias = tuple[int, weakref.ReferenceType[Waiting]]  # the version that was kept
+_Shared: TypeAlias = tuple[int, weakref.ReferenceType[KeptTensor]]  # the version that was kept
 
 
 class KeptInputs:
@@ -35,8 +36,8 @@ class KeptInputs:
     than ``SMALL_NBYTES``, and views with gaps stay as they are.
 
     Args:
-        place: ``cpu`` copies inputs of an accelerator to pinned host memory and back, both beside
-            what it computes; on a CPU that is where they are already, so they stay.
+        place: ``cpu`` copies inputs of an accelerator to pinned host memory and back, while the
+            accelerator computes; inputs of a CPU stay where they are.
         communicator: of the axis over which each input is split; None keeps it whole. Its ranks
             must hold equal inputs.
     """
@@ -47,10 +48,8 @@ class KeptInputs:
         self._communicator = None if alone else communicator
         self._shared: MutableMapping[Tensor, _Shared] = WeakTensorKeyDictionary()
         self._lanes: dict[torch.device, Lanes] = {}
-        self._leaving, self._coming = (
-            CopyWindow(OffloadedInputs.leave_device),
-            CopyWindow(OffloadedInputs.cancel),
-        )
+        self._leaving = CopyWindow(OffloadedInputs.leave_device)
+        self._coming = CopyWindow(OffloadedInputs.cancel)
         self._last: weakref.ReferenceType[OffloadedInputs] | None = None
 
     def hooks(self) -> AbstractContextManager[object]:
@@ -71,7 +70,7 @@ class KeptInputs:
         call.add(kept)
         return functools.partial(call.whole, kept)
 
-    def _put_away(self, tensor: Tensor) -> Waiting:
+    def _put_away(self, tensor: Tensor) -> KeptTensor:
         entry = self._shared.get(tensor)
         kept = None if entry is None or entry[0] != tensor._version else entry[1]()
         if kept is None:
@@ -93,7 +92,7 @@ class KeptInputs:
         """Whether a tensor waits in another memory than its own."""
         return self.place == "cpu" and tensor.device.type != "cpu"
 
-    def _keep(self, tensor: Tensor) -> Waiting:
+    def _keep(self, tensor: Tensor) -> KeptTensor:
         lanes = self._lanes_of(tensor.device) if self._leaves(tensor) else None
         if self._communicator is not None:
             return _Part(tensor, self._communicator, lanes)
@@ -109,37 +108,13 @@ def _bring_back(saved: Tensor | Callable[[], Tensor]) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved()
 
 
-class _Here:
-    """A copy that stays on its device.
-
-    Args:
-        tensor: the copy.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def leave_device(self) -> None:
-        """Do nothing."""
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def cancel(self) -> None:
-        """Do nothing."""
-
-    def whole(self) -> Tensor:
-        """Return it."""
-        return self._tensor
-
-
-class _Part:
+class _Part(KeptTensor):
     """This rank's chunk of a tensor's bytes.
 
     Args:
         tensor: dense, equal on all ranks of the axis.
         communicator: of the axis.
-        lanes: by which the chunk goes to the host; None: it stays on its device.
+        lanes: the way of the chunk to host memory; None keeps the chunk on its device.
     """
 
     def __init__(self, tensor: Tensor, communicator: Communicator, lanes: Lanes | None) -> None:
@@ -149,20 +124,21 @@ class _Part:
         flat = _bytes_of(tensor)
         self._start, self._stop = communicator.chunk(flat.numel())[communicator.rank]
         mine = flat[self._start : self._stop]
-        self._mine: Waiting = _Here(mine.clone()) if lanes is None else HostCopy(mine, lanes)
+        self._mine = KeptTensor(mine.clone()) if lanes is None else HostCopy(mine, lanes)
 
+    @override
     def leave_device(self) -> None:
-        """Let go of the device's memory, in the order of the current stream."""
         self._mine.leave_device()
 
+    @override
     def start(self) -> None:
-        """Start to bring the chunk back; the whole is gathered when it is asked for."""
         self._mine.start()
 
+    @override
     def cancel(self) -> None:
-        """Take a start back."""
         self._mine.cancel()
 
+    @override
     def whole(self) -> Tensor:
         """Return the values, gathered from the ranks of the axis."""
         tensor = torch.empty_strided(

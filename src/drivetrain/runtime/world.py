@@ -13,11 +13,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.errors import PreflightError
 
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
 """Environment variable with the path of the run's configuration file."""
+
+LOOPBACK = "127.0.0.1"
+"""Address that only processes of the same host reach."""
 
 LAST_WORK_S = 0.05
 """How long the end of the interpreter waits for gloo's threads.
@@ -108,6 +112,24 @@ class World:
 def launched_config() -> str:
     """Return the path of the launcher's configuration, "" without a launcher."""
     return os.environ.get(CONFIG_VARIABLE, "")
+
+
+def loopback_store(timeout: timedelta) -> TCPStore:
+    """Start a store on a free port of the loopback interface.
+
+    Processes of one host find each other through it. TCPStore binds to every interface whatever
+    host it is given, unless it is handed a socket that is bound already.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _integer(name: str, default: int) -> int:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 
-from drivetrain.runtime.loopback import loopback_store
+from drivetrain.runtime.world import loopback_store
 from drivetrain.testing.messages import RankOutcome, RankTest, Ready, Release
 from drivetrain.testing.worker import STACK_SIGNAL, Files, main
 

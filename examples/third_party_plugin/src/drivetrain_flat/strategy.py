@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from drivetrain import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy, option
 from drivetrain.collectives import connect, sent_elements
 from drivetrain.parts.norms import clip_, global_norm
-from drivetrain.parts.replicas import ReplicatedState
 from drivetrain.parts.replicate import replicate
+from drivetrain.parts.saved_state import ReplicatedState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,6 @@ name that says why in a ``pytest.skip`` or tests what holds instead.
 from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain.testing.conformance.failures import FailureChecks
 from drivetrain.testing.conformance.loops import LoopChecks
-from drivetrain.testing.conformance.parity import ParityChecks
 from drivetrain.testing.conformance.precision import PrecisionChecks
 from drivetrain.testing.conformance.several import SeveralChecks
 from drivetrain.testing.conformance.state import StateChecks
@@ -24,7 +23,6 @@ __all__ = ["StrategyConformance"]
 
 
 class StrategyConformance(
-    ParityChecks,
     LoopChecks,
     PrecisionChecks,
     SeveralChecks,

@@ -1,24 +1,34 @@
-"""Loops: training loops of users, each compared with the same loop in one process."""
+"""Loops: k steps on many ranks are k steps of one process, for awkward models and users' loops."""
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain.testing.conformance.accounts import reduces_each
 from drivetrain.testing.conformance.suite import Suite
-from drivetrain.testing.conformance.twins import Twins, adamw, everyone
+from drivetrain.testing.conformance.twins import (
+    Twins,
+    adamw,
+    everyone,
+    momentum,
+    plain_sgd,
+    weights,
+)
 from drivetrain.testing.models import CASES, OUT, WIDTH
 
 MLP = CASES["mlp"]
+STEPS = 3
 WINDOW = 3
 
 
 class LoopChecks(Suite):
-    """Accumulation, clipping, and the ordinary ways in which loops differ."""
+    """Plain steps, accumulation, clipping, and the ordinary ways in which loops differ."""
 
     def test_accumulation_with_a_partial_window(self, world: int) -> None:
         """Windows of 3 and 2 micro-batches are two means; only who says so sends inside them."""
@@ -172,6 +182,47 @@ class LoopChecks(Suite):
                 compiled.step()
             compiled.check()
 
+    def test_training_equals_one_process(self, world: int, case: str) -> None:
+        """Losses and weights of SGD with momentum and AdamW, and the gradients themselves."""
+        chosen = CASES[case]
+        with self.accelerator() as accelerator:
+            # A step of plain SGD with a rate of 1 subtracts the gradient: the weights show it.
+            gradient = Twins(accelerator, chosen, plain_sgd)
+            gradient.backward(0)
+            gradient.step()
+            gradient.check()
+        if chosen.large:
+            return
+        for make_optimizer in (momentum, adamw):
+            with self.accelerator() as accelerator:
+                twins = Twins(accelerator, chosen, make_optimizer)
+                for step in range(STEPS):
+                    twins.backward(step)
+                    twins.step()
+                twins.check()
+
+    def test_parameter_without_gradient_on_any_rank(self, world: int) -> None:
+        """It stays as it is, or moves exactly as with a gradient of zeros."""
+
+        def decaying(model: nn.Module) -> Optimizer:
+            return AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+        with self.accelerator() as accelerator:
+            twins = Twins(accelerator, CASES["unused"], decaying)
+            as_zeros = copy.deepcopy(twins.twin)
+            zeros_optimizer = decaying(as_zeros)
+            for step in range(STEPS):
+                twins.backward(step)
+                for p, q in zip(twins.twin.parameters(), as_zeros.parameters(), strict=True):
+                    q.grad = torch.zeros_like(q) if p.grad is None else p.grad.clone()
+                zeros_optimizer.step()
+                twins.step()
+            ours = weights(accelerator, twins.model)["unused.weight"]
+            allowed = [model.get_parameter("unused.weight") for model in (twins.twin, as_zeros)]
+            assert any(torch.allclose(ours, one, rtol=1e-10) for one in allowed), (
+                "a parameter that got no gradient moved, and not as with a gradient of zeros"
+            )
+
     def _reduced_bytes(self, accelerator: Accelerator) -> int:
         """Return the bytes of reductions so far; gathers of parameters are not about gradients."""
         sent = accelerator.traffic.sent()
@@ -198,3 +249,6 @@ def _backward_window(twins: Twins, window: list[tuple[torch.Tensor, torch.Tensor
     for inputs, targets in [batch for each in windows for batch in each]:
         loss = F.mse_loss(twins.twin(inputs), targets)
         torch.autograd.backward(loss / (len(window) * len(windows)))
+
+
+STEPS = 3

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from drivetrain.errors import UsageError
-from drivetrain.model.block_hooks import BlockHooks
+from drivetrain.parts.blocks import BlockHooks
 from drivetrain_megatron.pipeline.cut import balanced, kept_together
 from drivetrain_megatron.recording.examples import example_inputs
 from drivetrain_megatron.recording.phases import block_order, record
