@@ -1,4 +1,4 @@
-"""Loading of optimizer state, for replicated and sharded models alike."""
+"""Saved training state: of replicated models, and optimizer state of sharded models too."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,11 +12,12 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.shards import Part, Reader, Shard, label
 
 Shapes = Mapping[tuple[str, str], tuple[int, ...]]
+"""Global shapes by (name, state)."""
 
 
 def check_fits(
     reader: Reader,
-    expected: Mapping[tuple[str, str], tuple[int, ...]],
+    expected: Shapes,
     held: set[tuple[int, str]],
 ) -> None:
     """Refuse a checkpoint of another model, or with state that no optimizer here holds.
