@@ -322,14 +322,14 @@ def test_fused_attention(mode, dropout):
 
 
 def test_an_operation_that_draws_is_not_kept(monkeypatch):
-    from drivetrain.recompute import selective
+    from drivetrain.recompute import replay
 
     operation = torch.ops.aten.native_dropout.default
-    assert not selective._draws_random_numbers(torch.ops.aten.mm.default, (), {})
+    assert not replay._draws_random_numbers(torch.ops.aten.mm.default, (), {})
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
-    assert not selective._draws_random_numbers(attention, (1, 2, 3), {})
-    assert selective._draws_random_numbers(attention, (1, 2, 3, 0.1), {})
-    assert selective._draws_random_numbers(attention, (1, 2, 3), {"dropout_p": 0.1})
+    assert not replay._draws_random_numbers(attention, (1, 2, 3), {})
+    assert replay._draws_random_numbers(attention, (1, 2, 3, 0.1), {})
+    assert replay._draws_random_numbers(attention, (1, 2, 3), {"dropout_p": 0.1})
     assert torch.Tag.nondeterministic_seeded in operation.tags
 
 
