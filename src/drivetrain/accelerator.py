@@ -45,6 +45,7 @@ from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import Arguments, Runs, StrategyChoice, agree, resolve_run
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.weights import WholeWeights
+from drivetrain.parts.naming import uncompiled
 from drivetrain.processes import Processes
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
@@ -445,8 +446,7 @@ class Accelerator(Processes):
                 model = entry.module
         if not keep_fp32_wrapper:
             restore_forward(model)
-        inner = getattr(model, "_orig_mod", None)
-        return inner if isinstance(inner, nn.Module) and not keep_torch_compile else model
+        return model if keep_torch_compile else uncompiled(model)
 
     # --- the loop ---
 

@@ -9,6 +9,7 @@ from drivetrain.data import PreparedLoader as DataLoaderShard
 from drivetrain.errors import RankMismatchError as DistributedOperationException
 from drivetrain.facade.stepping import PreparedOptimizer as AcceleratedOptimizer
 from drivetrain.facade.stepping import PreparedScheduler as AcceleratedScheduler
+from drivetrain.parts.naming import uncompiled
 from drivetrain.processes import PartialState
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import launched_config
@@ -72,5 +73,4 @@ def extract_model_from_parallel(
     del keep_fp32_wrapper
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = model.module
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) and not keep_torch_compile else model
+    return model if keep_torch_compile else uncompiled(model)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -21,19 +22,18 @@ def is_installed(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def is_cuda_available() -> bool:
-    """Whether a CUDA device can be used."""
-    return torch.cuda.is_available()
-
-
-def is_mps_available() -> bool:
-    """Whether Apple's GPU can be used."""
-    return torch.backends.mps.is_available()
-
-
-def is_xpu_available() -> bool:
-    """Whether an Intel GPU can be used."""
-    return torch.xpu.is_available()
+is_cuda_available = torch.cuda.is_available
+is_mps_available = torch.backends.mps.is_available
+is_xpu_available = torch.xpu.is_available
+is_wandb_available = partial(is_installed, "wandb")
+is_mlflow_available = partial(is_installed, "mlflow")
+is_trackio_available = partial(is_installed, "trackio")
+is_rich_available = partial(is_installed, "rich")
+is_tqdm_available = partial(is_installed, "tqdm")
+is_datasets_available = partial(is_installed, "datasets")
+is_transformers_available = partial(is_installed, "transformers")
+is_peft_available = partial(is_installed, "peft")
+is_deepspeed_available = partial(is_installed, "deepspeed")
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
@@ -49,51 +49,6 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 def is_tensorboard_available() -> bool:
     """Whether TensorBoard files can be written."""
     return is_installed("tensorboardX") or is_installed("tensorboard")
-
-
-def is_wandb_available() -> bool:
-    """Whether wandb is installed."""
-    return is_installed("wandb")
-
-
-def is_mlflow_available() -> bool:
-    """Whether mlflow is installed."""
-    return is_installed("mlflow")
-
-
-def is_trackio_available() -> bool:
-    """Whether trackio is installed."""
-    return is_installed("trackio")
-
-
-def is_rich_available() -> bool:
-    """Whether rich is installed."""
-    return is_installed("rich")
-
-
-def is_tqdm_available() -> bool:
-    """Whether tqdm is installed."""
-    return is_installed("tqdm")
-
-
-def is_datasets_available() -> bool:
-    """Whether Hugging Face datasets is installed."""
-    return is_installed("datasets")
-
-
-def is_transformers_available() -> bool:
-    """Whether Hugging Face transformers is installed."""
-    return is_installed("transformers")
-
-
-def is_peft_available() -> bool:
-    """Whether peft is installed."""
-    return is_installed("peft")
-
-
-def is_deepspeed_available() -> bool:
-    """Whether deepspeed is installed; nothing here needs it."""
-    return is_installed("deepspeed")
 
 
 @contextmanager

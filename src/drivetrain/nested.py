@@ -124,12 +124,11 @@ def find_batch_size(data: Any) -> int | None:
     if isinstance(data, Tensor):
         return data.shape[0] if data.dim() else None
     if isinstance(data, Mapping):
-        return _first(find_batch_size(item) for item in data.values())
-    if isinstance(data, list | tuple):
-        return _first(find_batch_size(item) for item in data)
-    if _is_dataclass(data):
-        return _first(find_batch_size(item) for item in _fields(data).values())
-    return None
+        data = list(data.values())
+    elif _is_dataclass(data):
+        data = list(_fields(data).values())
+    sizes = map(find_batch_size, data if isinstance(data, list | tuple) else ())
+    return next((size for size in sizes if size is not None), None)
 
 
 def slice_tensors(data: Any, tensor_slice: slice) -> Any:
@@ -170,10 +169,6 @@ def convert_to_fp32(data: Any) -> Any:
     return recursively_apply(
         lambda tensor: tensor.float(), data, test_type=lambda t: is_tensor(t) and t.dtype in low
     )
-
-
-def _first(sizes: Iterable[int | None]) -> int | None:
-    return next((size for size in sizes if size is not None), None)
 
 
 def _check_alike(what: str, found: list[Any]) -> None:

@@ -112,7 +112,7 @@ class Registry:
 
 @lru_cache(maxsize=len(_KINDS))
 def _installed(group: str, path: tuple[tuple[str, int], ...]) -> EntryPoints:
-    """Return a group's entry points; each time this reads what every distribution declares."""
+    """Return a group's entry points: the declarations of every distribution are read."""
     return entry_points(group=group)
 
 

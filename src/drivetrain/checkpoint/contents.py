@@ -1,4 +1,4 @@
-"""The contents of a checkpoint from one rank, copies of them, and what all ranks together have."""
+"""The contents of a checkpoint from one rank, staged copies of them, and the ranks' joined state."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,12 +5,11 @@
 and ``prepare`` puts them together.
 """
 
-from drivetrain.data.loader import LoaderObserver, PreparedLoader
+from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.order import SeedableRandomSampler
 from drivetrain.data.prepare import prepare_data_loader, skip_first_batches
 
 __all__ = [
-    "LoaderObserver",
     "PreparedLoader",
     "SeedableRandomSampler",
     "prepare_data_loader",

@@ -5,153 +5,155 @@ user's own batch sampler makes them. A global step at a position takes the next 
 it does not matter with how many ranks the position was reached.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
 from math import ceil
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Self
+
+from typing_extensions import override
 
 from drivetrain.errors import UsageError
 
 
-class OrderDivision(Protocol):
-    """How an order is divided over ranks."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderDivision(ABC):
+    """How an order is divided over ranks.
+
+    Attributes:
+        unit: the positions of the order: samples, or batches.
+        size: number of ranks.
+        even: fill the last step for every rank by going back to the first samples of the order.
+        drop_last: leave out a last step that is not full for every rank.
+    """
 
     unit: ClassVar[str]
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def even(self) -> bool:
-        """Whether the last step is filled up for every rank."""
-
-    @property
-    def stride(self) -> int:
-        """Positions that one global step consumes."""
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """Samples of one global step; None when the batches have no fixed size."""
-
-    def steps(self, total: int, rank: int) -> int:
-        """Return the batches of a rank in an epoch of ``total`` positions."""
-
-    def has(self, order: Sequence[Any], position: int, rank: int) -> bool:
-        """Whether the global step at a position holds a batch for a rank."""
-
-    def share(self, order: Sequence[Any], position: int, rank: int) -> list[Any]:
-        """Return a rank's part of the global step at a position."""
-
-    def remainder(self, order: Sequence[Any], position: int) -> int:
-        """Return the real samples of the step at a position when it holds repetitions, else -1."""
-
-    def with_even(self, even: bool) -> "OrderDivision":
-        """Return the same division with or without filling up the last step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleDivision:
-    """Divides an order of samples into batches of one size.
-
-    Attributes:
-        size: number of ranks.
-        batch_size: samples per rank and step.
-        even: fill the last step by going back to the first samples of the order.
-        drop_last: leave out a last step that is not full.
-    """
-
-    unit: ClassVar[str] = "samples"
-
     size: int
-    batch_size: int
     even: bool
     drop_last: bool
 
     @property
+    @abstractmethod
     def stride(self) -> int:
-        """Samples of one global step."""
+        """Positions that one global step consumes."""
+
+    @property
+    @abstractmethod
+    def total_batch_size(self) -> int | None:
+        """Samples of one global step; None when the batches have no fixed size."""
+
+    @abstractmethod
+    def steps(self, total: int, rank: int) -> int:
+        """Return the batches of a rank in an epoch of ``total`` positions."""
+
+    @abstractmethod
+    def has(self, order: Sequence[Any], position: int, rank: int) -> bool:
+        """Whether the global step at a position holds a batch for a rank."""
+
+    @abstractmethod
+    def share(self, order: Sequence[Any], position: int, rank: int) -> list[Any]:
+        """Return a rank's samples of the global step at a position; empty when it has none.
+
+        Raises:
+            UsageError: a batch has a size that cannot be divided or filled.
+        """
+
+    @abstractmethod
+    def remainder(self, order: Sequence[Any], position: int) -> int:
+        """Return the real samples of the step at a position when it is filled up, else -1."""
+
+    def with_even(self, even: bool) -> Self:
+        """Return the same division with or without filling up the last step."""
+        return replace(self, even=even)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleDivision(OrderDivision):
+    """Divides an order of samples into batches of one size.
+
+    Attributes:
+        batch_size: samples per rank and step.
+    """
+
+    unit: ClassVar[str] = "samples"
+
+    batch_size: int
+
+    @property
+    @override
+    def stride(self) -> int:
         return self.size * self.batch_size
 
     @property
+    @override
     def total_batch_size(self) -> int | None:
-        """Samples of one global step."""
         return self.stride
 
+    @override
     def steps(self, total: int, rank: int) -> int:
-        """Return the batches of a rank in an epoch of ``total`` samples."""
         if self.drop_last:
             return total // self.stride
         skipped = 0 if self.even else rank * self.batch_size
         return max(0, ceil((total - skipped) / self.stride))
 
+    @override
     def has(self, order: Sequence[Any], position: int, rank: int) -> bool:
-        """Whether the global step at a position holds a sample for a rank."""
         if self.drop_last:
             return position + self.stride <= len(order)
         first = position if self.even else position + rank * self.batch_size
         return first < len(order)
 
+    @override
     def share(self, order: Sequence[Any], position: int, rank: int) -> list[Any]:
-        """Return a rank's samples of the global step at a position; empty when it has none."""
         begin = position + rank * self.batch_size
         end = begin + self.batch_size
         if end <= len(order) or not self.even:
             return list(order[begin:end])
         return [order[index % len(order)] for index in range(begin, end)]
 
+    @override
     def remainder(self, order: Sequence[Any], position: int) -> int:
-        """Return the real samples of a step that is filled up, else -1."""
         real = len(order) - position
         return real if self.even and not self.drop_last and real < self.stride else -1
 
-    def with_even(self, even: bool) -> "SampleDivision":
-        """Return the same division with or without filling up the last step."""
-        return replace(self, even=even)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchDivision:
+class BatchDivision(OrderDivision):
     """Divides an order of batches that the user's own batch sampler made.
 
     Attributes:
-        size: number of ranks.
-        batch_size: samples of each batch but the last; None when batches vary.
-        split: divide every batch over the ranks, instead of giving whole batches in turn; needs
-            ``batch_size``.
-        even: fill the last step with the first samples of the order; needs ``batch_size``.
-        drop_last: leave out a last step that has no batch for every rank.
+        batch_size: samples of each batch but the last, which ``even`` and ``split`` need; None when
+            batches vary.
+        split: divide every batch over the ranks, instead of giving whole batches in turn.
     """
 
     unit: ClassVar[str] = "batches"
 
-    size: int
     batch_size: int | None
     split: bool
-    even: bool
-    drop_last: bool
 
     @property
+    @override
     def stride(self) -> int:
-        """Batches of one global step."""
         return 1 if self.split else self.size
 
     @property
+    @override
     def total_batch_size(self) -> int | None:
-        """Samples of one global step, None when they vary."""
         return None if self.batch_size is None else self.batch_size * self.stride
 
+    @override
     def steps(self, total: int, rank: int) -> int:
-        """Return the batches of a rank in an epoch of ``total`` batches."""
         if self.split:
             return total
         if self.drop_last:
             return total // self.size
         return max(0, ceil((total - (0 if self.even else rank)) / self.size))
 
+    @override
     def has(self, order: Sequence[Any], position: int, rank: int) -> bool:
-        """Whether the global step at a position holds a batch for a rank."""
         if self.drop_last and position + self.stride > len(order):
             return False
         if self.even:
@@ -160,12 +162,8 @@ class BatchDivision:
             return position < len(order) and bool(self.share(order, position, rank))
         return position + rank < len(order)
 
+    @override
     def share(self, order: Sequence[Any], position: int, rank: int) -> list[Any]:
-        """Return a rank's samples of the global step at a position.
-
-        Raises:
-            UsageError: a batch has a size that cannot be divided or filled.
-        """
         if not self.split and not self.even:
             return list(order[position + rank]) if position + rank < len(order) else []
         samples = list(chain.from_iterable(self._batches(order, position)))
@@ -174,16 +172,12 @@ class BatchDivision:
         width = self._width(len(samples), is_last=position == len(order) - 1)
         return samples[rank * width : (rank + 1) * width]
 
+    @override
     def remainder(self, order: Sequence[Any], position: int) -> int:
-        """Return the real samples of a step that is filled up, else -1."""
         if not self.even or (self.drop_last and position + self.stride > len(order)):
             return -1
         real = sum(len(batch) for batch in self._batches(order, position))
         return real if real < self._full_size * self.stride else -1
-
-    def with_even(self, even: bool) -> "BatchDivision":
-        """Return the same division with or without filling up the last step."""
-        return replace(self, even=even)
 
     @property
     def _full_size(self) -> int:

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data.division import OrderDivision, SampleDivision, filled
 from drivetrain.data.order import forward_epoch
-from drivetrain.data.reader import reader_of
-from drivetrain.data.steps import GlobalStep, OrderIdentity, RankBatch, Start
+from drivetrain.data.steps import GlobalStep, OrderIdentity, RankBatch, Start, reader_of
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import find_batch_size, recursively_apply
 

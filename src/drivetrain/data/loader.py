@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -10,19 +10,10 @@ from torch.utils.data import DataLoader
 from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import send_to_device
+from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.rng import synchronize_rng_states
 
 STATE_VERSION = 1
-
-
-class LoaderObserver(Protocol):
-    """Is told when a loader starts and ends an epoch; loaders may be nested."""
-
-    def begin(self, loader: "PreparedLoader") -> None:
-        """Note that a loader starts an epoch."""
-
-    def end(self, loader: "PreparedLoader") -> None:
-        """Note that a loader's epoch ended or was left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +24,14 @@ class Delivery:
         rank: index of this rank along the data-parallel axis.
         device: where batches go; None leaves them where they are.
         non_blocking: copy asynchronously.
-        observer: is told about epochs.
+        observer: the accumulation window, which ends with a loader's epoch.
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
     """
 
     rank: int = 0
     device: torch.device | None = None
     non_blocking: bool = False
-    observer: LoaderObserver | None = None
+    observer: GradientState | None = None
     rng_types: tuple[str, ...] = ()
 
 

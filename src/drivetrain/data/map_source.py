@@ -9,8 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain.data.division import OrderDivision
 from drivetrain.data.order import EpochOrder, fingerprint, forward_epoch
-from drivetrain.data.reader import reader_of
-from drivetrain.data.steps import GlobalStep, OrderIdentity, RankBatch, Start
+from drivetrain.data.steps import GlobalStep, OrderIdentity, RankBatch, Start, reader_of
 from drivetrain.errors import CheckpointError, RankMismatchError
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from drivetrain.config import DataConfig
 from drivetrain.data.dispatch import DispatchSource
 from drivetrain.data.division import BatchDivision, OrderDivision, SampleDivision
 from drivetrain.data.iterable_source import IterableSource
-from drivetrain.data.loader import Delivery, LoaderObserver, PreparedLoader, Progress
+from drivetrain.data.loader import Delivery, PreparedLoader, Progress
 from drivetrain.data.map_source import MapSource
 from drivetrain.data.order import EpochOrder
-from drivetrain.data.reader import check_readable
 from drivetrain.data.steps import BatchSource
 from drivetrain.errors import UsageError
+from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
 
@@ -28,7 +28,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
     config: DataConfig,
     seed: int,
     device: torch.device | None,
-    observer: LoaderObserver | None = None,
+    observer: GradientState | None = None,
     rng_types: Sequence[str] = (),
 ) -> PreparedLoader:
     """Divide a loader over the data-parallel axis.
@@ -48,7 +48,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
     """
     if isinstance(loader, PreparedLoader):
         return loader
-    check_readable(loader, axis.size)
+    _check_readable(loader, axis.size)
     delivery = Delivery(
         rank=axis.rank,
         device=device,
@@ -84,6 +84,27 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
         dataloader, axis=alone, world=World(), config=config, seed=0, device=None
     )
     return prepared.skipping(num_batches)
+
+
+def _check_readable(loader: DataLoader[Any], size: int) -> None:
+    """Refuse loaders that cannot be taken apart into indices and a dataset, over ``size`` ranks."""
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__:
+        raise UsageError(
+            f"expected a loader that iterates as torch's DataLoader, found {kind.__name__} with "
+            "its own __iter__, which would not run; pass a DataLoader (its position is saved and "
+            "restored without help), or leave this loader unprepared"
+        )
+    if loader.num_workers and not loader.in_order:
+        raise UsageError(
+            "expected a loader with in_order=True, found in_order=False: a position in the epoch "
+            "means nothing when batches overtake each other; remove the argument"
+        )
+    if size > 1 and isinstance(loader.sampler, DistributedSampler):
+        raise UsageError(
+            "expected a sampler over the whole dataset, found a DistributedSampler: the loader "
+            "would be divided over the ranks twice; use shuffle=True or an ordinary sampler"
+        )
 
 
 def _source(

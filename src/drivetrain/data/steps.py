@@ -1,8 +1,11 @@
-"""The messages from a source to the loader: the start of an epoch, and its global steps."""
+"""Sources of batches: their messages to the loader, and the plain loader that they read from."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader
 
 from drivetrain.data.division import OrderDivision
 
@@ -77,3 +80,29 @@ class BatchSource(Protocol):
 
     def __len__(self) -> int:
         """Return the positions of a full epoch."""
+
+
+def reader_of(
+    loader: DataLoader[Any], dataset: Any, generator: torch.Generator, **changes: Any
+) -> DataLoader[Any]:
+    """Return a plain loader with the settings of the user's, except for the changes.
+
+    Args:
+        loader: the user's loader.
+        dataset: the loader's dataset, or a shard of the dataset.
+        generator: seeds the workers, so that an epoch draws nothing from torch's global state.
+        changes: arguments of DataLoader.
+    """
+    settings: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "persistent_workers": loader.persistent_workers,
+        "generator": generator,
+    }
+    if loader.num_workers:
+        settings["multiprocessing_context"] = loader.multiprocessing_context
+        settings["prefetch_factor"] = loader.prefetch_factor
+    return DataLoader(dataset, **{**settings, **changes})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.cost import TensorSpec
 from drivetrain.nested import convert_to_fp32
 from drivetrain.parts.wrapping import is_wrapped, unwrap_forward, wrap_forward
 from drivetrain.runtime.precision import Precision, dtype_word
@@ -45,11 +45,6 @@ def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[ob
 def restore_forward(model: nn.Module) -> None:
     """Give a model back the forward it had before ``compute_in``."""
     unwrap_forward(model, _ORIGINAL)
-
-
-def given_parameters(model: nn.Module) -> list[TensorSpec]:
-    """Describe a model's parameters as the user gave them."""
-    return list(ModelSpec.of(model).parameters)
 
 
 def describe_dtypes(

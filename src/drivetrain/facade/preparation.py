@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain.cost import TensorSpec
+from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.data import PreparedLoader, prepare_data_loader
 from drivetrain.errors import UsageError
 from drivetrain.facade.building import Constructions, place
-from drivetrain.facade.dtypes import compute_in, describe_dtypes, given_parameters
+from drivetrain.facade.dtypes import compute_in, describe_dtypes
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import AutocastKwargs
@@ -23,6 +23,7 @@ from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
+from drivetrain.parts.naming import clean_name
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.strategy import find_strategy
 
@@ -88,7 +89,7 @@ class Preparation:
         names = _names_of(model)
         earlier = [prepared.optimizer for prepared in self._prepared.optimizers]
         mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
-        given = given_parameters(model)
+        given = ModelSpec.of(model).parameters
         kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
         strategy = kind(options, run)
         self._constructions.give_values(model, mine, strategy, values)
@@ -116,7 +117,7 @@ class Preparation:
         if placed:
             place(model, self._runs.default.world.device)
         self._compute_in_precision(model)
-        self._announce_precision(model, given_parameters(model))
+        self._announce_precision(model, ModelSpec.of(model).parameters)
         return model
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
@@ -271,7 +272,7 @@ def _facts(model: nn.Module) -> list[str]:
 
 def _names_of(model: nn.Module) -> dict[int, str]:
     """Return the name of each parameter by identity, as the user's uncompiled model has it."""
-    return {id(p): name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
+    return {id(p): clean_name(name) for name, p in model.named_parameters()}
 
 
 def _holds(optimizer: Optimizer, names: dict[int, str]) -> bool:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from drivetrain import checkpoint
 from drivetrain.errors import UsageError
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.parts.naming import uncompiled
 from drivetrain.runtime.world import World
 from drivetrain.shards import TensorFacts
 
@@ -81,7 +82,7 @@ class WholeWeights:
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state on every rank's CPU, by the user's names. Collective."""
         entry = self._prepared.model(model)
-        module = _uncompiled(entry)
+        module = uncompiled(entry.module)
         facts = entry.strategy.state_facts(module)
         copies: dict[Hashable, Tensor] = {}
         for batch in _batches({one.identity: one for one in facts}.values()):
@@ -104,7 +105,7 @@ class WholeWeights:
                 "expected safe_serialization=True, found False; no pickles are written"
             )
         entry = self._prepared.model(model)
-        module = _uncompiled(entry)
+        module = uncompiled(entry.module)
         facts = {one.name: one for one in entry.strategy.state_facts(module)}
         if only_trainable:
             facts = {name: one for name, one in facts.items() if one.trainable}
@@ -137,10 +138,3 @@ def _batches(facts: Iterable[TensorFacts]) -> Iterator[list[TensorFacts]]:
         filled += one.nbytes
     if batch:
         yield batch
-
-
-def _uncompiled(entry: PreparedModel) -> nn.Module:
-    """Return the module whose names are those of the user's own class."""
-    module = entry.module
-    inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, nn.Module) else module

@@ -37,9 +37,9 @@ class AccountChecks(Suite):
                 twins = Twins(accelerator, case, plain_sgd)
                 promised = _cost(accelerator, twins.model, case.build(), states=0).sent
                 steps = 1 if case.large else STEPS
-                _train(twins, 1)  # what happens once, such as broadcasts, is no cost of a step
+                twins.train_alone(0, 1)  # broadcasts at the beginning are no cost of a step
                 before = accelerator.traffic.sent()
-                _train(twins, steps)
+                twins.train_alone(0, steps)
                 found = _growth(before, accelerator.traffic.sent())
                 expected = {key: count * steps for key, count in promised.items() if count}
                 if accelerator.is_main_process and found != expected:
@@ -145,14 +145,6 @@ def _wait_for_messages(accelerator: Accelerator, model: nn.Module) -> None:
         pass
     # What this rank has handed over may wait in the kernel until the others have taken it.
     everyone(None)
-
-
-def _train(twins: Twins, steps: int) -> None:
-    for step in range(steps):
-        batch = twins.case.batch(step, twins.axis.rank)
-        twins.accelerator.backward(twins.case.loss(twins.model, batch))
-        twins.optimizer.step()
-        twins.optimizer.zero_grad()
 
 
 def _cost(accelerator: Accelerator, model: nn.Module, described: nn.Module, *, states: int) -> Cost:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator
 from drivetrain.testing.conformance.accounts import reduces_each
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.twins import (
@@ -40,7 +39,7 @@ class LoopChecks(Suite):
                 window.append((inputs, targets))
                 with accelerator.accumulate(twins.model):
                     loss = F.mse_loss(twins.model(inputs), targets)
-                    before = self._reduced_bytes(accelerator)
+                    before = self.reduced_bytes(accelerator)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         _backward_window(twins, window)
@@ -48,7 +47,7 @@ class LoopChecks(Suite):
                         window = []
                         twins.step()
                     else:
-                        sent = self._reduced_bytes(accelerator) - before
+                        sent = self.reduced_bytes(accelerator) - before
                         assert sent == 0 or reduces_each(accelerator, twins.model), (
                             f"{sent} bytes of gradient sent inside the window"
                         )
@@ -222,15 +221,6 @@ class LoopChecks(Suite):
             assert any(torch.allclose(ours, one, rtol=1e-10) for one in allowed), (
                 "a parameter that got no gradient moved, and not as with a gradient of zeros"
             )
-
-    def _reduced_bytes(self, accelerator: Accelerator) -> int:
-        """Return the bytes of reductions so far; gathers of parameters are not about gradients."""
-        sent = accelerator.traffic.sent()
-        return sum(
-            count
-            for (axis, operation), count in sent.items()
-            if operation != "all_gather" and axis not in self.inner_axes
-        )
 
 
 def _loader(ranks: int, *, batches: int) -> DataLoader[tuple[torch.Tensor, ...]]:

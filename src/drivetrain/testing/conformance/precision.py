@@ -137,9 +137,9 @@ class PrecisionChecks(Suite):
                 twins = self._prepared(accelerator, case, autocast_loss(case, LOW), "reduce")
                 if twins is None:
                     return
-                before = self._reduced_bytes(accelerator)
+                before = self.reduced_bytes(accelerator)
                 twins.train(0, [1.0])
-                sent.append(self._reduced_bytes(accelerator) - before)
+                sent.append(self.reduced_bytes(accelerator) - before)
                 twins.check(_TOLERANCE["bf16"])
         assert sent[0] <= 0.6 * sent[1], f"{sent[0]} bytes of gradients in bf16, {sent[1]} in fp32"
 
@@ -153,13 +153,6 @@ class PrecisionChecks(Suite):
             if f"dtypes.{key}" not in str(error):
                 raise
             return None
-
-    def _reduced_bytes(self, accelerator: Accelerator) -> int:
-        """Return the bytes of reductions of gradients so far."""
-        sent = accelerator.traffic.sent()
-        return sum(
-            n for (axis, op), n in sent.items() if "reduce" in op and axis not in self.inner_axes
-        )
 
 
 class _Apart(nn.Module):

@@ -50,20 +50,12 @@ class StateChecks(Suite):
                     if resumed:
                         accelerator.load_state(folder)
                     else:
-                        _train(twins, 0, 2)
+                        twins.train_alone(0, 2)
                         accelerator.save_state(folder)
-                    _train(twins, 2, 4)
+                    twins.train_alone(2, 4)
                     results.append(weights(accelerator, twins.model))
             for key, tensor in results[0].items():
                 assert torch.equal(tensor, results[1][key]), f"{name}: {key} differs after load"
-
-
-def _train(twins: Twins, first: int, last: int) -> None:
-    for step in range(first, last):
-        batch = twins.case.batch(step, twins.axis.rank)
-        twins.accelerator.backward(twins.case.loss(twins.model, batch))
-        twins.optimizer.step()
-        twins.optimizer.zero_grad()
 
 
 def _sent(shard: Shard) -> tuple[Any, ...]:

@@ -57,3 +57,12 @@ class Suite:
     def make_accelerator(self, **options: Any) -> Accelerator:
         """Return an Accelerator with the strategy under test."""
         return Accelerator(strategy=self.strategy, cpu=True, **options)
+
+    def reduced_bytes(self, accelerator: Accelerator) -> int:
+        """Return the bytes of reductions so far; gathers of parameters are not about gradients."""
+        sent = accelerator.traffic.sent()
+        return sum(
+            count
+            for (axis, operation), count in sent.items()
+            if operation != "all_gather" and axis not in self.inner_axes
+        )

@@ -83,6 +83,14 @@ class Twins:
         self.accelerator.backward(self.loss(step))
         self.backward_twin(step)
 
+    def train_alone(self, first: int, last: int) -> None:
+        """Run these steps on the prepared model, and not on the twin."""
+        for step in range(first, last):
+            batch = self.case.batch(step, self.axis.rank)
+            self.accelerator.backward(self.case.loss(self.model, batch))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
     def backward_twin(self, step: int, *, without: int | None = None) -> None:
         """Run the twin on the batches of all ranks, or of all but one."""
         for rank in range(self.axis.size):
