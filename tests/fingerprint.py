@@ -229,8 +229,10 @@ def _model(name: str) -> tuple[Any, Any]:
     import torch
     import torch.nn.functional as F
 
-    from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
     from drivetrain.testing.models import CASES
+
+    sys.path.append(str(Path(__file__).parent / "shared"))  # a script does not read pytest's paths
+    from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
     if name in CASES:
         case = CASES[name]

@@ -1,8 +1,8 @@
 """The facade: one small object that an ordinary training loop talks to.
 
-Its verbs stand in the order of a training script. Each of them delegates to the strategy of the
-model at hand, or to one of the collaborators in ``drivetrain.facade``; none asks a strategy who it
-is.
+Its verbs stand in the order of a training script. Each verb delegates to the strategy of the model
+at hand, or to one of the collaborators in ``drivetrain.facade``; no verb asks which strategy it
+has.
 """
 
 import gc

@@ -104,8 +104,8 @@ class Cost:
         held: bytes kept on one rank between steps, by kind: ``parameters``, ``gradients``,
             ``optimizer``, ``buffers``.
         sent: bytes that rank 0 sends in one optimizer step, by (axis, operation).
-        uncounted: by axis, what is sent over it besides and how much is not known, such as
-            ``activations`` when ``ModelSpec`` has no inputs.
+        uncounted: messages of unknown size by axis, such as ``activations`` when ``ModelSpec`` has
+            no inputs.
     """
 
     held: Mapping[str, int] = field(default_factory=dict)

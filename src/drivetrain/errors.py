@@ -12,7 +12,7 @@
     ├── CollectiveError        5   a collective that failed or timed out
     └── StorageError           7   a store that has no room, or cannot be read or written
 
-Every message says what was expected, what was found, and the way out.
+Every message names the expected and the found thing, and the way out.
 """
 
 from typing import ClassVar

@@ -113,9 +113,9 @@ def _check_call(
 class Heap:
     """Counts bytes that are thrown away, and has the C library return them to the system.
 
-    It keeps freed blocks of up to 32 MiB. Small blocks that live on settle at their edges, then the
-    next tensor of the same size does not fit and the heap grows: a process would in the end take as
-    much memory as the model that it must not hold.
+    The C library keeps freed blocks of up to 32 MiB. Small blocks that live on settle at their
+    edges, then the next tensor of the same size does not fit and the heap grows: a process would in
+    the end take as much memory as the whole model.
 
     Only glibc can be asked to; other C libraries return large blocks by themselves.
     """

@@ -1,7 +1,7 @@
 """Runs a function on several processes, from a notebook or from a script.
 
-A function that was written in a notebook cell cannot be pickled, so the processes are forked: they
-have it already. They meet through a file in a private folder; no port is opened for that.
+A function of a notebook cell cannot be pickled, so the processes are forked: then they have it
+already. They meet through a file in a private folder; no port is opened.
 """
 
 import os
@@ -65,10 +65,7 @@ def debug_launcher(
         args: positional arguments.
         num_processes: number of processes.
 
-    Raises:
-        UsageError: as in ``notebook_launcher``.
-        torch.multiprocessing.ProcessRaisedException: as in ``notebook_launcher``.
-        torch.multiprocessing.ProcessExitedException: as in ``notebook_launcher``.
+    Errors are those of ``notebook_launcher``.
     """
     _check(num_processes, "fork")
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:

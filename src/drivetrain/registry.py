@@ -1,7 +1,7 @@
 """Finds strategies, stores, homes, trackers and commands by entry point, ours and strangers' alike.
 
-A plugin is a distribution that declares an entry point in one of five groups; nothing in the core
-lists or imports one by name. Loading is lazy: asking for names imports no plugin.
+A plugin is a distribution that declares an entry point in one of five groups; the core lists and
+imports no plugin by name. Loading is lazy: asking for names imports no plugin.
 """
 
 import difflib
@@ -52,7 +52,7 @@ class Registry:
         """Import and return the plugin of this name.
 
         Raises:
-            UnknownPluginError: nothing of this name is installed; the message lists what is.
+            UnknownPluginError: the name is not installed; the message lists the installed names.
             ConfigError: the plugin is installed but cannot be imported, or two distributions
                 provide one of this name.
         """

@@ -2,7 +2,7 @@
 
 A ``ConstructionRecording`` constructs a model on the meta device and records how each value is
 computed. A ``WeightSource`` returns the values of one tensor at a time, from recordings or files.
-``fill`` gives values to the tensors that a strategy names, ``become`` to one.
+``fill`` gives values to tensors by name, ``become`` to a single tensor.
 """
 
 from drivetrain.building.filling import become, fill, meta_tensors, stray_tensors

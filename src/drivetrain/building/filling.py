@@ -23,7 +23,7 @@ def meta_tensors(model: nn.Module) -> dict[str, Tensor]:
 def stray_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors without values that modules hold as plain attributes, by name.
 
-    Found are attributes, and the elements of lists, tuples and dicts in attributes.
+    Elements of lists, tuples and dicts in attributes count.
 
     Raises:
         UsageError: one shares memory with a parameter or buffer.
@@ -52,13 +52,13 @@ def fill(
 ) -> None:
     """Give parameters and buffers on the meta device their values, the largest first.
 
-    Tensors of one call that share memory without being the same object share it afterwards.
+    Tensors of one call with common memory, but of several objects, have common memory afterwards.
 
     Args:
         module: the whole model; names count from here.
-        names: which of its parameters and buffers; those that have values are left alone.
+        names: of parameters and buffers; tensors with values are left alone.
         source: knows the values.
-        device: where they shall live.
+        device: of the values.
 
     Raises:
         UsageError: memory is shared in a way that cannot be kept.
@@ -79,13 +79,13 @@ def fill(
 def become(tensor: Tensor, values: Tensor, name: str) -> None:
     """Make a tensor of the meta device one with values; the Python object stays the same.
 
-    Its class, attributes, hooks and ``requires_grad`` stay too. A graph or view that was made of it
-    before keeps what it has.
+    Its class, attributes, hooks and ``requires_grad`` stay too; earlier graphs and views of the
+    tensor do not follow.
 
     Args:
         tensor: a parameter or buffer.
         values: of the same shape; the tensor uses this memory from now on.
-        name: what an error calls the tensor.
+        name: of the tensor, for errors.
 
     Raises:
         UsageError: the values have another shape.

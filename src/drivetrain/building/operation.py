@@ -65,7 +65,7 @@ class Captured:
     """A tensor made outside, with its values at the time of reading.
 
     Memory that others may write unseen, such as an array's, is copied at once; other memory is
-    copied before an operation inside the recording writes it.
+    copied before an operation inside the recording changes the values.
     """
 
     __slots__ = ("_copied", "_tensor", "_version")
@@ -103,7 +103,7 @@ class Draw:
 
     Attributes:
         device: of the generator.
-        state: what ``torch.Generator.get_state`` returned.
+        state: as of ``torch.Generator.get_state``.
         explicit: whether the operation was given the generator, or took the device's own.
     """
 
@@ -123,8 +123,8 @@ class Operation:
         kwargs: the same.
         outputs: where its new results lie, in order; None for results that are no new tensors.
         reads: storages that the arguments lie in.
-        draw: the generator's state if it is random.
-        dtype: the default dtype when it was called.
+        draw: the generator's state if the operator is random.
+        dtype: the default dtype at the call.
         overwrites: the storage of which it sets every byte without reading it, or None.
     """
 

@@ -1,12 +1,13 @@
 """Constructs a model without memory: operations are recorded, and repeated for needed values.
 
 Inside ``ConstructionRecording.active()`` every new tensor lives on the meta device. ``materialize``
-then gives any of these tensors its values: it repeats the operations that the values depend on, no
-others, and frees the results in between. The values are bit for bit those of ordinary construction.
+then gives any of these tensors its values: the operations that the values depend on are repeated,
+no others, and the results in between are freed. The values are bit for bit those of ordinary
+construction.
 
-A random operation is written down with the state of its generator, and really run once on a tensor
-that is thrown away, so that the generator moves on as it would have. So at most a few tensors are
-real at a time, and initialisation takes twice as long.
+A random operation is written down with the state of its generator, and really run once for nothing,
+so that the generator moves on as in ordinary construction. So at most a few tensors are real at a
+time, and initialisation takes twice as long.
 """
 
 from bisect import bisect_left
@@ -89,8 +90,8 @@ class ConstructionRecording:
     def materialize(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return real tensors with the values of recorded ones, in fresh memory.
 
-        Views of one storage are views of one storage again. They live where ordinary construction
-        would have put them, and carry no autograd graph.
+        Views of one storage are views of one storage again. The tensors live where ordinary
+        construction would have put them, and carry no autograd graph.
 
         Raises:
             UsageError: a tensor is not of this recording.
@@ -111,7 +112,7 @@ class ConstructionRecording:
         """Do one operation of the construction: record it, or run it where values are needed.
 
         Raises:
-            UsageError: it communicates, or mixes tensors in a way that cannot be recorded.
+            UsageError: the operation communicates, or mixes tensors in an unrecordable way.
         """
         tensors = [v for v in tree_leaves((args, kwargs)) if _is_tensor(v)]
         written = schema.written(function, args, kwargs)

@@ -3,8 +3,8 @@
 A rank that raised alone would leave the others waiting in their next collective. So a step runs
 inside ``together``: all ranks hear how it went everywhere, and all of them raise the same error.
 
-Every function is collective over a process group of all ranks: the default one, or, for a thread
-that saves in the background, a group of its own. Two threads must never speak over one group.
+Every function is collective over a process group of all ranks: the default group, or for a thread
+in the background a group of its own. Two threads must never speak over one group.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,13 +28,8 @@ SHOWN = 4
 def together(world: World, doing: str, work: Callable[[], T], group: Group = None) -> T:
     """Run one step on every rank and return this rank's result when all of them succeeded.
 
-    A world of one process needs no process group.
-
-    Args:
-        world: this process among all processes.
-        doing: what the step is, for the message: ``cannot {doing}: ...``.
-        work: the step; it must not communicate after it has failed on some rank only.
-        group: whom the ranks speak over.
+    A world of one process needs no process group. ``doing`` names the step in the message, as in
+    ``cannot save X: ...``. ``work`` must not communicate after a failure on some ranks only.
 
     Raises:
         CheckpointError: the step failed on some rank, and every rank raises the same message; or
@@ -56,9 +51,9 @@ def check_same(world: World, doing: str, facts: Mapping[str, Any]) -> None:
     """Raise on every rank when the ranks want different things.
 
     Args:
-        world: this process among all processes.
-        doing: what they want to do, for the message.
-        facts: what must be the same on all ranks, by what it is called in the message.
+        world: all ranks.
+        doing: the wish, for the message.
+        facts: values that must be equal on all ranks, by their names in the message.
 
     Raises:
         CheckpointError: names the first fact that differs, with the values of two ranks.

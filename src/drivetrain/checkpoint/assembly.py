@@ -39,9 +39,9 @@ def copy_overlap(target: Tensor, wanted: Part, source: Tensor, saved: Part) -> i
 
     Args:
         target: 1-D, contiguous, the memory of the wanted part; written.
-        wanted: which part ``target`` is.
+        wanted: the part of ``target``.
         source: 1-D, contiguous, the memory of the saved part; only the shared elements are read.
-        saved: which part ``source`` is.
+        saved: the part of ``source``.
 
     Returns:
         How many elements were copied.

@@ -1,7 +1,7 @@
 """Finishes one save at a time in a thread, while training goes on.
 
-The thread agrees with those of the other ranks over a gloo group of its own, so that it never
-meets the collectives of training. It is no daemon: a process that ends well finishes its save.
+The threads of the ranks agree over a gloo group of their own, and never meet the collectives of
+training. A thread is no daemon: a process that ends well finishes its save.
 """
 
 import threading
@@ -17,11 +17,7 @@ logger = get_logger(__name__)
 
 
 class Background:
-    """The save that is being finished in the background, of all ranks together.
-
-    Args:
-        world: this process among all processes.
-    """
+    """The save that is being finished in the background, of all ranks together."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -30,11 +26,7 @@ class Background:
         self._failure: Exception | None = None
 
     def start(self, finish: Callable[[Group], None]) -> None:
-        """Run the rest of a save in a thread. Collective: the first call makes the group.
-
-        Args:
-            finish: gets the process group to speak over.
-        """
+        """Run the rest of a save in a thread. Collective: the first call makes the group."""
         self.wait()
         if self._group is None and self._world.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._world.timeout)
@@ -44,7 +36,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the save is complete; nothing happens when there is none.
+        """Return when the save is complete; at once when there is none.
 
         Raises:
             CheckpointError: the save failed; on every rank, and only once.
@@ -58,11 +50,7 @@ class Background:
             raise failure
 
     def close(self) -> None:
-        """Wait, and let go of the group; a later save makes another one.
-
-        Raises:
-            CheckpointError: the save failed.
-        """
+        """Wait, and let go of the group; a later save makes another one."""
         try:
             self.wait()
         finally:

@@ -1,8 +1,9 @@
 """The life of a checkpoint directory on disk: named, drafted, renamed, removed.
 
-A draft is ``.NAME.tmp-TOKEN`` and becomes ``NAME`` by one rename. To replace an old one, that is
-first renamed to ``.NAME.old-TOKEN`` and deleted only after. Whatever a killed process leaves is
-recognised by these names: an old one without its successor goes back, everything else is swept.
+A draft is ``.NAME.tmp-TOKEN`` and becomes ``NAME`` by one rename. An old checkpoint to be replaced
+is first renamed to ``.NAME.old-TOKEN``, and deleted last. The remains of a killed process are
+recognised by these names: an old checkpoint without its successor goes back, everything else is
+swept.
 
 Automatic names are ``checkpoint_0``, ``checkpoint_1``, ... in one folder. All functions are for one
 rank at a time: rank 0 calls them, and shares the answer.
@@ -35,7 +36,6 @@ def begin(target: Path, token: str, *, overwrite: bool) -> Path:
 
     Raises:
         CheckpointError: the target exists and may not be replaced.
-        OSError: the disk refuses.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
@@ -55,10 +55,8 @@ def draft_of(target: Path, token: str) -> Path:
 def commit(draft: Path, target: Path, token: str, *, overwrite: bool) -> None:
     """Give a complete draft its name; an old checkpoint is deleted only after that.
 
-    Without overwrite a target that appeared meanwhile makes the rename fail, and stays.
-
-    Raises:
-        OSError: the disk refuses; the old checkpoint is at its place again.
+    Without overwrite a target that appeared meanwhile makes the rename fail, and stays. When the
+    disk refuses, the old checkpoint is at its place again.
     """
     sync_directory(draft)
     old = _hidden(target, "old", token)
@@ -77,11 +75,7 @@ def commit(draft: Path, target: Path, token: str, *, overwrite: bool) -> None:
 
 
 def recover(target: Path) -> None:
-    """Put an old checkpoint back whose replacement was killed between the two renames.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Put an old checkpoint back whose replacement was killed between the two renames."""
     if target.exists():
         return
     for old in _leftovers(target, "old"):
@@ -91,11 +85,7 @@ def recover(target: Path) -> None:
 
 
 def retire(target: Path, token: str) -> None:
-    """Remove a checkpoint so that half a checkpoint can never be taken for a whole checkpoint.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Remove a checkpoint so that half a checkpoint can never be taken for a whole checkpoint."""
     old = _hidden(target, "old", token)
     target.rename(old)
     delete(old)
@@ -164,15 +154,9 @@ def latest(root: Path) -> Path:
 
 
 def prune(root: Path, limit: int) -> list[Path]:
-    """Remove the oldest complete checkpoints until at most ``limit`` are left.
+    """Remove the oldest complete checkpoints until ``limit`` are left; return them, oldest first.
 
-    Call it only after a save has returned, so that the newest good checkpoint is never at risk.
-
-    Returns:
-        The removed directories, oldest first.
-
-    Raises:
-        CheckpointError: the limit is below 1, or the disk refuses.
+    Called after a save has returned, so the newest good checkpoint is never at risk.
     """
     if limit < 1:
         raise CheckpointError(f"expected a limit of at least 1 checkpoint, found {limit}")

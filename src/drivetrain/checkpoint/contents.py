@@ -1,4 +1,4 @@
-"""The contents of a checkpoint from one rank, staged copies of them, and the ranks' joined state."""
+"""The contents of a checkpoint from one rank, staged copies of them, and all scalars joined."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,12 +48,10 @@ class Contents:
     def staged(self, write: Callable[[int, Shard], None]) -> "Contents":
         """Return a copy in host memory, of this rank's shards and nothing more.
 
-        The copy holds as many bytes as the shards do that lie in memory. All shards are walked
-        whatever happens: yielding one may communicate.
-
-        Args:
-            write: gets the index of the model and a shard that is a copy already; there may be no
-                room for a second copy, so the returned contents lack the shard.
+        The copy takes as many bytes as the shards that lie in memory. All shards are walked
+        whatever happens: yielding one may communicate. A shard that is a copy already goes to
+        ``write`` with the index of its model, since there may be no room for a second copy; the
+        returned contents lack it.
 
         Raises:
             CheckpointError: a state is not plain.
@@ -99,15 +97,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def merge_scalars(ranks: Sequence[Sequence[Scalars]]) -> list[dict[Any, Any]]:
-    """Join the scalars of all ranks, model by model.
-
-    Args:
-        ranks: for each rank, its scalars of each model; keys of several ranks need equal values.
-
-    Raises:
-        CheckpointError: ranks hold different values for the same key, or different numbers of
-            models.
-    """
+    """Join the scalars of all ranks, model by model; ranks with the same key need equal values."""
     counts = [len(models) for models in ranks]
     if len(set(counts)) > 1:
         raise CheckpointError(f"expected the same number of models on all ranks, found {counts}")

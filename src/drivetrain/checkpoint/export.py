@@ -1,11 +1,9 @@
 """Exports a model as Hugging Face style safetensors, one tensor in memory at a time.
 
-First a plan is made from names, shapes and dtypes alone: which tensor goes to which file. Then the
-files are written in order, and the caller yields the tensors one by one, so sharded parameters can
-be gathered one by one. Loaders that know ``model.safetensors`` and
-``model.safetensors.index.json`` read the result.
-
-A checkpoint of any strategy and number of ranks is exported in one process in the same way.
+A plan is made from names, shapes and dtypes alone: which tensor goes to which file. Then the files
+are written in order, and the caller yields the tensors one by one, as sharded parameters are
+gathered. Loaders that know ``model.safetensors`` and ``model.safetensors.index.json`` read the
+result. A checkpoint of any strategy and number of ranks is exported in one process in the same way.
 """
 
 import json
@@ -72,9 +70,6 @@ def plan_export(tensors: Iterable[TensorFacts], max_shard_size: int | str = "10G
     Args:
         tensors: all parameters and persistent buffers, tied ones under each of their names.
         max_shard_size: bytes per file: a number, or text such as ``10GB`` or ``512MiB``.
-
-    Raises:
-        CheckpointError: the size cannot be read.
     """
     limit = parse_size(max_shard_size)
     kept: dict[Hashable, str] = {}
@@ -99,15 +94,15 @@ def plan_export(tensors: Iterable[TensorFacts], max_shard_size: int | str = "10G
 def write_export(directory: Path, plan: ExportPlan, fetch: Fetch, *, world: World) -> None:
     """Write an export. Collective: every rank fetches every tensor, rank 0 writes.
 
-    Files of an earlier export in the directory are replaced only when all new ones are whole;
-    those that the new export does not use are removed.
+    Files of an earlier export in the directory are replaced only when all new files are whole;
+    surplus files of the earlier export are removed.
 
     Args:
         directory: made when it is missing.
         plan: the same on all ranks.
-        fetch: called once per file with its names, on all ranks; tensors may be gathered one by
-            one, each is dropped before the next is asked for.
-        world: this process among all processes.
+        fetch: called once per file with its names, on all ranks; each tensor is dropped before the
+            next is asked for.
+        world: all ranks.
 
     Raises:
         CheckpointError: on every rank: a tensor without data or unlike the plan, or the disk
@@ -129,11 +124,7 @@ def write_export(directory: Path, plan: ExportPlan, fetch: Fetch, *, world: Worl
 
 
 def parse_size(size: int | str) -> int:
-    """Return a size in bytes; GB is 10**9 bytes, GiB 2**30.
-
-    Raises:
-        CheckpointError: it is not a positive size.
-    """
+    """Return a size in bytes; GB is 10**9 bytes, GiB 2**30. Other texts raise a CheckpointError."""
     match = _SIZE.fullmatch(str(size))
     unit = match[2].upper() if match else ""
     value = int(float(match[1]) * _UNITS["" if unit == "B" else unit]) if match else 0
@@ -163,7 +154,7 @@ def _prepare(directory: Path) -> None:
 def _write_file(path: Path, tensors: Sequence[TensorFacts], fetch: Fetch, *, writes: bool) -> None:
     """Fetch the tensors of one file; the writing rank puts them into the file.
 
-    After a failure it goes on fetching: fetching communicates, and the others would wait.
+    After a failure the rank goes on fetching: fetching communicates, and the others would wait.
     """
     fetched = iter(fetch([tensor.name for tensor in tensors]))
     try:
@@ -181,7 +172,7 @@ def _write_file(path: Path, tensors: Sequence[TensorFacts], fetch: Fetch, *, wri
 def _publish(directory: Path, plan: ExportPlan, drafts: dict[str, Path]) -> None:
     """Put the finished files in place.
 
-    The old index goes first: an export that is killed half way is one that does not load, never a
+    The old index goes first: an export that is killed half way does not load, and is never a
     mixture of two models.
     """
     used = [*plan.files, INDEX] if len(plan.files) > 1 else [*plan.files]
@@ -213,18 +204,15 @@ def export_checkpoint(
     max_shard_size: int | str = "10GB",
     verify: str = "full",
 ) -> ExportPlan:
-    """Write one model of a checkpoint as Hugging Face style safetensors.
+    """Write one model of a checkpoint as Hugging Face style safetensors, and return the plan.
 
     Args:
         directory: the checkpoint.
-        output: gets the files; those of an earlier export in it are replaced.
+        output: gets the files, in place of an earlier export.
         model: index of the prepared model, in the order of ``prepare()``.
         dtype: of floating-point weights in the export; None keeps each as it was saved.
         max_shard_size: bytes per file, as a number or a text such as ``"5GB"``.
         verify: ``full`` checks the checksum of every file first, ``size`` its size only.
-
-    Returns:
-        Which tensor went to which file.
 
     Raises:
         CheckpointError: not a checkpoint, damaged, without this model, values too large for the

@@ -29,9 +29,9 @@ class Description:
     """The contents of a checkpoint.
 
     Attributes:
-        directory: where it is.
-        manifest: what its manifest says.
-        steps: what each optimizer has counted; None when the state does not say.
+        directory: its place.
+        manifest: as read from its file.
+        steps: the count of each optimizer; None when the state has no counts.
     """
 
     directory: Path
@@ -62,11 +62,7 @@ class Description:
 
 
 def describe(directory: Path) -> Description:
-    """Return the contents of a checkpoint, from its manifest and its state alone.
-
-    Raises:
-        CheckpointError: it is no checkpoint, or its manifest cannot be trusted.
-    """
+    """Return the contents of a checkpoint, from its manifest and its state alone."""
     manifest = Manifest.read(directory)
     return Description(directory, manifest, _steps(directory / STATE_FILE))
 

@@ -35,12 +35,11 @@ def open_checkpoint(directory: Path, world: World, verify: str = "full") -> "Che
 
     Args:
         directory: the checkpoint.
-        world: this process among all processes.
+        world: all ranks.
         verify: ``full`` hashes every file, each on one rank; ``size`` looks at sizes only.
 
     Raises:
-        CheckpointError: on every rank, when any finds no checkpoint, or a file that is missing or
-            not what was written.
+        CheckpointError: on every rank, when any finds no checkpoint, or a file missing or changed.
     """
     target = Path(directory).resolve()
     doing = f"load {target}"
@@ -58,8 +57,8 @@ class CheckpointReader:
     """An open checkpoint; a context manager, which lets go of the mapped files at the end.
 
     Attributes:
-        directory: where it is.
-        world_size: number of ranks that wrote it.
+        directory: its place.
+        world_size: number of ranks at the time of saving.
         state: the plain values that were saved, with their tensors.
         models: number of prepared models that were saved.
     """
@@ -82,11 +81,7 @@ class CheckpointReader:
         )
 
     def model(self, index: int) -> "ModelReader":
-        """Return the reader of one prepared model, in the order of saving.
-
-        Raises:
-            CheckpointError: fewer models were saved.
-        """
+        """Return the reader of one prepared model, in the order of saving."""
         if not 0 <= index < self.models:
             raise CheckpointError(
                 f"expected model {index} in {self.directory}, found {self.models} models; prepare "
@@ -100,11 +95,7 @@ class CheckpointReader:
         return None if name is None else self._files.all_of(name)
 
     def encoded(self, name: str) -> bytes:
-        """Return the content of a file that only the user can read.
-
-        Raises:
-            CheckpointError: the checkpoint lists no such file.
-        """
+        """Return the content of a file that only the user can read."""
         if name not in self._listed:
             raise CheckpointError(
                 f"expected the file {name!r} among those of {self.directory}, found "
@@ -135,6 +126,8 @@ class CheckpointReader:
 class ModelReader:
     """Reads one model of a checkpoint: implements ``drivetrain.shards.Reader``.
 
+    Every method raises a CheckpointError for a tensor that the checkpoint lacks.
+
     Attributes:
         aliases: further names of tied parameters -> the name they are saved under.
     """
@@ -156,19 +149,11 @@ class ModelReader:
         yield from self._tensors
 
     def shape(self, name: str, state: str = "") -> tuple[int, ...]:
-        """Return the global shape of one tensor.
-
-        Raises:
-            CheckpointError: the checkpoint lacks it.
-        """
+        """Return the global shape of one tensor."""
         return self._find(name, state).shape
 
     def dtype(self, name: str, state: str = "") -> torch.dtype:
-        """Return the dtype in which a tensor was saved.
-
-        Raises:
-            CheckpointError: the checkpoint lacks it.
-        """
+        """Return the dtype in which a tensor was saved."""
         return _TORCH_DTYPES[self._find(name, state).dtype]
 
     def read(
@@ -184,11 +169,11 @@ class ModelReader:
         Args:
             name: the parameter's or buffer's name.
             state: "" for the parameter or buffer itself, else the optimizer state.
-            part: which part; None means all of it.
+            part: the wanted part; None means all of the tensor.
             dtype: converts on the way, without a second copy; None means the saved dtype.
 
         Raises:
-            CheckpointError: the checkpoint lacks it, or the part lies outside of it.
+            CheckpointError: the part lies outside of the tensor.
         """
         saved = self._find(name, state)
         wanted = part or Part.whole(saved.shape)

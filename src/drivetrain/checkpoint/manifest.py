@@ -62,11 +62,11 @@ class Manifest:
     """The contents of a checkpoint directory.
 
     Attributes:
-        world_size: number of ranks that wrote it.
-        libraries: versions of what wrote it, for bug reports.
+        world_size: number of ranks at the time of saving.
+        libraries: versions of the libraries that saved, for bug reports.
         files: size and digest of every file but the manifest.
         models: the tensors of each prepared model.
-        rank_files: the file with the state of a rank's own, of the ranks that have one.
+        rank_files: by rank, the file with the rank's own state.
         aliases: of each model, the further names of tied parameters -> the name in ``models``;
             empty in manifests that were written before there were aliases.
         version: of the format.

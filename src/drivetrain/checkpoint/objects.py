@@ -22,7 +22,7 @@ def save(obj: Any, path: str | os.PathLike[str], *, safe_serialization: bool = F
     """Write an object to a file, replacing the file only when the new one is whole.
 
     Args:
-        obj: what to save; with safe_serialization a dict of tensors by name.
+        obj: the object; with safe_serialization a dict of tensors by name.
         path: the file.
         safe_serialization: write a safetensors file; else ``torch.save`` writes it.
 

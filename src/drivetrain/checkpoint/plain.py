@@ -1,9 +1,9 @@
 """Plain values as JSON and back, exactly: all of a checkpoint but the tensors of a model.
 
 Plain means None, bool, int, float, str, list, tuple, dict with str or int keys, Counter, and
-tensors inside these. JSON lacks tuples, int keys, nan and infinities, so those become objects with
-one key that starts with ``$``; tensors go to a safetensors file and leave their key behind. Nothing
-else is accepted: reading a checkpoint must never run code.
+tensors inside these. JSON lacks tuples, int keys, nan and infinities: they become objects with a
+single key that starts with ``$``. Tensors go to a safetensors file and leave their key behind.
+Nothing else is accepted: reading a checkpoint must never run code.
 """
 
 import math
@@ -18,15 +18,7 @@ from drivetrain.errors import CheckpointError
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Refuse a value that a checkpoint cannot hold.
-
-    Args:
-        value: for example a scheduler's ``state_dict()``.
-        where: what it is, for the message.
-
-    Raises:
-        CheckpointError: names the first thing inside that is not plain.
-    """
+    """Refuse a value, named ``where`` in the message, that a checkpoint cannot hold."""
     encode(value, where, {})
 
 
@@ -50,11 +42,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that ``encode`` was given.
-
-    Args:
-        value: parsed JSON.
-        tensors: the stored tensors by key.
+    """Return the value that ``encode`` was given, from parsed JSON and the stored tensors by key.
 
     Raises:
         CheckpointError: a tag that this version does not know, or a tensor that is not there.

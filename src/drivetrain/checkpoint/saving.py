@@ -6,10 +6,10 @@
     all ranks                    token | shards |                                  |        verdict
     each bar is a verdict that all ranks hear: if one fails, all raise and the draft is removed
 
-What stands right of the first bar can happen in another thread, from a copy of the shards.
+Everything right of the first bar can happen in another thread, from a copy of the shards.
 
 Files of one rank and kind are cut at ``FILE_BYTES``, and at ``FRESH_BYTES`` of shards that were
-copied for the save: those that a store reads back from disk one by one are never all in memory.
+copied for the save: shards that a store reads back from disk are never all in memory.
 """
 
 import json
@@ -76,9 +76,9 @@ class PendingFile:
 
     Attributes:
         kind: one of ``KINDS``.
-        shards: what waits.
-        bytes: of what waits.
-        fresh_bytes: of those that are fresh.
+        shards: in the order of writing.
+        bytes: of the shards.
+        fresh_bytes: of the fresh shards among them.
         files: how many files of this kind are written.
     """
 
@@ -124,8 +124,8 @@ def save_checkpoint(
 
     Args:
         directory: the checkpoint; on a file system that all hosts share.
-        contents: what this rank saves.
-        world: this process among all processes.
+        contents: of this rank.
+        world: all ranks.
         overwrite: replace an existing checkpoint, in one step and only when the new one is whole.
 
     Raises:
@@ -137,10 +137,7 @@ def save_checkpoint(
 class Save:
     """One save, begun on construction: the files of a draft are written, then the draft is renamed.
 
-    Args:
-        directory: the checkpoint; the same on every rank.
-        world: this process among all processes.
-        overwrite: replace an existing checkpoint.
+    The arguments are those of ``save_checkpoint``.
 
     Raises:
         CheckpointError: on every rank: they want different things, the directory exists, or it
@@ -162,10 +159,7 @@ class Save:
         """Return a copy of the contents in host memory, which training no longer changes.
 
         Shards that a store reads back from a disk are written now: there may be no room for them.
-
-        Raises:
-            CheckpointError: on every rank, when any has no memory or a state that is not plain, or
-                cannot write; the draft is gone.
+        On a failure of any rank every rank raises a CheckpointError, and the draft is gone.
         """
         with self._abandoned_on_failure():
             return together(self._world, self._doing, partial(self._writer.stage, contents))
@@ -209,8 +203,8 @@ class Save:
 class RankWriter:
     """Writes the files of one rank into the draft.
 
-    After a failure it keeps walking the shards without writing them: yielding a shard may
-    communicate, and a rank that stopped would leave the others waiting.
+    After a failure the shards are still walked without writing them: yielding a shard may
+    communicate, and the other ranks would wait.
     """
 
     def __init__(self, draft: Path, world: World) -> None:
@@ -226,7 +220,7 @@ class RankWriter:
         """Write the shards that are copies already, and return a copy of all the rest.
 
         Raises:
-            CheckpointError: what failed first.
+            CheckpointError: the first failure of a file.
             RuntimeError: there is no memory for the copy.
         """
         staged = contents.staged(self._add)
@@ -237,7 +231,7 @@ class RankWriter:
         """Write all tensors of this rank, except for the tensors that ``stage`` has written.
 
         Raises:
-            CheckpointError: what failed first, with the path, the bytes needed and the bytes free.
+            CheckpointError: the first failure, with the path, the bytes needed and the bytes free.
         """
         scalars = [dict(one) for one in contents.scalars]
         self._attempt(lambda: check_plain(dict(contents.state), "state"))

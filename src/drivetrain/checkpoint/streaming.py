@@ -20,10 +20,7 @@ logger = get_logger(__name__)
 
 
 class ExportedWeights:
-    """The files of one exported model, in Hugging Face's layout.
-
-    Args:
-        path: the directory, its index, or a single safetensors file.
+    """The files of one exported model in Hugging Face's layout: a folder, its index, or one file.
 
     Raises:
         CheckpointError: nothing to read is there, or a file is missing or damaged.
@@ -54,14 +51,13 @@ class ExportedWeights:
 class StreamedWeights:
     """The values of one model from an export: a ``WeightSource``.
 
-    Values are converted to the dtype that the model has. Tied tensors are found under any of their
-    names. Buffers that the export lacks come from the other source, as do those that no state dict
-    holds.
+    Values are converted to the dtype of the model. Tied tensors are found under any of their names.
+    Buffers that are absent from the export, or from every state dict, come from the other source.
 
     Args:
         weights: the export.
         model: its tensors may be on the meta device.
-        others: knows the values of what the export lacks.
+        others: the other source.
 
     Raises:
         CheckpointError: the export lacks parameters, or shapes differ.
@@ -176,11 +172,9 @@ def read_export(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def export_files(path: Path) -> dict[Path, list[str] | None]:
-    """Return the files to read with the names each must give, None for all it has.
+    """Return the files to read with the names each must give, None for all names of a file.
 
-    Raises:
-        CheckpointError: nothing to read is there, a file is missing, or the index names a file
-            outside the directory.
+    Errors are those of ``read_export``.
     """
     if path.is_dir():
         found = [path / name for name in (SINGLE, INDEX) if (path / name).is_file()]

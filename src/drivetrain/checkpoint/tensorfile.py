@@ -1,8 +1,8 @@
 """Files written once, durably, and hashed on the way: safetensors files among them.
 
 The safetensors library can write a file, but not hash it, nor refuse to follow a planted link, nor
-work without numpy; the format is a length, a JSON header and the bytes, so we write it here, and
-read it with the library. Tensors go out through one small buffer: a tensor on an accelerator is
+work without numpy; the format is a length, a JSON header and the bytes, so files are written here,
+and read with the library. Tensors go out through one small buffer: a tensor on an accelerator is
 never copied to the CPU whole.
 """
 
@@ -128,7 +128,7 @@ class TensorFile(HashedFile):
         """Write the next announced tensor, from any device and of any strides.
 
         Raises:
-            CheckpointError: it is not the tensor that was announced, or it holds no data.
+            CheckpointError: another tensor was announced, or this one holds no data.
         """
         found = (key, tensor.dtype, tuple(tensor.shape))
         expected = self._expected[self._next] if self._next < len(self._expected) else None

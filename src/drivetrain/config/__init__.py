@@ -8,7 +8,6 @@ each value came from. Nothing here imports torch.
 from drivetrain.config.document import (
     Layer,
     ValueOrigin,
-    code_layer,
     dump_yaml,
     read_file,
     read_sets,
@@ -42,7 +41,6 @@ __all__ = [
     "Resolved",
     "RunConfig",
     "ValueOrigin",
-    "code_layer",
     "dump_yaml",
     "mapping",
     "nested_strategy",

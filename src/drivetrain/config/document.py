@@ -38,6 +38,16 @@ class Layer:
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, ValueOrigin] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, entries: Iterable[tuple[str, Any, ValueOrigin]]) -> "Layer":
+        """Make a layer of dotted keys, their values and origins."""
+        values: dict[str, Any] = {}
+        origins: dict[str, ValueOrigin] = {}
+        for key, value, origin in entries:
+            put(values, key, value)
+            origins[key] = origin
+        return cls(values, origins)
+
 
 class _YamlLoader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2."""
@@ -111,8 +121,7 @@ def read_sets(assignments: Iterable[str]) -> Layer:
     Raises:
         ConfigError: an assignment has no ``=`` or its value is not YAML.
     """
-    values: dict[str, Any] = {}
-    origins: dict[str, ValueOrigin] = {}
+    entries = []
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
@@ -120,20 +129,9 @@ def read_sets(assignments: Iterable[str]) -> Layer:
                 f"--set expects KEY=VALUE such as precision=bf16, found {assignment!r}"
             )
         node = _compose(text, Path("--set " + key))
-        put(values, key, None if node is None else _construct(node))
-        origins[key] = ValueOrigin("command line", f"--set {assignment}")
-    return Layer(values, origins)
-
-
-def code_layer(values: Mapping[str, Any], caller: str = "Accelerator") -> Layer:
-    """Make a layer of arguments given in the script, by dotted key; None means not given."""
-    nested: dict[str, Any] = {}
-    origins: dict[str, ValueOrigin] = {}
-    for key, value in values.items():
-        if value is not None:
-            put(nested, key, value)
-            origins[key] = ValueOrigin("code", f"{caller}({key.split('.')[-1]}={value!r})")
-    return Layer(nested, origins)
+        value = None if node is None else _construct(node)
+        entries.append((key, value, ValueOrigin("command line", f"--set {assignment}")))
+    return Layer.of(entries)
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:

@@ -23,8 +23,8 @@ class Option:
         type: the annotation: int, float, str, bool, ``Literal[...]``, a union of these, a mapping
             of them, a dataclass (a section), or ``NestedStrategy``.
         default: the value without any configuration.
-        help: one sentence that says what the knob does, with its unit.
-        question: what the wizard asks; empty when the wizard leaves the knob at its default.
+        help: a sentence on the effect of the knob, with its unit.
+        question: of the wizard; empty when the wizard leaves the knob at its default.
         minimum: smallest allowed number, or None.
         maximum: largest allowed number, or None.
     """
@@ -85,7 +85,7 @@ def option(
     Args:
         default: the value without any configuration; must be immutable.
         help: one sentence with the unit, shown by the wizard, ``config show`` and the docs.
-        question: what the wizard asks; empty to leave the knob at its default.
+        question: of the wizard; empty to leave the knob at its default.
         minimum: smallest allowed number.
         maximum: largest allowed number.
 

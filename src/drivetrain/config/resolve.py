@@ -1,7 +1,7 @@
 """Merges the layers of configuration into one typed run, and says where each value came from.
 
-Precedence: code > command line > file > default. A value in code that contradicts one on the
-command line is an error that quotes both, because each was meant for this very run.
+Precedence: code > command line > file > default. Code and command line are both meant for this very
+run: if they contradict each other, an error quotes both.
 """
 
 import dataclasses
@@ -176,7 +176,7 @@ class _Validation:
         Args:
             cls: the dataclass.
             values: its values, nested.
-            prefix: what stands before its keys, with the dot.
+            prefix: of its keys, with the dot.
             also_valid: further keys to name in hints.
         """
         before = len(self.problems)
@@ -195,7 +195,7 @@ class _Validation:
 
         Args:
             section: a name, or options with or without one.
-            prefix: what stands before its keys, with the dot.
+            prefix: of its keys, with the dot.
             usual: the name if the section has none; "" for the default strategy.
         """
         section = {"name": section} if isinstance(section, str) else section

@@ -1,8 +1,10 @@
 """Loaders divided over the data-parallel axis, with an order and a position that can be saved.
 
-``division`` holds the index arithmetic, ``order`` the order of an epoch, ``map_source``,
-``iterable_source`` and ``dispatch`` read batches, ``loader`` is what the training loop iterates,
-and ``prepare`` puts them together.
+- ``division``: the index arithmetic
+- ``order``: the order of an epoch
+- ``map_source``, ``iterable_source``, ``dispatch``: read batches
+- ``loader``: iterated by the training loop
+- ``prepare``: puts all of these together
 """
 
 from drivetrain.data.loader import PreparedLoader

@@ -67,7 +67,7 @@ class DispatchSource:
         source: reads the shares of all ranks; iterated on rank 0 only.
         world: the ranks, all of which must iterate together.
         share: index of this rank's share; ranks of one model-parallel cell have the same.
-        on_device: leave received batches on the device they arrive on, instead of the CPU.
+        on_device: leave received batches on the device of the group, instead of the CPU.
     """
 
     def __init__(self, source: BatchSource, world: World, share: int, *, on_device: bool) -> None:

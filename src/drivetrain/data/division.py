@@ -1,8 +1,8 @@
 """The index arithmetic: which part of the epoch's order each rank gets in each global step.
 
-A *position* counts what all ranks together have consumed of the order: samples, or batches when the
-user's own batch sampler makes them. A global step at a position takes the next ``stride`` of them;
-it does not matter with how many ranks the position was reached.
+A *position* counts the samples of the order that all ranks together have consumed, or the batches
+of the user's own batch sampler. A global step at a position takes the next ``stride`` of them; it
+does not matter with how many ranks the position was reached.
 """
 
 from abc import ABC, abstractmethod

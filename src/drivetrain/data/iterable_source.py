@@ -1,7 +1,7 @@
 """Reads an iterable dataset: the stream is cut into global batches, each rank keeps its part.
 
-Cutting happens before collation and in the reading process, so that with workers, too, only the
-last global batch of an epoch can be short, and no sample is repeated before it.
+Streams are cut before collation and in the reading process. So with workers, too, only the last
+global batch of an epoch can be short, and no sample is repeated before it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,17 +27,17 @@ def _as_read(samples: Any) -> Any:
 class IterableSource:
     """Reads the batches of some ranks from a stream.
 
-    A position is reached by the dataset's own ``state_dict`` and ``load_state_dict`` when it has
-    both and is read without workers, else by reading past what was consumed, which needs a stream
-    that repeats its order: a ``generator`` attribute of the dataset is seeded by the epoch.
+    A dataset with ``state_dict`` and ``load_state_dict`` that is read without workers returns to a
+    position by itself. Any other dataset is read past the consumed samples, so its stream must
+    repeat its order: a ``generator`` attribute is seeded by the epoch.
 
     Args:
         loader: the user's loader.
         division: how a global batch is divided.
         ranks: which ranks to read for.
-        sharded: read only this rank's shard of a dataset that knows how to shard itself. Shards
-            may differ in length, so ranks may have different numbers of batches, and a position
-            is valid for the same number of ranks only.
+        sharded: read only this rank's shard of a dataset that knows how to shard itself. Shards may
+            differ in length, so ranks may have different numbers of batches, and a position is
+            valid for the same number of ranks only.
     """
 
     division: OrderDivision

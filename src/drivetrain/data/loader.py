@@ -68,14 +68,14 @@ class PreparedLoader(DataLoader[Any]):
     """A rank's part of a loader, which remembers epoch, order and position.
 
     It has the attributes of the user's loader (dataset, batch_size, collate_fn, ...), which cannot
-    be changed through it. Each iteration reads one epoch; the next one reads the next, also after a
-    ``break``. Starting an iteration while another is under way ends that one.
+    be changed through it. Each iteration reads one epoch; the next iteration reads the next epoch,
+    also after a ``break``. A new iteration ends an older iteration that is under way.
 
     Args:
         loader: the user's loader.
         source: reads the batches.
         progress: how far the loader is.
-        delivery: what happens around each epoch and batch.
+        delivery: work around each epoch and batch.
         skip_batches: batches to leave out of the first epoch, counted from its beginning.
     """
 
@@ -183,10 +183,9 @@ class PreparedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, order and position as JSON-able values.
 
-        The batch at hand counts as consumed; after the last one, the state points to the next
-        epoch. It is the same on every rank, except that a rank may end before rank 0 without
-        ``even_batches``, and that with ``dispatch_batches`` the own state of an iterable dataset is
-        in rank 0's only. So keep rank 0's.
+        The batch at hand counts as consumed; after the last batch, the state points to the next
+        epoch. Keep the state of rank 0: without ``even_batches`` another rank may end earlier, and
+        with ``dispatch_batches`` rank 0 alone has the own state of an iterable dataset.
         """
         progress = self._progress
         start = progress.start

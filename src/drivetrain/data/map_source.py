@@ -34,7 +34,7 @@ class MapSource:
         division: how the order is divided.
         ranks: which ranks to read for.
         seedable: take an epoch's seed from the run's seed; False: from the user's generators.
-        world: whom to agree with.
+        world: the ranks that must agree on the order.
     """
 
     def __init__(
@@ -158,11 +158,7 @@ def seed_of_main(seed: int, world: World) -> int:
 
 
 def check_same_order(mine: int, world: World) -> None:
-    """Compare the fingerprints of the order; collective when there are other ranks.
-
-    Raises:
-        RankMismatchError: on every rank, when they differ.
-    """
+    """Compare the fingerprints of the order, and raise on every rank if they differ. Collective."""
     if world.size == 1:
         return
     device = torch.device("cpu") if "gloo" in world.backend else world.device

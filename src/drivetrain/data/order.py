@@ -1,7 +1,8 @@
 """The order of an epoch: the samples, or the batches, of all ranks together.
 
-The order is a function of one number, the epoch's seed, and of the user's sampler. Every rank works
-it out for itself; a sampler that the library does not know is checked to give the same on all.
+The order is a function of one number, the epoch's seed, and of the user's sampler. Every rank makes
+the order for itself; with a sampler unknown to the library, the ranks check that their orders are
+equal.
 """
 
 import hashlib
@@ -63,14 +64,7 @@ class SeedableRandomSampler(Sampler[int]):
 
 
 class EpochOrder:
-    """Works out the order of an epoch from the user's sampler or batch sampler.
-
-    Args:
-        sampler: yields samples or batches, and has a length.
-
-    Raises:
-        UsageError: the sampler has no length.
-    """
+    """Works out the order of an epoch from the user's sampler or batch sampler, with a length."""
 
     def __init__(self, sampler: Any) -> None:
         if not callable(getattr(sampler, "__len__", None)):
@@ -96,11 +90,7 @@ class EpochOrder:
         return self.is_fixed or (plain and sampler.num_samples == len(sampler.data_source))
 
     def draw_seed(self, generator: torch.Generator | None) -> int:
-        """Draw an epoch's seed from the user's own random state.
-
-        Args:
-            generator: the loader's generator, for a sampler without its own.
-        """
+        """Draw an epoch's seed from the user's sampler's generator, or else from the loader's."""
         source = next(_generators(self._sampler), generator)
         device = "cpu" if source is None else source.device
         seed = torch.empty((), dtype=torch.int64, device=device).random_(generator=source)

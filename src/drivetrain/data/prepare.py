@@ -34,7 +34,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
     """Divide a loader over the data-parallel axis.
 
     Args:
-        loader: the user's loader; one that is prepared already is returned as it is.
+        loader: the user's loader; a prepared loader is returned as it is.
         axis: the data-parallel axis; ranks with the same index on it get the same batches.
         world: all ranks; they must iterate together.
         config: how to divide.
@@ -44,7 +44,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
 
     Raises:
-        UsageError: the loader cannot be divided in this way; the message says what to change.
+        UsageError: the loader cannot be divided; the message says how to change it.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -63,12 +63,12 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
     """Return a loader whose next epoch starts some batches from its beginning.
 
-    The count is absolute: it does not add to a position that was restored. Later epochs are whole.
-    With a prepared loader, both share epoch and position. No sample before the position is read,
-    except from an iterable dataset, which is read past it.
+    The count is absolute, also after a position was restored. Later epochs are whole. With a
+    prepared loader, both share epoch and position. No sample before the position is read, except
+    from an iterable dataset, which is read past it.
 
     Args:
-        dataloader: any loader; one that is not prepared is read by this process alone.
+        dataloader: any loader; an unprepared loader is read by this process alone.
         num_batches: this rank's batches to leave out.
 
     Raises:

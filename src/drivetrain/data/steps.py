@@ -30,10 +30,10 @@ class Start:
 
     Attributes:
         epoch: index of the epoch.
-        seed: what the order depends on.
+        seed: of the order.
         position: samples or batches of the order that are consumed already.
         identity: the order that the position was counted in; None for the start of an epoch.
-        dataset_state: what the dataset itself said at this position; None when it says nothing.
+        dataset_state: of the dataset itself at this position; None for a dataset without state.
     """
 
     epoch: int
@@ -55,7 +55,7 @@ class GlobalStep:
     """One global step.
 
     Attributes:
-        shares: one per rank that the source reads for; None for a rank that gets nothing.
+        shares: of the ranks that the source reads for; None for a rank without a batch.
         start: where the next step starts.
         remainder: real samples of the epoch's last step when it holds repetitions, else -1.
         final: no rank gets anything after this step.

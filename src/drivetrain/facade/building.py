@@ -87,7 +87,8 @@ class Constructions:
     def values_of(self, model: nn.Module) -> Values:
         """Find out where the missing values of a model come from.
 
-        A failure is returned: ranks compare it first, so that no rank raises alone.
+        The returned values hold a failure, too: ranks compare failures first, and none raises
+        alone.
 
         Raises:
             UsageError: called inside ``building()``.

@@ -1,8 +1,7 @@
 """Saving and resuming as the script sees it: the whole state of a run, complete or not at all.
 
-Objects that the script registered are part of that state. Theirs is tensors and plain values, which
-is stored as such. State of any other kind is stored only when the script brings its own codec, and
-is never read again without the same codec.
+State of registered objects is stored as tensors and plain values, or in bytes that a codec of the
+script writes and reads.
 """
 
 import hashlib
@@ -48,11 +47,7 @@ class Registered:
     decode: Decode | None = None
 
     def encoded(self) -> bytes:
-        """Return the state as the codec writes it.
-
-        Raises:
-            CheckpointError: the codec returned something else than bytes.
-        """
+        """Return the state as the codec writes it, which must be bytes."""
         data = self.encode(self.item.state_dict()) if self.encode is not None else None
         if not isinstance(data, bytes):
             raise CheckpointError(
@@ -299,11 +294,7 @@ def _given(output_dir: str | Path | None) -> Path:
 def _check_registration(
     objects: Sequence[Any], encode: Encode | None, decode: Decode | None
 ) -> None:
-    """Refuse objects that cannot be kept in a checkpoint.
-
-    Raises:
-        UsageError: names the arguments without the two methods, or the missing half of the codec.
-    """
+    """Refuse objects that cannot be kept in a checkpoint, and half a codec."""
     lacking = [
         f"argument {i} ({type(item).__name__})"
         for i, item in enumerate(objects)
@@ -327,11 +318,7 @@ def _file_name(index: int) -> str:
 def _load_registered(
     objects: Sequence[Registered], reader: checkpoint.CheckpointReader, states: Sequence[Any]
 ) -> None:
-    """Give registered objects their state back, in the order of registration.
-
-    Raises:
-        CheckpointError: a state is encoded, and its object was registered without a codec.
-    """
+    """Give registered objects their state back; an encoded state needs an object with a codec."""
     encoded = reader.state.get("encoded", {})
     for index, (registered, state) in enumerate(zip(objects, states, strict=True)):
         found = state

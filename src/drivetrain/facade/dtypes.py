@@ -19,12 +19,8 @@ _ORIGINAL = "_forward_before_prepare"
 def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> None:
     """Run the model's forward inside a context; floating point outputs become fp32.
 
-    A deep copy of the model computes in the same context, with its own parameters; a pickled one
-    computes as its class says.
-
-    Args:
-        model: changed in place; ``restore_forward`` undoes it.
-        context: makes the context of one forward.
+    A deep copy of the model computes in the same context, with its own parameters; a pickled model
+    computes as its class says. ``restore_forward`` undoes the change.
     """
     if is_wrapped(model, _ORIGINAL):
         return
@@ -52,11 +48,8 @@ def describe_dtypes(
 ) -> str:
     """Return one line with the dtypes of a model, and how many parameters have each.
 
-    Args:
-        model: for its name.
-        given: its parameters as the user gave them.
-        precision: the policy.
-        autocast: whether forward computes in the policy's dtype.
+    ``given`` are the parameters before ``prepare``; ``autocast`` tells whether forward computes in
+    the policy's dtype.
     """
     elements: Counter[torch.dtype] = Counter()
     tensors: Counter[torch.dtype] = Counter()

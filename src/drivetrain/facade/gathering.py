@@ -15,10 +15,10 @@ from drivetrain.runtime.mesh import Axis
 
 
 class Gathering:
-    """The exchange of values among the ranks of one Accelerator.
+    """The exchange of values among the ranks of one Accelerator, over the axis ``dp``.
 
     Args:
-        runs: values are exchanged over the axis ``dp`` of the default one.
+        runs: of the Accelerator; the default run has the axis.
         state: knows the samples of the last batch that repeat others.
     """
 

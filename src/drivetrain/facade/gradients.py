@@ -41,11 +41,7 @@ class WindowMean:
         self._finished = False
 
     def divide(self, loss: Tensor, weight: float | Tensor | None) -> Tensor:
-        """Return the loss as it enters backward.
-
-        Args:
-            loss: 0-d.
-            weight: how much this micro-batch counts, or None for all alike.
+        """Return the loss as it enters backward: weighted, or a share of the window's mean.
 
         Raises:
             UsageError: weighted and unweighted losses in one window, or a weighted loss after the
@@ -222,9 +218,6 @@ class WindowGradients:
 
     def before_step(self, optimizer: Optimizer) -> bool:
         """Unscale gradients that still carry a scale; return whether the step may be taken.
-
-        Args:
-            optimizer: as a strategy handed it back.
 
         Raises:
             UsageError: the model has parameters that came after ``prepare``.

@@ -29,7 +29,7 @@ class UnevenInputs:
         prepared: the models, and the schedules that follow their steps.
         state: the accumulation window.
         scaler: must be off, since all ranks agree on a loss scale in every step.
-        world: this process among all processes.
+        world: all ranks.
     """
 
     def __init__(

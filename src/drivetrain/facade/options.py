@@ -23,8 +23,7 @@ class DataLoaderConfiguration:
         use_seedable_sampler: derive the shuffle order from the seed and the epoch.
         data_seed: seed of the shuffle order.
         non_blocking: copy batches to the device asynchronously.
-        use_stateful_dataloader: accepted for scripts that set it: every loader's position is in
-            every checkpoint.
+        use_stateful_dataloader: without effect: every loader's position is in every checkpoint.
     """
 
     split_batches: bool | None = None
@@ -41,11 +40,11 @@ class GradientAccumulationPlugin:
     """How micro-batches make up an optimizer step.
 
     Attributes:
-        num_steps: micro-batches per optimizer step; None leaves it to the configuration.
+        num_steps: micro-batches per optimizer step; None leaves the number to the configuration.
         sync_with_dataloader: end the window at the end of the loader, however short it is.
         sync_each_batch: synchronise gradients on every micro-batch: more traffic, less memory for
             strategies that shard gradients.
-        adjust_scheduler: kept for scripts that set it: a scheduler steps once per optimizer step.
+        adjust_scheduler: without effect: a scheduler steps once per optimizer step.
     """
 
     num_steps: int | None = None
@@ -65,8 +64,8 @@ class ProjectConfiguration:
             ``project_dir/checkpoints/checkpoint_N``.
         total_limit: how many automatically named checkpoints are kept.
         iteration: number of the next automatic checkpoint.
-        save_on_each_node: accepted for scripts that set it: every rank writes its own part, into
-            a directory that all hosts share.
+        save_on_each_node: without effect: every rank writes its own part, into a directory that all
+            hosts share.
     """
 
     project_dir: str | Path | None = None
@@ -89,8 +88,8 @@ class InitProcessGroupKwargs:
 
     Attributes:
         backend: communication library; None takes the device's own.
-        init_method: kept for scripts that set it; only None and ``env://`` are accepted.
-        timeout: how long a collective may wait; None leaves it to the configuration.
+        init_method: None or ``env://``, which mean the same.
+        timeout: how long a collective may wait; None leaves the choice to the configuration.
     """
 
     backend: str | None = None
@@ -215,11 +214,7 @@ class Handlers:
 
     @classmethod
     def of(cls, handlers: list[Any] | None) -> "Handlers":
-        """Sort the handlers by class.
-
-        Raises:
-            UsageError: two of one class, or an object of an unknown class.
-        """
+        """Sort the handlers by class; two of one class or an unknown class raise a UsageError."""
         found: dict[type, Any] = {}
         known = (
             InitProcessGroupKwargs,
@@ -247,11 +242,7 @@ class Handlers:
 def project_of(
     config: ProjectConfiguration | None, project_dir: str | Path | None
 ) -> ProjectConfiguration:
-    """Return the options of the folder of checkpoints and logs, with its root folder set.
-
-    Raises:
-        UsageError: the two name different root folders.
-    """
+    """Return the options of the folder of checkpoints and logs, with one root folder."""
     config = config or ProjectConfiguration()
     if project_dir is not None:
         if config.project_dir not in (None, project_dir):
@@ -264,11 +255,7 @@ def project_of(
 
 
 def profiler_of(options: ProfileKwargs) -> torch.profiler.profile:
-    """Return torch's profiler with these options, not started.
-
-    Raises:
-        UsageError: an unknown activity.
-    """
+    """Return torch's profiler with these options, not started; it refuses unknown activities."""
     schedule = options.schedule_option
     names = options.activities
     kinds = {

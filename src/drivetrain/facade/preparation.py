@@ -69,13 +69,10 @@ class Preparation:
         *,
         placed: bool,
     ) -> nn.Module:
-        """Hand a model and its optimizers to a strategy.
+        """Hand a model and its optimizers to a strategy; a prepared model comes back as it is.
 
-        Args:
-            model: the user's module; a prepared one comes back as it is.
-            optimizers: those of the same call; the ones that hold the model's parameters go along.
-            choice: another strategy than the run's.
-            placed: move it to the rank's device.
+        Of the optimizers, those that hold parameters of the model go along. ``choice`` is another
+        strategy than the run's; ``placed`` moves the model to the rank's device.
         """
         if any(entry.model is model for entry in self._prepared.models):
             return model
@@ -165,14 +162,7 @@ class Preparation:
         even_batches: bool,
         rng_types: Sequence[str],
     ) -> PreparedLoader:
-        """Divide a loader over the data-parallel axis.
-
-        Args:
-            loader: the user's loader.
-            placed: move its batches to the rank's device.
-            even_batches: repeat the first samples so that every rank has as many batches.
-            rng_types: generators that follow rank 0 at the start of each epoch.
-        """
+        """Divide a loader over the axis ``dp``; ``placed`` moves batches to the rank's device."""
         if isinstance(loader, PreparedLoader):
             if loader not in self._prepared.loaders:
                 self._prepared.loaders.append(loader)
@@ -193,11 +183,7 @@ class Preparation:
         return prepared
 
     def refuse_foreign_parameters(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check that optimizers hold parameters of prepared models only, if there is a model.
-
-        Raises:
-            UsageError: names the first other parameter by its shape and group.
-        """
+        """Check that optimizers hold parameters of prepared models only, if there is a model."""
         known = {key for entry in self._prepared.models for key in entry.held_names()}
         for optimizer in optimizers:
             for i, group in enumerate(optimizer.param_groups):

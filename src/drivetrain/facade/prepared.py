@@ -37,7 +37,7 @@ class PreparedModel:
         names: parameter name by identity, as the user's model has it.
         scale: loss scale of the gradients at hand; None before the first backward.
         unscaled: whether the gradients at hand were divided by their scale, and carry 1.0.
-        made_with: loss scale by which they were divided.
+        made_with: the loss scale that divided them.
         overflow: whether the gradients at hand are infinite somewhere.
         note: handle of the hook that notes which model runs.
         known: identities of the parameters that the strategy trains.
@@ -64,11 +64,7 @@ class PreparedModel:
         return self.strategy.unwrap(self.model)
 
     def check_parameters(self) -> None:
-        """Look for parameters that came after ``prepare``: nobody would average their gradients.
-
-        Raises:
-            UsageError: the model has another parameter that requires gradients.
-        """
+        """Refuse parameters that came after ``prepare``: nobody would average their gradients."""
         # Every step comes here: by identity, since the known ones may be slow to ask anything.
         for prefix, module in self.strategy.unwrap(self.model).named_modules():
             for name, parameter in module._parameters.items():
@@ -85,9 +81,7 @@ class PreparedModel:
     def check_dtypes(self, given: Sequence[TensorSpec], precision: Precision) -> None:
         """Compare the dtypes of the strategy's parameters and masters with the policy.
 
-        Args:
-            given: the model's parameters before ``prepare``.
-            precision: the policy.
+        ``given`` are the model's parameters before ``prepare``.
 
         Raises:
             ConfigError: names the first parameter that forward reads, or an optimizer updates, in
@@ -146,14 +140,7 @@ class PreparedModel:
         ]
 
     def load_param_groups(self, saved: list[list[dict[str, Any]]]) -> None:
-        """Put hyperparameters back into the groups of the optimizers.
-
-        Args:
-            saved: the result of ``param_groups`` in the run that saved.
-
-        Raises:
-            CheckpointError: there are other numbers of optimizers or groups.
-        """
+        """Put hyperparameters of ``param_groups`` back into the groups of the optimizers."""
         check_count("optimizers of a model", len(self.optimizers), len(saved))
         for optimizer, groups in zip(self.optimizers, saved, strict=True):
             check_count("parameter groups", len(optimizer.param_groups), len(groups))
@@ -180,8 +167,7 @@ class PreparedModel:
     def converted(self, reader: ModelReader, world: World) -> str:
         """Return which weights a load had to convert, "" when none. Collective.
 
-        The saved dtypes are compared with those of the strategy's shards: of its masters, where it
-        has them.
+        The saved dtypes are compared with the dtypes of the strategy's shards, or of their masters.
         """
         mine: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         for shard in self.strategy.shards():
@@ -220,10 +206,7 @@ class PreparedObjects:
     last_run: PreparedModel | None = None
 
     def model(self, model: nn.Module) -> PreparedModel:
-        """Return the entry of a prepared model.
-
-        Args:
-            model: as ``prepare`` returned it, or the user's own module inside.
+        """Return the entry of a model, as ``prepare`` returned it or as the script made it.
 
         Raises:
             UsageError: the model was not prepared here.
@@ -284,11 +267,7 @@ class PreparedObjects:
 
 
 def check_count(subject: str, expected: int, found: int) -> None:
-    """Refuse a checkpoint that holds another number of something.
-
-    Raises:
-        CheckpointError: the numbers differ.
-    """
+    """Refuse a checkpoint that holds another number of something."""
     if expected != found:
         raise CheckpointError(
             f"expected a checkpoint with {expected} {subject}, found {found}; prepare and register "

@@ -58,12 +58,7 @@ class Recomputations:
         self._attach(options, model, self._runs.default)
 
     def before_prepare(self, model: nn.Module, choice: StrategyChoice | None) -> None:
-        """Attach the configured recompute, before the strategy sees the model.
-
-        Args:
-            model: the user's module; nothing is attached when the script has said so already.
-            choice: the strategy of this model; None means the run's.
-        """
+        """Attach the configured recompute, unless the script has told its own for this model."""
         options = self._runs.config.run.recompute
         told = is_attached(model) or any(known.model is model for known in self._recomputations)
         if options.mode != "none" and not told:
@@ -112,11 +107,7 @@ def _check(name: str, value: str) -> None:
 
 
 def _axis_of_replicas(run: Run, name: str) -> Axis:
-    """Return the axis over which inputs are split.
-
-    Raises:
-        UsageError: the mesh has no such axis, or its ranks hold different batches.
-    """
+    """Return the axis over which inputs are split; its ranks must hold equal batches."""
     axes = [axis for axis in run.mesh if axis != "dp"]
     if name not in axes:
         has = ", ".join(axes) or "no axis but dp"

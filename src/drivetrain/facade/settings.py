@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from drivetrain import registry
 from drivetrain.config import Layer, Resolved, ValueOrigin, read_file, resolve
-from drivetrain.config.document import put
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.facade.options import (
     DataLoaderConfiguration,
@@ -67,10 +66,8 @@ def resolve_strategy(choice: StrategyChoice, base: Resolved) -> Resolved:
     """
     values = {key: value for key, value in base.to_dict().items() if key != "strategy"}
     layer = Layer(values, {key: ValueOrigin("file", "the run") for key in values})
-    chosen: dict[str, Any] = {}
-    origins: dict[str, ValueOrigin] = {}
-    _put_strategy(chosen, origins, choice, "prepare")
-    return resolve(layer, Layer(chosen, origins), find_config=registry.strategies().find_config)
+    chosen = Layer.of(_strategy_entries(choice, "prepare"))
+    return resolve(layer, chosen, find_config=registry.strategies().find_config)
 
 
 class Runs:
@@ -119,10 +116,10 @@ class Runs:
 
 
 def agree(world: World, subject: str, lines: Sequence[str]) -> None:
-    """Raise on every rank when the ranks' lines differ, before a disagreement becomes a hang.
+    """Raise on every rank when the ranks' lines differ, before that becomes a hang. Collective.
 
     Args:
-        world: all of its ranks must call this together.
+        world: all ranks.
         subject: names the thing in the message, for example "the model GPT".
         lines: the facts that this rank holds, one a line.
 
@@ -154,19 +151,18 @@ def _file_layer(config: str | Path | Mapping[str, Any] | None) -> Layer:
 
 
 def _code_layer(arguments: Arguments, handlers: Handlers) -> Layer:
-    values: dict[str, Any] = {}
-    origins: dict[str, ValueOrigin] = {}
-    for key, name, value in _given(arguments, handlers):
-        if value is not None:
-            put(values, key, value)
-            origins[key] = ValueOrigin("code", f"Accelerator({name}={value!r})")
+    entries = [
+        (key, value, ValueOrigin("code", f"Accelerator({name}={value!r})"))
+        for key, name, value in _given(arguments, handlers)
+        if value is not None
+    ]
     if arguments.strategy is not None:
-        _put_strategy(values, origins, arguments.strategy, "Accelerator")
+        entries += _strategy_entries(arguments.strategy, "Accelerator")
     if handlers.ddp is not None:
-        for key, value in handlers.ddp.strategy_options().items():
-            put(values, f"strategy.{key}", value)
-            origins[f"strategy.{key}"] = ValueOrigin("code", "DistributedDataParallelKwargs")
-    return Layer(values, origins)
+        origin = ValueOrigin("code", "DistributedDataParallelKwargs")
+        options = handlers.ddp.strategy_options()
+        entries += [(f"strategy.{key}", value, origin) for key, value in options.items()]
+    return Layer.of(entries)
 
 
 def _given(arguments: Arguments, handlers: Handlers) -> list[tuple[str, str, Any]]:
@@ -197,18 +193,15 @@ def _given(arguments: Arguments, handlers: Handlers) -> list[tuple[str, str, Any
     ]
 
 
-def _put_strategy(
-    values: dict[str, Any], origins: dict[str, ValueOrigin], choice: StrategyChoice, caller: str
-) -> None:
+def _strategy_entries(choice: StrategyChoice, caller: str) -> list[tuple[str, Any, ValueOrigin]]:
     options = {"name": choice} if isinstance(choice, str) else dict(choice)
     if not options.get("name"):
         raise ConfigError(
             f"{caller}(strategy={choice!r}): expected a name or a mapping with a name such as "
             "{'name': NAME, 'option': value}"
         )
-    for key, value in options.items():
-        put(values, f"strategy.{key}", value)
-        origins[f"strategy.{key}"] = ValueOrigin("code", f"{caller}(strategy={choice!r})")
+    origin = ValueOrigin("code", f"{caller}(strategy={choice!r})")
+    return [(f"strategy.{key}", value, origin) for key, value in options.items()]
 
 
 def _first_difference(texts: Sequence[Sequence[str]]) -> str:

@@ -16,11 +16,11 @@ class PreparedOptimizer(Optimizer):
         given: the user's object.
         optimizer: the strategy's: the same object, or another one bound to shards.
         state: the accumulation window.
-        before_step: called before each real step; returns False when the step must be skipped
-            because a gradient is infinite.
+        before_step: called before each real step; False skips the step, as after an infinite
+            gradient.
 
     Attributes:
-        steps: how many windows it has come to the end of, skipped steps among them.
+        steps: how many windows have ended, with skipped steps.
     """
 
     def __init__(

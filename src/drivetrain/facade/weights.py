@@ -19,12 +19,7 @@ GATHERED_BYTES = 32 * 2**20
 
 
 class WholeWeights:
-    """The whole weights of one Accelerator's models.
-
-    Args:
-        prepared: the models.
-        world: this process among all processes.
-    """
+    """The whole weights of one Accelerator's prepared models."""
 
     def __init__(self, prepared: PreparedObjects, world: World) -> None:
         self._prepared = prepared
@@ -36,15 +31,7 @@ class WholeWeights:
         owner: nn.Module | Tensor | Iterable[Tensor],
         parameters: Sequence[nn.Parameter] | None,
     ) -> Iterator[None]:
-        """Context in which these parameters are whole, and may be changed. Collective.
-
-        Args:
-            owner: a prepared model, or parameters of prepared models.
-            parameters: which parameters of the model; None means all.
-
-        Raises:
-            UsageError: a parameter belongs to no prepared model.
-        """
+        """Context in which parameters are whole, and may be changed. Collective."""
         if isinstance(owner, nn.Module):
             entry = self._prepared.model(owner)
             chosen = list(owner.parameters()) if parameters is None else list(parameters)

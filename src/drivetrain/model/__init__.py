@@ -1,8 +1,9 @@
 """One look at a user's model: its forward runs once without values, and is written down.
 
 ``look_at`` returns a ``Look``: every operation with its floating point work and bytes, every call
-of a module and of a repeated block, and which tensor follows from which. Whoever plans (which
-layers are divided, where a pipeline is cut, what drops elements) reads it, and runs nothing.
+of a module and of a repeated block, and which tensor follows from which. Plans (which layers are
+divided, where a pipeline is cut, which functions drop elements) are made from it, without another
+run.
 
 - ``look``: the record itself; read this file first
 - ``recorder``: the one pass over the model

@@ -1,8 +1,7 @@
 """The record of one forward of a model: operations, calls of modules, tensors.
 
 Tensors are known by numbers, in the order in which the forward met them. An operation names the
-numbers that it took and gave; so the operations are a graph, in which one sees what follows from
-what.
+numbers of its arguments and results; so the operations are a graph of dependencies.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,8 +40,8 @@ class View(NamedTuple):
 
     Attributes:
         made: number of the view.
-        base: number of the argument that it was made of.
-        offset: by how many elements it begins later.
+        base: number of the argument that shares its memory.
+        offset: by how many elements the view begins later.
     """
 
     made: int
@@ -59,15 +58,15 @@ class ModelOperation:
         args: its arguments, with a ``TensorRef`` for every tensor.
         kwargs: its arguments by name, likewise.
         inputs: numbers of the tensors among them, in order.
-        outputs: numbers of the tensors that it returned; an argument may be among them.
-        changed: numbers of the arguments that it wrote into.
+        outputs: numbers of the returned tensors; an argument may be among them.
+        changed: numbers of the arguments written into.
         views: the outputs that show an argument's memory.
         module: name of the innermost module that ran.
-        block: index of the block's call that it belongs to; None outside of blocks.
-        known: whether its results have values: no argument was without.
+        block: index of the block's call around the operation; None outside of blocks.
+        known: whether the results have values: all arguments have some.
         work: floating point operations of its matrix products, convolutions and attentions.
-        read: bytes of its arguments; 0 for one that only makes views.
-        written: bytes of what it made or changed; 0 likewise.
+        read: bytes of its arguments; 0 if it only makes views.
+        written: bytes of the tensors made or changed; 0 likewise.
     """
 
     function: Callable[..., Any]
@@ -97,7 +96,7 @@ class ModuleCall(NamedTuple):
         name: of the module.
         operations: indices of the operations in it.
         inputs: numbers of the tensors among its arguments.
-        outputs: numbers of the tensors that it returned.
+        outputs: numbers of the returned tensors.
     """
 
     name: str
@@ -112,7 +111,7 @@ class ReturnedLeaf(NamedTuple):
     Attributes:
         number: of the tensor; None for another object.
         handed: number of the tensor that the code after the block got in its place.
-        argument: the place among the leaves of the block's arguments if it is one of them.
+        argument: the place among the leaves of the block's arguments; None for a new object.
         value: the object; None for a tensor.
         requires_grad: of the tensor.
     """
@@ -133,11 +132,11 @@ class BlockCall:
         caller: name of the block around it; None for none.
         operations: indices of the operations in it.
         names: readable names of the leaves of its arguments, such as ``2`` or ``mask[0]``.
-        given: numbers of those leaves; None for what is no tensor.
+        given: numbers of those leaves; None for other objects than tensors.
         args: copies of its arguments, with a ``TensorRef`` for a tensor without values.
         kwargs: its arguments by name, likewise.
-        tree: the structure of what it returned.
-        returned: the leaves of that.
+        tree: the structure of the result.
+        returned: the leaves of the result.
     """
 
     name: str
@@ -156,7 +155,7 @@ class Look:
     """The record of one forward of a model.
 
     Attributes:
-        tensors: what is known of each tensor, by its number.
+        tensors: the facts of each tensor, by its number.
         parameters: numbers of the distinct parameters, by their first name.
         aliases: all names of each parameter, by its first name.
         buffers: numbers of the buffers by name.
@@ -198,9 +197,7 @@ class Look:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with which a block can be called by itself.
 
-        Args:
-            call: of the block.
-            fill: makes a tensor in place of one that had no values.
+        ``fill`` makes the tensors in place of those without values.
         """
         args, kwargs = tree_map_only(
             TensorRef,

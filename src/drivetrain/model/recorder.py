@@ -49,9 +49,9 @@ def look_at(
         model: the user's, also on the meta device.
         args: example inputs.
         kwargs: example inputs by name.
-        kind: of the tensors without values: what errors say to the user.
-        isolated: whether code outside of a block, too, gets tensors without values for all that
-            the block made, as when the block runs elsewhere.
+        kind: class of the tensors without values, which words the errors.
+        isolated: whether code outside of a block, too, gets tensors without values for all that the
+            block made, as when the block runs elsewhere.
         training: mode of the forward; None for the model's own.
 
     Raises:
@@ -84,11 +84,7 @@ class _Running(NamedTuple):
 class _Recorder(TorchFunctionMode):
     """Sees every function of torch and every call of a module in one forward.
 
-    Args:
-        blocks: the repeated ones.
-        substitutes: what stands in place of parameters and buffers.
-        kind: of the tensors without values.
-        isolated: whether what a block made has no values outside of it.
+    ``kind`` and ``isolated`` are those of ``look_at``.
     """
 
     def __init__(
@@ -304,11 +300,7 @@ class _Recorder(TorchFunctionMode):
         return self._number(leaf) if isinstance(leaf, Tensor) else None
 
     def look(self, output: Any) -> Look:
-        """Return the record.
-
-        Args:
-            output: of the model.
-        """
+        """Return the record, of a forward with this output."""
         return Look(
             self._tensors,
             self._parameters,

@@ -67,7 +67,7 @@ class MadeTensor(NamedTuple):
     Attributes:
         facts: of it.
         base: the place of the argument whose memory it shows; None for memory of its own.
-        offset: by how many elements it begins later than that argument.
+        offset: by how many elements it begins later than the argument.
     """
 
     facts: Facts
@@ -114,11 +114,11 @@ class CallResult(NamedTuple):
 
 
 class ValuesNeededError(UsageError):
-    """The result of a call, or its shape, depends on values that are not there.
+    """A call, or the shape of its result, depends on values that are not there.
 
     Args:
         message: for the user.
-        use: the function that needs them.
+        use: name of the call.
     """
 
     def __init__(self, message: str, use: str = "") -> None:
@@ -175,11 +175,7 @@ def _rebuilt(kind: type, values: list[Any]) -> Any:
 def result_of(function: Function, args: Any, kwargs: Any, surroundings: Any) -> CallResult:
     """Return the result of a call with frozen arguments.
 
-    Args:
-        function: a function of torch.
-        args: frozen positional arguments.
-        kwargs: frozen arguments by name.
-        surroundings: whatever else the result depends on and that holds now, such as autocast.
+    ``surroundings`` is whatever else the result depends on and that holds now, such as autocast.
 
     Raises:
         ValuesNeededError: the result needs values.
@@ -247,10 +243,9 @@ def _memory(tensor: Tensor) -> int:
 
 
 class WorkTally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that sums floating point operations.
+    """Context that sums floating point operations, with 2 for a product and its addition.
 
-    Matrix products, convolutions and attentions count, with 2 for a product and its addition, as in
-    ``torch.utils.flop_counter``.
+    Matrix products, convolutions and attentions count, as in ``torch.utils.flop_counter``.
     """
 
     def __init__(self) -> None:

@@ -33,14 +33,10 @@ class Substitutes:
 def without_values(
     model: nn.Module, kind: type[ValuelessTensor] = ValuelessTensor
 ) -> Iterator[Substitutes]:
-    """Context in which a model runs without values; afterwards it is as before.
+    """Context in which a model runs without values, of this kind; afterwards it is as before.
 
-    Whatever a forward sets on modules, such as caches and statistics, is undone, and the random
-    generators get their states back.
-
-    Args:
-        model: its parameters lose their values and its buffers become copies inside of the context.
-        kind: of the tensors without values.
+    Parameters lose their values, and buffers become copies. Caches, statistics and all other things
+    that a forward sets on modules are undone, and the random generators get their states back.
     """
     modules = list(model.modules())
     saved = [pair for module in modules for pair in _contents(module)]

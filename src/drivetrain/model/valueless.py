@@ -3,9 +3,10 @@
 Any operation with one among its arguments gives tensors without values and computes nothing.
 Operations on real tensors alone are not touched.
 
-A function that tensors without values cannot run, since it communicates or calls a kernel of its
-own, may have an attribute ``without_values``: a function of the same arguments that returns tensors
-of the same shapes and dtypes. It is used when the function hands them over (``torch.overrides``).
+Functions that communicate or call a kernel of their own cannot run without values. Such a function
+may have an attribute ``without_values``: another function of the same arguments that returns
+tensors of the same shapes and dtypes, and is used instead when the function hands its tensors over
+(``torch.overrides``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ class Shown(NamedTuple):
     """Which memory a view shows.
 
     Attributes:
-        place: of the tensor with that memory, among those that the view was made of.
+        place: of the tensor with the memory, among the arguments of the view.
         offset: by how many elements the view begins later.
     """
 
@@ -53,8 +54,8 @@ class ValuelessTensor(Tensor):
 
     Attributes:
         facts: shape, strides, dtype, device.
-        work: floating point operations of the matrix products that would have made it.
-        shown: the memory that it shows, if it is a view.
+        work: floating point operations of its matrix products, which nobody computed.
+        shown: the memory of a view; None for memory of its own.
     """
 
     facts: Facts
@@ -79,12 +80,7 @@ class ValuelessTensor(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, device: torch.device | None = None) -> Self:
-        """Return one with the facts of a tensor, which is let go.
-
-        Args:
-            tensor: a strided tensor, on any device.
-            device: that it names as its own; None for the tensor's.
-        """
+        """Return one with the facts of a strided tensor, perhaps on another device."""
         facts = facts_of(tensor)
         return cls(facts._replace(device=device or facts.device), tensor.requires_grad)
 
@@ -96,14 +92,7 @@ class ValuelessTensor(Tensor):
         device: torch.device,
         requires_grad: bool = False,
     ) -> Self:
-        """Return a contiguous one.
-
-        Args:
-            shape: its shape.
-            dtype: its dtype.
-            device: the device that the values would be on.
-            requires_grad: whether a loss made from it can be differentiated.
-        """
+        """Return a contiguous one of this shape, for values on this device."""
         meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
         return cls(facts_of(meta)._replace(device=device), requires_grad)
 

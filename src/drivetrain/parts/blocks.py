@@ -78,12 +78,9 @@ class BlockConductor(Protocol):
 
 
 class BlockHooks:
-    """Takes the place of the blocks' ``forward``, in their own ``__dict__``.
+    """Takes the place of the blocks' ``forward``, in their own ``__dict__``, until ``close``.
 
     Outside of a pass, as when activations are computed again in backward, blocks are as they were.
-
-    Args:
-        blocks: (name, module), changed in place; ``close`` undoes it.
     """
 
     def __init__(self, blocks: Sequence[NamedModule]) -> None:

@@ -58,7 +58,7 @@ def plan_buckets(
         kinds: dtype and device of each parameter; only equal kinds share a bucket.
         order: indices of the parameters in the order in which their gradients become ready.
         bucket_bytes: most bytes of gradients in a bucket; a larger parameter is alone in one.
-        first_bytes: the same for the first bucket of each kind, small so that it starts early.
+        first_bytes: most bytes in the first bucket of each kind, few so that it starts early.
 
     Returns:
         The buckets in the order in which their last gradient becomes ready.
@@ -88,8 +88,8 @@ class Bucket:
     """One flat tensor and its views.
 
     Attributes:
-        layout: what it holds.
-        parameters: its parameters, in order.
+        layout: of the parameters.
+        parameters: in order.
         flat: 1-D, the gradients and the tail.
         views: a view of ``flat`` per parameter, with its shape and, when dense, its strides.
         flags: the tail of ``flat``.
@@ -108,15 +108,10 @@ class Bucket:
 
 
 def view_like(flat: Tensor, offset: int, tensor: Tensor) -> Tensor:
-    """Return a view of a 1-D tensor with another tensor's shape.
+    """Return a view of a 1-D tensor from an offset on, with another tensor's shape.
 
-    It has the tensor's strides too when these are dense (as after ``channels_last`` or a
+    The view has the tensor's strides too when these are dense (as after ``channels_last`` or a
     transposition); otherwise it is contiguous.
-
-    Args:
-        flat: 1-D.
-        offset: where the view starts.
-        tensor: whose shape and strides to take.
     """
     piece = flat[offset : offset + tensor.numel()]
     if is_dense(tensor):

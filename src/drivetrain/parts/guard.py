@@ -1,6 +1,6 @@
 """Parameters whose values are elsewhere or on their way: a touch brings them, or is refused.
 
-The parameter object stays the one that the user's model, optimizers and lists hold; only its class
+The parameter object is still the object of the user's model, optimizers and lists; only its class
 changes while its values are away. A class with ``__torch_function__`` sees every use from Python:
 nobody reads memory that is freed or half written, and facts such as the shape cost nothing. When
 the values are there the class is ``nn.Parameter`` again and nothing is in the way of a forward.
@@ -70,12 +70,9 @@ def is_guarded(value: object) -> bool:
 
 
 def writes(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a use writes into a guarded parameter, which needs no look at the values.
+    """Return whether a use (``copy_``, ``+=``, an initializer) writes into a guarded parameter.
 
-    Args:
-        function: what is called: ``copy_``, ``+=``, an initializer, the setter of ``data``.
-        args: its arguments; functions that write do so into the first.
-        kwargs: its arguments by name.
+    Functions that write do so into their first argument, and need no look at the values.
     """
     if not writes_first(function):
         return False

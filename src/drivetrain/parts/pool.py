@@ -1,6 +1,6 @@
 """Byte buffers of one constant size, lent and reused: ZeRO-R's constant buffers.
 
-However large a model is, what is fused for one message is cut to one size, and a fixed number of
+However large a model is, tensors fused for one message are cut to one size, and a fixed number of
 buffers serves a whole run. Memory does not grow with the model, and the allocator has no holes to
 fill.
 """
@@ -14,13 +14,9 @@ from drivetrain.errors import UsageError
 class BufferPool:
     """Lends contiguous buffers of ``nbytes`` each, ``capacity_buffers`` at most on each device.
 
-    A buffer is allocated when it is first needed. The one that was given back longest ago is lent
-    next, which leaves work that still reads a buffer the most time; the pool itself waits for
-    nothing, so a buffer is given back when nothing reads it any more. One thread at a time.
-
-    Args:
-        capacity_buffers: how many buffers there may be on one device.
-        nbytes: size of each.
+    A buffer is allocated when it is first needed. The buffer that was given back longest ago is
+    lent next, to leave work that still reads a buffer the most time. The pool itself waits for
+    nothing: a buffer is given back when nothing reads it any more. One thread at a time.
 
     Raises:
         UsageError: a capacity or size below 1.
@@ -51,7 +47,7 @@ class BufferPool:
             device: where the buffer lies.
 
         Returns:
-            A 1-D view (numel,) of a buffer; its values are whatever was there.
+            A 1-D view (numel,) of a buffer; its values are arbitrary.
 
         Raises:
             UsageError: the elements do not fit into a buffer of the constant size.
@@ -73,10 +69,7 @@ class BufferPool:
         return buffer[:whole].view(dtype)[:numel]
 
     def give_back(self, tensor: Tensor) -> None:
-        """Take a lent buffer back.
-
-        Args:
-            tensor: what ``take`` returned, or any view of it.
+        """Take a lent buffer back, given as the result of ``take`` or any view of it.
 
         Raises:
             UsageError: the tensor is not in a buffer that is lent now.
@@ -108,7 +101,7 @@ class LentBuffers:
 
     Args:
         in_flight: how many may be lent at once; 0: none are.
-        nbytes: size of those that are kept for lending.
+        nbytes: size of the pool's buffers.
         device: where they live.
     """
 

@@ -24,7 +24,7 @@ def replicate(
     Args:
         tensors: any shapes and strides, expanded ones too; the same on every rank.
         communicator: over the ranks that hold a copy.
-        label: what the error says if it fails.
+        label: name of the messages in errors.
         source: index on the axis of the rank that has the right values.
     """
     if communicator.size == 1:

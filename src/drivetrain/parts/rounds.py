@@ -1,9 +1,9 @@
 """Notices where a synchronised backward begins and ends, from the hooks of its parameters.
 
-A round begins with the first gradient of a backward. It ends with whichever comes first: a callback
-of the autograd engine at the end of that backward, the strategy's own call after it, or the next
-round, when an exception cut this one short. Backward inside a custom function's backward (reentrant
-checkpointing) belongs to the round around it.
+A round begins with the first gradient of a backward. The end is whichever comes first: a callback
+of the autograd engine at the end of the backward, the strategy's own call after it, or the next
+round, after an exception. Backward inside a custom function's backward (reentrant checkpointing)
+belongs to the round around it.
 """
 
 import sys
@@ -23,7 +23,7 @@ class Rounds:
 
     Args:
         begin: called when a round begins.
-        end: called when it ends; must send what was not sent.
+        end: called when a round ends; must send the rest.
 
     Attributes:
         count: rounds begun so far.

@@ -25,7 +25,7 @@ def check_fits(
     Args:
         reader: the checkpoint.
         expected: global shape of every parameter and buffer by (name, "").
-        held: (index of an optimizer, name of a parameter that it holds).
+        held: (index of an optimizer, name of its parameter).
 
     Raises:
         CheckpointError: lists the first differing names and shapes.
@@ -44,8 +44,8 @@ def describe_difference(expected: Shapes, found: Shapes, *, first: int = 8) -> s
     """Return a message with the first differing names and shapes, "" when nothing differs.
 
     Args:
-        expected: what the model and its optimizers have: (name, state) -> global shape.
-        found: what the checkpoint has.
+        expected: (name, state) -> global shape in the model and its optimizers.
+        found: the same in the checkpoint.
         first: how many differences of each kind are listed.
     """
     missing = [label(*key) for key in expected if key not in found]
@@ -111,7 +111,7 @@ class ReplicatedState:
 
     Args:
         model: the user's model.
-        optimizers: those that hold its parameters.
+        optimizers: of its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -125,8 +125,8 @@ class ReplicatedState:
     def shards(self, rank: int, size: int) -> Iterator[Shard]:
         """Yield this rank's share: whole tensors, the largest first to the rank with least.
 
-        Buffers are rank 0's: between two steps a rank's own may differ, and rank 0's are those
-        that the next step starts with.
+        Buffers are rank 0's: between two steps ranks may differ, and the next step starts with the
+        values of rank 0.
         """
         entries = list(self._tensors())
         buffers = persistent_buffers(self._model)

@@ -1,9 +1,9 @@
 """Whether an optimizer may step pieces of a parameter: asked of itself, by experiment.
 
-An element-wise optimizer gives the same result for a matrix and for its pieces. One that looks at
-whole matrices (Muon, Shampoo, Adafactor, LAMB) does not, and one that looks at all parameters at
-once (LBFGS) does not even for whole matrices. So a copy of the optimizer steps small tensors both
-ways, and the results are compared. No list of names has to be kept.
+An element-wise optimizer gives the same result for a matrix and for its pieces. Optimizers that
+look at whole matrices (Muon, Shampoo, Adafactor, LAMB) do not, and optimizers that look at all
+parameters at once (LBFGS) do not even for whole matrices. So a copy of the optimizer steps small
+tensors both ways, and the results are compared. No list of names has to be kept.
 """
 
 from collections import OrderedDict, defaultdict
@@ -36,8 +36,9 @@ def steps_pieces(optimizer: Optimizer) -> bool:
 def steps_rows(optimizer: Optimizer) -> bool:
     """Return whether stepping slices of its parameters is stepping the parameters.
 
-    Slices along the dim that is outermost in memory: rows of a matrix, and where the optimizer has
-    such parameters, ranges of a vector, and columns of what is transposed or has one row only.
+    The slices are along the dim that is outermost in memory: rows of a matrix, and where the
+    optimizer has such parameters, ranges of a vector, and columns of a transposed matrix or of a
+    single row.
     """
     held = [TensorSpec.of("", p) for group in optimizer.param_groups for p in group["params"]]
     matrix = _matrix(0)

@@ -31,7 +31,7 @@ def wrap_forward(module: nn.Module, key: str, around: AroundForward) -> None:
     Args:
         module: changed in place; ``unwrap_forward`` undoes it. If it is wrapped under this key
             already, the older wrapping is taken off first.
-        key: of the module's ``__dict__``, one for each purpose; the forward before lies under it.
+        key: of the module's ``__dict__``, a key for each purpose; holds the forward from before.
         around: called instead of the forward, with the module itself or a copy of it.
     """
     unwrap_forward(module, key)

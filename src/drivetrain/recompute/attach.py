@@ -1,8 +1,7 @@
 """Chooses the modules that are recomputed, and puts a recomputing forward into them.
 
-The forward stands in a module's own ``__dict__``, and is taken out again by ``restore``. Only
-``forward`` is replaced, so hooks on the block, as strategies set them, run once per forward and
-stay outside of what is recomputed.
+The forward stands in a module's own ``__dict__``, and is taken out again by ``restore``. Hooks on
+the block, as strategies set them, run once per forward and are not recomputed.
 """
 
 import functools

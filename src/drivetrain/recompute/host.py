@@ -6,8 +6,9 @@ are on their way at once, each way, which bounds the device memory that copies t
     forward of block   i       i+1     i+2            backward of block   i+1     i
     leaving            i-1, i  i, i+1  i+1, i+2       coming              i       i-1
 
-The compute stream waits for what leaves when a third call begins, and so never waits where copies
-are faster than blocks. The inputs that left last are still on the device when backward begins.
+When a third call begins, the compute stream waits for the oldest copies to leave: so it never waits
+where copies are faster than blocks. The inputs that left last are still on the device when backward
+begins.
 """
 
 import weakref

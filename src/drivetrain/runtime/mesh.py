@@ -26,8 +26,8 @@ class Axis:
         ranks: the global ranks of this rank's line along the axis.
         hosts: host name of each of these ranks.
         group: the process group of the line; None when the size is 1 or nothing was started.
-        streams: numbers those who send messages on the group, so that they can tell theirs apart;
-            every rank must take numbers in the same order.
+        streams: numbers for the senders on the group, to tell their messages apart; every rank must
+            take numbers in the same order.
     """
 
     name: str

@@ -23,9 +23,7 @@ _WORDS = {dtype: word for word, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """The dtypes of one run.
-
-    Make it with ``of`` or ``configured``, which check that the dtypes fit together.
+    """The dtypes of one run, made with ``of`` or ``configured``, which check them.
 
     Attributes:
         name: the policy as configured.
@@ -59,8 +57,8 @@ class Precision:
             name: no, bf16 or fp16.
             param: dtype in which forward reads matrices: None, or the name's own.
             reduce: dtype of gradients on the wire: None, bf16, fp16 (with the name fp16) or fp32.
-            master: ``auto`` keeps an fp32 master of what ``param`` converts; ``torch.float32`` also
-                of parameters that are given in a low dtype; None keeps no master.
+            master: ``auto`` keeps an fp32 master of parameters that ``param`` converts;
+                ``torch.float32`` also of parameters given in a low dtype; None keeps no master.
 
         Raises:
             ConfigError: an unknown name, or dtypes that do not fit together.
@@ -103,27 +101,19 @@ class Precision:
         return self.compute is torch.float16
 
     def forward_dtype(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.dtype:
-        """Return the dtype in which forward reads a parameter.
+        """Return the dtype in which forward reads a parameter of this shape, given in this dtype.
 
         Norm weights, biases and other vectors keep their dtype, and so do parameters in anything
         but fp32.
-
-        Args:
-            dtype: as the user gave the parameter.
-            shape: the parameter's shape.
         """
         if self.param is None or dtype is not torch.float32 or len(shape) < 2:
             return dtype
         return self.param
 
     def master_dtype(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.dtype:
-        """Return the dtype in which the optimizer updates a parameter.
+        """Return the dtype in which the optimizer updates a parameter given in this dtype.
 
-        Without a master copy that is the dtype in which forward reads it.
-
-        Args:
-            dtype: as the user gave the parameter.
-            shape: the parameter's shape.
+        Without a master copy the optimizer updates the parameter as forward reads it.
         """
         read = self.forward_dtype(dtype, shape)
         given_low = read is dtype
@@ -132,22 +122,16 @@ class Precision:
         return self.master
 
     def reduce_dtype(self, forward_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the gradients of such parameters cross ranks.
+        """Return the dtype in which gradients cross ranks, by the dtype in which forward reads.
 
-        Args:
-            forward_dtype: the dtype in which forward reads the parameters; fp64, complex numbers
-                and integers are sent as they are.
+        Those of fp64, complex numbers and integers are sent as they are.
         """
         if self.reduce is None or forward_dtype not in (torch.float32, *LOW):
             return forward_dtype
         return self.reduce
 
     def accumulate_dtype(self, forward_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the gradients of several micro-batches are added up.
-
-        Args:
-            forward_dtype: the dtype in which forward reads the parameters.
-        """
+        """Return the dtype that sums gradients of parameters that forward reads in a dtype."""
         return torch.float32 if forward_dtype in LOW else forward_dtype
 
     def refuse(self, strategy: str, *names: str, instead: str) -> None:
@@ -155,7 +139,7 @@ class Precision:
 
         Args:
             strategy: its name.
-            names: what it does not honour: ``param``, ``reduce``, ``master``.
+            names: of the dtypes that it does not honour: ``param``, ``reduce``, ``master``.
             instead: the way out.
 
         Raises:

@@ -64,8 +64,8 @@ def restore(state: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Set the generators to a captured state.
 
     Returns:
-        The keys that this process has no generator for: ``numpy`` while NumPy is not loaded,
-        ``accelerator`` on a machine without one. The caller decides whether that matters.
+        The keys without a generator in this process: ``numpy`` while NumPy is not loaded,
+        ``accelerator`` on a machine without one.
 
     Raises:
         UsageError: a key is unknown.

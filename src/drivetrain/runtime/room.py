@@ -23,7 +23,7 @@ _KINDS = {
 def host_room() -> int:
     """Return the bytes of host memory that this process may still take.
 
-    That is what the machine has available, or less where a control group sets a limit.
+    The machine has them available, and no control group sets a lower limit.
     """
     return min([psutil.virtual_memory().available, *group_rooms(GROUPS, MEMBERSHIP)])
 

@@ -67,8 +67,8 @@ class ScaleRule:
 class LossScaler:
     """A scale that grows after many good steps and shrinks after bad ones.
 
-    Steps are recorded per optimizer. Those of several optimizers make up one round, which ends when
-    one of them steps again; growth counts rounds.
+    Steps are recorded per optimizer. The steps of several optimizers make up one round, until one
+    of them steps again; growth counts rounds.
 
     Args:
         rule: how the scale moves.
@@ -100,13 +100,11 @@ class LossScaler:
     def unscale(
         self, pieces: Sequence[Tensor], scale: float, *, ranks: int, device: torch.device
     ) -> bool:
-        """Divide gradients in place by the scale they were made with.
-
-        Collective when ranks > 1.
+        """Divide gradients in place by their scale. Collective when ranks > 1.
 
         Args:
             pieces: gradients, on any devices.
-            scale: what they were made with.
+            scale: of the losses in their backward.
             ranks: how many ranks must agree.
             device: the device that ranks communicate from.
 
@@ -114,7 +112,7 @@ class LossScaler:
             Whether any gradient on any rank is infinite or NaN.
 
         Raises:
-            UsageError: a gradient in fp16, where dividing would lose what the scale has saved.
+            UsageError: a gradient in fp16: the division would lose the digits saved by the scale.
         """
         _refuse_fp16(pieces)
         found = torch.zeros((), device=device)
@@ -129,12 +127,9 @@ class LossScaler:
         return bool(found.item())
 
     def record(self, optimizer: int, *, overflow: bool, made_with: float) -> None:
-        """Remember how a step went, until ``update``.
+        """Remember whether a step was skipped, and the scale of its gradients, until ``update``.
 
-        Args:
-            optimizer: a number for the optimizer, the same on every rank.
-            overflow: whether the step was skipped.
-            made_with: scale of its gradients.
+        The number of the optimizer is the same on every rank.
         """
         before = self._pending.get(optimizer)
         self._pending[optimizer] = made_with if overflow else before
@@ -171,11 +166,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved scale; if the checkpoint has no scale, nothing changes.
-
-        Args:
-            state: what ``state_dict`` returned.
-        """
+        """Continue from a saved scale; if the checkpoint has no scale, nothing changes."""
         if not self._enabled or not state:
             return
         self._scale = float(state["scale"])

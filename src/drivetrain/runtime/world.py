@@ -61,8 +61,8 @@ class World:
     ) -> "World":
         """Find this process's place and join the others.
 
-        Uses the process group that is already there, else torchrun's variables, else it is a world
-        of one process without a process group.
+        The place comes from an existing process group, or else from torchrun's variables; without
+        both the world is this process alone.
 
         Args:
             cpu: compute on the CPU even when there is an accelerator.
@@ -117,8 +117,8 @@ def launched_config() -> str:
 def loopback_store(timeout: timedelta) -> TCPStore:
     """Start a store on a free port of the loopback interface.
 
-    Processes of one host find each other through it. TCPStore binds to every interface whatever
-    host it is given, unless it is handed a socket that is bound already.
+    Processes of one host find each other through it. TCPStore binds to every interface, whatever
+    the host, unless a bound socket is handed over.
     """
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import pytest
 
 from drivetrain.config import (
+    Layer,
     NestedStrategy,
-    code_layer,
+    ValueOrigin,
     mapping,
     nested_strategy,
     option,
@@ -16,6 +17,13 @@ from drivetrain.config import (
     resolve,
 )
 from drivetrain.errors import ConfigError
+
+
+def code_layer(values):
+    return Layer.of(
+        (key, value, ValueOrigin("code", f"Accelerator({key.rpartition('.')[2]}={value!r})"))
+        for key, value in values.items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,15 @@ from typing import Literal
 
 import pytest
 
-from drivetrain.config import Layer, code_layer, option, read_file, read_sets, resolve, section
+from drivetrain.config import Layer, ValueOrigin, option, read_file, read_sets, resolve, section
 from drivetrain.errors import ConfigError
+
+
+def code_layer(values):
+    return Layer.of(
+        (key, value, ValueOrigin("code", f"Accelerator({key.rpartition('.')[2]}={value!r})"))
+        for key, value in values.items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

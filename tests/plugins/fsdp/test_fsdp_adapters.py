@@ -15,7 +15,7 @@ from peft import (
 from safetensors.torch import load_file
 
 from drivetrain import Accelerator, communication
-from drivetrain.testing.huggingface import gpt2, llama, logits_of, token_batch
+from huggingface_models import gpt2, llama, logits_of, token_batch
 
 # peft asks transformers for an attribute by its old name.
 OLD_NAME = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"

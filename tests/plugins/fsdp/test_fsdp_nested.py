@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drivetrain import Accelerator, communication
-from drivetrain.testing.huggingface import gpt2, llama, logits_of, token_batch
+from huggingface_models import gpt2, llama, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 FSDP = {"name": "fsdp", "unit_from": 1}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from drivetrain import Accelerator
-from drivetrain.testing.huggingface import (
+from huggingface_models import (
     FEEDFORWARD,
     HEADS,
     VOCABULARY,

@@ -15,8 +15,8 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.naming import clean_name
 from drivetrain.sharding.hooks import users
-from drivetrain.testing.huggingface import ARCHITECTURES, bert, gpt2, llama
 from drivetrain_fsdp.units import UnitChoice, describe, unit_keys
+from huggingface_models import ARCHITECTURES, bert, gpt2, llama
 
 
 def keys_of(model, *, names_only=False, **choice):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from drivetrain import Accelerator
 from drivetrain.building import Ranges
-from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
+from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 INNER = pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])

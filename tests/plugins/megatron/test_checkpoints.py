@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.checkpoint import open_checkpoint, read_export
 from drivetrain.errors import CheckpointError, UsageError
-from drivetrain.testing.huggingface import (
+from huggingface_models import (
     ARCHITECTURES,
     VOCABULARY,
     llama,

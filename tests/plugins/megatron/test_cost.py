@@ -15,11 +15,11 @@ from drivetrain.runtime.world import World
 from drivetrain.strategy import Run as PlannedRun
 from drivetrain.testing.conformance.tcp import is_supported, sent_bytes, sent_since
 from drivetrain.testing.conformance.twins import everyone
-from drivetrain.testing.huggingface import ARCHITECTURES, WIDTH, logits_of, token_batch
 from drivetrain.traffic import Traffic
 from drivetrain_megatron import Megatron, volumes
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.volumes import Activation, RanksOfAxis
+from huggingface_models import ARCHITECTURES, WIDTH, logits_of, token_batch
 
 ROWS, TOKENS = 4, 7
 TRANSFORMERS = pytest.mark.parametrize("name", ["llama", "gpt2", "encoder"])

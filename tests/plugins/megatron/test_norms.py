@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.testing.huggingface import ARCHITECTURES, llama, logits_of, token_batch
+from huggingface_models import ARCHITECTURES, llama, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 MODELS = {**ARCHITECTURES, "llama-tied": lambda: llama(kv_heads=1, tied=True)}

@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.errors import RankMismatchError
-from drivetrain.testing.huggingface import llama, token_batch
+from huggingface_models import llama, token_batch
 
 
 def prepared(**options):

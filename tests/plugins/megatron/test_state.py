@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, UsageError
 from drivetrain.checkpoint import ExportedWeights
-from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
+from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 CELLS = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.testing.huggingface import ARCHITECTURES, VOCABULARY, logits_of, token_batch
+from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
 ROOT = Path(__file__).parents[3]
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

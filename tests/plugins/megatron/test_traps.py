@@ -75,9 +75,9 @@ from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.facade.options import GradScalerKwargs
 from drivetrain.testing.conformance.twins import everyone
-from drivetrain.testing.huggingface import VOCABULARY, gpt2, llama, logits_of, token_batch
 from drivetrain_megatron.pipeline.interpreter import Interpreter
 from drivetrain_megatron.tensor.logits import ShardedLogits
+from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, ConfigError, RankMismatchError, UsageError
 from drivetrain.testing.conformance.twins import everyone
-from drivetrain.testing.huggingface import VOCABULARY, gpt2, llama, logits_of, token_batch
+from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 TIMEOUT_S = 4

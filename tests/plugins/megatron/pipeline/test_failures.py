@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.testing.huggingface import VOCABULARY, gpt2, logits_of, token_batch
+from huggingface_models import VOCABULARY, gpt2, logits_of, token_batch
 
 SOON_S = 20
 
@@ -82,7 +82,7 @@ import os, signal, sys
 import torch
 from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError
-from drivetrain.testing.huggingface import gpt2, token_batch
+from huggingface_models import gpt2, token_batch
 
 torch.manual_seed(0)
 accelerator = Accelerator(

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.testing.huggingface import VOCABULARY, gpt2, llama, logits_of, token_batch
+from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 SAVED, LAST = 2, 4

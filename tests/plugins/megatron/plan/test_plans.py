@@ -11,7 +11,7 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError
 from drivetrain.testing.conformance.twins import everyone
-from drivetrain.testing.huggingface import ARCHITECTURES, llama, logits_of, token_batch
+from huggingface_models import ARCHITECTURES, llama, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 ATTENTION = {

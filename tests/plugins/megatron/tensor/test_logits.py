@@ -14,13 +14,13 @@ from drivetrain.collectives import connect
 from drivetrain.errors import UsageError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
-from drivetrain.testing.huggingface import llama, token_batch
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.logits import ShardedLogits
 from drivetrain_megatron.tensor.partition import Partition, even, packed
 from drivetrain_megatron.tensor.sequence import Edges
+from huggingface_models import llama, token_batch
 
 WORDS = 97
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
