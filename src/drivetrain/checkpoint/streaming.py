@@ -1,7 +1,7 @@
 """Gives a model built without memory the values of an exported model, tensor by tensor."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from drivetrain.checkpoint.export import INDEX, SINGLE
 from drivetrain.checkpoint.manifest import basename
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
-from drivetrain.parts.naming import clean_name, persistent_buffers
+from drivetrain.parts.naming import all_names, named_parameters, persistent_buffers
 
 logger = get_logger(__name__)
 
@@ -66,7 +66,8 @@ class StreamedWeights:
     def __init__(self, weights: ExportedWeights, model: nn.Module, others: WeightSource) -> None:
         self._weights = weights
         self._others = others
-        self._tensors, names = _tensors(model)
+        self._tensors = {**named_parameters(model), **persistent_buffers(model)}
+        names = {name: each for name, each in all_names(model).items() if name in self._tensors}
         self._sources = {
             name: next((alias for alias in names[name] if alias in weights.shapes), None)
             for name in self._tensors
@@ -121,28 +122,6 @@ class StreamedWeights:
                 )
 
 
-def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """Return the tensors of a state dict by first name, and all the names of each."""
-    buffers = persistent_buffers(model)
-    first: dict[int, str] = {}
-    tensors: dict[str, Tensor] = {}
-    names: dict[str, list[str]] = {}
-    kept = {id(buffer) for buffer in buffers.values()}
-    for raw, tensor in _every(model):
-        if isinstance(tensor, nn.Parameter) or id(tensor) in kept:
-            name = first.setdefault(id(tensor), clean_name(raw))
-            tensors.setdefault(name, tensor)
-            names.setdefault(name, []).append(clean_name(raw))
-    return tensors, names
-
-
-def _every(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-
-
 def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
@@ -168,7 +147,14 @@ def read_export(path: Path) -> Iterator[tuple[str, Tensor]]:
             a file outside the directory.
     """
     for file, names in export_files(path).items():
-        yield from _read(file, names)
+        try:
+            with safe_open(file, framework="pt") as content:
+                for name in content.keys() if names is None else names:
+                    yield name, content.get_tensor(name).clone()
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{file} is not whole: {error}; export the model again"
+            ) from error
 
 
 def export_files(path: Path) -> dict[Path, list[str] | None]:
@@ -207,12 +193,3 @@ def _weight_map(index: Path) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"expected weight_map in {index} to be a mapping, found {found!r}")
     return found
-
-
-def _read(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys() if names is None else names:
-                yield name, file.get_tensor(name).clone()
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not whole: {error}; export the model again") from error

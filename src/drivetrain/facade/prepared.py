@@ -17,7 +17,7 @@ from drivetrain.data import PreparedLoader
 from drivetrain.errors import CheckpointError, ConfigError, UsageError
 from drivetrain.facade.dtypes import restore_forward
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
-from drivetrain.parts.naming import clean_name, named_parameters
+from drivetrain.parts.naming import all_names, clean_name, named_parameters
 from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Strategy
@@ -155,14 +155,8 @@ class PreparedModel:
 
     def aliases(self) -> dict[str, str]:
         """Return the further names of tied parameters and buffers -> the first name of each."""
-        first: dict[int, str] = {}
-        aliases = {}
-        for named in (self.module.named_parameters, self.module.named_buffers):
-            for name, tensor in named(remove_duplicate=False):
-                kept = first.setdefault(id(tensor), clean_name(name))
-                if kept != clean_name(name):
-                    aliases[clean_name(name)] = kept
-        return aliases
+        names = all_names(self.module)
+        return {name: first for first, each in names.items() for name in each if name != first}
 
     def converted(self, reader: ModelReader, world: World) -> str:
         """Return which weights a load had to convert, "" when none. Collective.

@@ -18,6 +18,17 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {clean_name(name): parameter for name, parameter in model.named_parameters()}
 
 
+def all_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each distinct parameter and buffer, by the first name."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            kept = first.setdefault(id(tensor), clean_name(name))
+            names.setdefault(kept, []).append(clean_name(name))
+    return names
+
+
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the distinct buffers that a state dict would hold."""
     fleeting = set(_fleeting(model))

@@ -6,7 +6,7 @@ neighbours and share a host where they can.
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch.distributed as dist
@@ -237,11 +237,4 @@ def _start(axis: Axis, lines: Iterable[tuple[int, ...]], world: World) -> Axis:
         group = dist.new_group(list(line), timeout=world.timeout)
         if world.rank in line:
             mine = group
-    return Axis(
-        name=axis.name,
-        size=axis.size,
-        rank=axis.rank,
-        ranks=axis.ranks,
-        hosts=axis.hosts,
-        group=mine,
-    )
+    return replace(axis, group=mine)
