@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
 
 class Handle(Protocol):
     """An operation under way."""
@@ -121,7 +123,7 @@ class Staging:
         self.chunks = list(itertools.pairwise([0, *ends]))
 
 
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+def copy_all(targets: Tensors, sources: Tensors) -> None:
     """Copy many tensors at once; there may be none."""
     if targets:
         torch._foreach_copy_(targets, sources)

@@ -15,7 +15,7 @@ that take different paths end with an error that names the units.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -68,8 +68,8 @@ class UsualOrder:
         self._latest.clear()
         self._times.clear()
 
-    def needed(self, phase: str, unit: Unit) -> Need:
-        """Note that a unit is needed now; return the need."""
+    def needed(self, phase: str, unit: Unit, count: int) -> list[Unit]:
+        """Note a need; return the units that followed it the last time, so many at most."""
         self._times[phase, unit] += 1
         need, before = Need(phase, unit, self._times[phase, unit]), self._latest.get(phase)
         if before is not None:
@@ -78,10 +78,6 @@ class UsualOrder:
         if phase == "forward" and unit.layout.key != ROOT:
             self._forward.pop(unit, None)
             self._forward[unit] = None
-        return need
-
-    def after(self, need: Need, count: int) -> list[Unit]:
-        """Return the units that followed a need the last time, so many at most."""
         found: list[Unit] = []
         following = self._next.get(need)
         while following is not None and len(found) < count:
@@ -138,7 +134,8 @@ class Gather:
         self._viewed: set[Unit] = set()
         self._keeping = False
         self._order = UsualOrder()
-        self._forwards: list[tuple[object, AbstractContextManager[Any]]] = []
+        self._forwards: list[object] = []  # those under way, the outermost first
+        self._saving: saved_tensors_hooks | None = None  # during the outermost
         self._cleaning = False
         for unit in units:
             unit.absent = AbsentGuard(unit, self)
@@ -156,7 +153,7 @@ class Gather:
         if self.in_forward:  # nobody would free a unit that was started ahead between steps
             grad = torch.is_grad_enabled()
             phase = "backward" if in_backward() else "forward" if grad else "evaluation"
-            for following in self._order.after(self._order.needed(phase, unit), self._ahead):
+            for following in self._order.needed(phase, unit, self._ahead):
                 if not following.live:
                     if self._full():
                         break
@@ -299,9 +296,10 @@ class Gather:
 
     def enter(self, owner: object) -> None:
         """Begin the forward of the model or of a unit's module; the outermost one counts."""
-        context = nullcontext() if self.in_forward else self.saving()
-        context.__enter__()
-        self._forwards.append((owner, context))
+        if not self.in_forward:
+            self._saving = self.saving()
+            self._saving.__enter__()
+        self._forwards.append(owner)
 
     def leave(self, owner: object = None) -> None:
         """End a forward and all forwards inside that an exception cut short; without owner, all.
@@ -309,11 +307,12 @@ class Gather:
         Until backward, what is still whole is used through guards only: the values that a loss
         reads from such a unit must be saved without values, too.
         """
-        found = owner is None or any(entered is owner for entered, _ in self._forwards)
+        found = owner is None or owner in self._forwards
         while found and self._forwards:
-            entered, context = self._forwards.pop()
-            context.__exit__(None, None, None)
-            found = entered is not owner
+            found = self._forwards.pop() is not owner
+        if self._saving is not None and not self._forwards:
+            self._saving.__exit__()
+            self._saving = None
         if not self.in_forward:
             self._viewed.clear()
             for unit in self.units:

@@ -11,13 +11,13 @@ low precision are added up in fp32. With replicas, the reduce-scatter adds up wi
 share the unit, and an all-reduce of the owned pieces adds up over the replicas.
 """
 
-import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
 
 from drivetrain.collectives import Handle
+from drivetrain.collectives.handles import Tensors, copy_all
 from drivetrain.errors import UsageError
 from drivetrain.runtime.precision import Precision
 from drivetrain.sharding.layout import offsets_in_bytes
@@ -52,7 +52,8 @@ class FlatGradients:
         self.filled: set[ParameterSlot] = set()
         self._total = total
         self._owned = [slot for slot in flat.slots if slot.owned_numel]
-        self._range = slice(*flat.pieces[rank][0]) if len(flat.pieces[rank]) == 1 else None
+        self._pieces = [slice(start, stop) for start, stop in flat.pieces[rank]]
+        self._lengths = [stop - start for start, stop in flat.pieces[rank]]
         self._stays = stays
         self._kept: Tensor | None = None
         self._replica_sum: Tensor | None = None
@@ -72,12 +73,11 @@ class FlatGradients:
                 "autograd; use torch.autograd.grad for gradients of gradients, and sparse=False "
                 "for embeddings"
             )
-        buffer = self._there()
         if slot in self.filled:
-            self.buffer = buffer = buffer.to(self._total)  # a sum is about to be made
-            slot.view(buffer).add_(grad, alpha=scale)
+            self.buffer = self._there().to(self._total)  # a sum is about to be made
+            slot.view(self.buffer).add_(grad, alpha=scale)
         else:
-            torch.mul(grad, scale, out=slot.view(buffer))  # one pass over memory
+            torch.mul(grad, scale, out=slot.view(self._there()))  # one pass over memory
             self.filled.add(slot)
         slot.parameter.grad = None
 
@@ -95,7 +95,7 @@ class FlatGradients:
 
     def set_aside(self) -> None:
         """Save gradients that lie in the buffer and were not cleared: this round adds to them."""
-        if self._kept is not None and self._in_buffer(self._kept):
+        if self._kept is not None and _share(self._kept, self.buffer):
             self._move(self._kept)
 
     def drop(self, slots: Collection[ParameterSlot]) -> None:
@@ -116,35 +116,29 @@ class FlatGradients:
 
     # --- reducing ---
 
-    def fill_gaps(self) -> list[ParameterSlot]:
-        """Write zeros where no gradient came; return the parameters."""
-        missing = []
+    def outgoing(self) -> Tensor:
+        """Return the gradients to reduce, 1-D, in the dtype of the wire; zeros where none came."""
+        buffer = self._there()
         for slot in self.flat.slots:
             if slot not in self.filled:
-                slot.view(self._there()).zero_()
-                missing.append(slot)
+                slot.view(buffer).zero_()
         self.filled.clear()
-        return missing
-
-    def outgoing(self) -> Tensor:
-        """Return what is to be reduced, 1-D: the buffer, in the dtype of the wire."""
-        return self._there().to(self.wire)
+        return buffer.to(self.wire)
 
     def keep_owned(self, sent: Tensor) -> None:
-        """Keep this rank's ranges of the mean over ranks; the rest is of no use."""
-        self._keep([sent[slot.own] for slot in self._owned], sent)
+        """Keep this rank's pieces of the mean over ranks; the rest is of no use."""
+        self._keep([sent[piece] for piece in self._pieces])
 
     def add_to_replica_sum(self, sent: Tensor) -> None:
-        """Add this rank's ranges to the sum that is to cross to the replicas."""
-        ranges, total = [sent[slot.own] for slot in self._owned], self._replica_sum
+        """Add this rank's pieces to the sum that is to cross to the replicas."""
+        total, pieces = self._replica_sum, [sent[piece] for piece in self._pieces]
         if total is None:
             total = torch.empty(self.flat.owned, dtype=self._total, device=sent.device)
-            if ranges:
-                torch._foreach_copy_([total[slot.local] for slot in self._owned], ranges)
+            copy_all(total.split_with_sizes(self._lengths), pieces)
             self._replica_sum = total
         else:
-            for slot, values in zip(self._owned, ranges, strict=True):
-                total[slot.local].add_(values)
+            for place, piece in zip(total.split_with_sizes(self._lengths), pieces, strict=True):
+                place.add_(piece)
 
     def crossing(self) -> Tensor:
         """Return what is to be added up over replicas, 1-D, in place."""
@@ -153,44 +147,42 @@ class FlatGradients:
         return self._replica_sum.to(self.wire)
 
     def keep_crossed(self, crossed: Tensor) -> None:
-        """Keep what was added up over replicas."""
-        self._keep([crossed[slot.local] for slot in self._owned], None)
+        """Keep the sum over replicas."""
+        self._keep(crossed.split_with_sizes(self._lengths))
         self._replica_sum = None
 
     # --- keeping ---
 
-    def _in_buffer(self, kept: Tensor) -> bool:
-        return self.buffer is not None and _shares(kept, self.buffer)
-
-    def _keep(self, ranges: list[Tensor], sent: Tensor | None) -> None:
-        """Add ranges, one for each owned parameter, to the gradients of fragments, or keep them."""
+    def _keep(self, pieces: Tensors) -> None:
+        """Add this rank's pieces to the gradients of fragments; keep them where there is none."""
         having = self.flat.with_gradients()
         if not having:
-            self._kept = self._kept_anew(ranges, sent)
+            self._keep_anew(pieces)
             return
         for slot in having:
             self._follow(slot)
         self.to_sum_dtype()
         if self._kept is not None:
-            for slot, values in zip(self._owned, ranges, strict=True):
+            fresh = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            for slot in self._owned:
+                kept, values = self._kept[slot.local], fresh[slot.local]
                 if slot in having:
-                    self._kept[slot.local].add_(values.to(self._kept.device))
+                    kept.add_(values.to(kept.device))
                 else:
-                    self._kept[slot.local].copy_(values)
+                    kept.copy_(values)
 
-    def _kept_anew(self, ranges: list[Tensor], sent: Tensor | None) -> Tensor:
-        flat, kept, device = self.flat, self._kept, self.flat.gradient_device
+    def _keep_anew(self, pieces: Tensors) -> None:
+        flat, device = self.flat, self.flat.gradient_device
         # The first gradient of a window waits as it came where a store has the master.
         dtype = self.wire if flat.masters_left else self._total
-        if self._stays and sent is not None and sent is self.buffer and self._range is not None:
-            in_place = sent[self._range]
-            if in_place.device == device and in_place.dtype is dtype:
-                return in_place
-        if kept is None or kept.dtype is not dtype or self._in_buffer(kept):
-            kept = torch.empty(flat.owned, dtype=dtype, device=device)
-        if ranges:
-            torch._foreach_copy_([kept[slot.local] for slot in self._owned], ranges)
-        return kept
+        kept = self._kept
+        in_place = self._stays and len(pieces) == 1 and _share(pieces[0], self.buffer)
+        if in_place and pieces[0].device == device and pieces[0].dtype is dtype:
+            self._kept = pieces[0]
+            return
+        if kept is None or kept.dtype is not dtype or _share(kept, self.buffer):
+            self._kept = kept = torch.empty(flat.owned, dtype=dtype, device=device)
+        copy_all(kept.split_with_sizes(self._lengths), pieces)
 
     def to_sum_dtype(self) -> None:
         """Keep gradients in the dtype of sums: they are about to be changed in place."""
@@ -207,14 +199,14 @@ class FlatGradients:
         kept, self._kept = self._kept, None
         if kept is not None:
             self._move(kept)
-            if self._in_buffer(kept):
+            if _share(kept, self.buffer):
                 self.buffer = None
 
     # --- handing out ---
 
     def hand_out(self, slot: ParameterSlot) -> None:
         """Give a parameter's fragment its gradient."""
-        fragment = self.flat.fragment(slot)
+        fragment = self.flat.fragment(slot) if slot.owned_numel else None
         if fragment is None or self._kept is None:
             return
         piece = slot.piece(self._kept)
@@ -228,12 +220,15 @@ class FlatGradients:
         Elements that nobody changed keep the digits that the fragment's dtype has no room for.
         """
         grad = self.flat.fragments[slot].grad
-        if grad is not None and self._kept is not None and not _shares(grad, self._kept):
+        if grad is not None and self._kept is not None and not _share(grad, self._kept):
             piece = slot.piece(self._kept)
             piece.copy_(torch.where(piece.to(grad.dtype) == grad, piece, grad))
 
 
-def _shares(one: Tensor, other: Tensor) -> bool:
+def _share(one: Tensor, other: Tensor | None) -> bool:
+    """Return whether two tensors lie in the same memory."""
+    if other is None:
+        return False
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
@@ -248,6 +243,7 @@ class UnitGradients:
 
     Attributes:
         flats: the gradients of each of its flat tensors.
+        of: those that each parameter's gradient belongs to.
         awaited: the parameters with a gradient to come in this round.
         came: the parameters whose gradients have come in this round.
         pending: how many gradients are still to come.
@@ -272,21 +268,26 @@ class UnitGradients:
             dtype = flat.layout.dtype
             wire, total = precision.reduce_dtype(dtype), precision.accumulate_dtype(dtype)
             self.flats.append(FlatGradients(flat, ranks.sharing.rank, wire, total, stays=stays))
-        self._of = {slot: flat for flat in self.flats for slot in flat.flat.slots}
+        self.of = {slot: flat for flat in self.flats for slot in flat.flat.slots}
         self._label = f"gradients of {unit.label}"
-        self._trained: list[bool] = []
         self._active: list[FlatGradients] = []
-        self._starts: list[int] = []
+        self._opened_for: list[ParameterSlot] = []
+        self._starts = [0]
         self._lent: Tensor | None = None
         self._sent: list[tuple[FlatGradients, Tensor]] = []
         self._crossing: list[tuple[FlatGradients, Tensor, Handle]] = []
 
     def begin(self) -> bool:
         """Begin a round; return whether any gradient is expected."""
-        self.awaited = [slot for slot in self.unit.slots if slot.parameter.requires_grad]
+        self.awaited = self._trained()
         self.pending = len(self.awaited)
         self.came.clear()
         return self.pending > 0
+
+    def _trained(self) -> list[ParameterSlot]:
+        # A guarded parameter answers slowly, and here every one is asked.
+        with torch._C.DisableTorchFunctionSubclass():
+            return [slot for slot in self.unit.slots if slot.parameter.requires_grad]
 
     @property
     def done(self) -> bool:
@@ -295,29 +296,27 @@ class UnitGradients:
 
     # --- filling ---
 
-    def open(self, lend: Callable[[int], Tensor] | None) -> None:
-        """Make a buffer of so many bytes ready that ``lend`` lends; None: the ones that stay."""
-        self.opened = True
-        trained = [slot.parameter.requires_grad for slot in self.unit.slots]
-        if trained != self._trained:
-            self._trained = trained
-            active = self.of(itertools.compress(self.unit.slots, trained))
+    def buffer_nbytes(self) -> int:
+        """Return the bytes of a buffer for gradients of the parameters that are trained now."""
+        trained = self._trained()
+        if trained != self._opened_for:
+            self._opened_for = trained
+            active = {self.of[slot] for slot in trained}
             self._active = [flat for flat in self.flats if flat in active]
             self._starts = offsets_in_bytes(flat.nbytes for flat in self._active)
-        if lend is not None:
-            self._lent = lend(self._starts[-1])
-            for flat, start in zip(self._active, self._starts, strict=False):
-                flat.buffer = self._lent[start : start + flat.nbytes].view(flat.wire)
-            return
-        for flat in self._active:
-            if flat.buffer is None:
+        return self._starts[-1]
+
+    def open(self, lent: Tensor | None) -> None:
+        """Let gradients arrive in a lent buffer, or, without one, in the buffers that stay."""
+        self.opened = True
+        self._lent = lent
+        for flat, start in zip(self._active, self._starts, strict=False):
+            if lent is not None:
+                flat.buffer = lent[start : start + flat.nbytes].view(flat.wire)
+            elif flat.buffer is None:
                 flat.buffer = torch.zeros_like(flat.flat.values, dtype=flat.wire)
             else:
                 flat.set_aside()
-
-    def receive(self, slot: ParameterSlot, grad: Tensor, scale: float) -> None:
-        """Move a gradient into its flat tensor's buffer, times a scale."""
-        self._of[slot].receive(slot, grad, scale)
 
     def forget(self, slots: Collection[ParameterSlot]) -> Tensor | None:
         """Drop what was received and not handed out; return a lent buffer if nothing is left."""
@@ -332,16 +331,12 @@ class UnitGradients:
 
     def send(self) -> None:
         """Send the buffers on their way; parameters without a gradient count as zeros."""
-        missing: set[ParameterSlot] = set()
-        parts: list[list[Tensor]] = [[] for _ in range(self._reducing.size)]
-        self._sent = []
+        parts = self.unit.no_parts()
         for flat in self._active:
-            missing.update(flat.fill_gaps())
+            self.present |= flat.filled
             sent = flat.outgoing()
             self._sent.append((flat, sent))
-            for rank, owned in enumerate(flat.flat.cut(sent)):
-                parts[rank] += owned
-        self.present |= set(self.awaited) - missing
+            flat.flat.add_parts(sent, parts)
         self.reduction = self._reducing.reduce_parts(parts, label=self._label)
 
     def keep_owned(self, *, replicate: bool) -> Tensor | None:
@@ -387,13 +382,13 @@ class UnitGradients:
 
     # --- handing out ---
 
-    def of(self, slots: Iterable[ParameterSlot]) -> set[FlatGradients]:
-        """Return the gradients of the flat tensors that some of the parameters lie in."""
-        return {self._of[slot] for slot in slots if slot in self._of}
+    def deliver(self, present: Iterator[int]) -> None:
+        """Give fragments their gradients, where some rank had one for the awaited parameter.
 
-    def deliver(self, present: Sequence[int]) -> None:
-        """Give fragments their gradients, where some rank had one for the awaited parameter."""
-        for slot, some in zip(self.awaited, present, strict=True):
+        Args:
+            present: goes on with a number per awaited parameter, 0 where no rank had a gradient.
+        """
+        for slot, some in zip(self.awaited, present, strict=False):
             if some:
-                self._of[slot].hand_out(slot)
+                self.of[slot].hand_out(slot)
         self.present.clear()

@@ -172,12 +172,6 @@ class LeftGuard:
         )
 
 
-_AS_IT_IS: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (
-    lambda tensor: tensor,
-    lambda packed: packed,
-)
-
-
 def without_values(
     storages: Mapping[int, Unit], bring_back: Callable[[Unit], None]
 ) -> saved_tensors_hooks:
@@ -189,19 +183,22 @@ def without_values(
         storages: units by the identity of their storages.
         bring_back: makes a unit whole.
     """
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or _AS_IT_IS
+    around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack, unpack = around or (None, None)
 
     def save(tensor: Tensor) -> Any:
         dense = tensor.layout is torch.strided  # others have no storage to ask for
         unit = storages.get(tensor.untyped_storage()._cdata) if dense else None
-        return unit, pack(tensor if unit is None else tensor.detach())
+        kept = tensor if unit is None else tensor.detach()
+        return unit, kept if pack is None else pack(kept)
 
     def restore(packed: Any) -> Tensor:
-        unit, inner = packed
+        unit, kept = packed
+        if unit is not None:
+            bring_back(unit)
+        values: Tensor = kept if unpack is None else unpack(kept)
         if unit is None:
-            return unpack(inner)
-        bring_back(unit)
-        values = unpack(inner)
+            return values
         # A graph of this backward would save the view itself, without these hooks.
         return values.detach().clone() if torch.is_grad_enabled() else values
 

@@ -108,9 +108,7 @@ class Reduce:
 
     def begin(self) -> None:
         """Begin a round: count down from all parameters of every unit."""
-        # A guarded parameter answers slowly, and here every one is asked.
-        with torch._C.DisableTorchFunctionSubclass():
-            self._active = [unit for unit in self.units if unit.begin()]
+        self._active = [unit for unit in self.units if unit.begin()]
         self._sent = 0
         # For the whole round: one cut short may end where the script synchronises again.
         self._replicates = self.replicating
@@ -121,7 +119,7 @@ class Reduce:
         if grad is not None:
             if not unit.opened:
                 self._open(unit)
-            unit.receive(slot, grad, self._scale)
+            unit.of[slot].receive(slot, grad, self._scale)
 
     def add(self, unit: UnitGradients, slot: ParameterSlot) -> bool:
         """Receive a gradient, and count it; return whether its unit is complete.
@@ -150,12 +148,15 @@ class Reduce:
         flags, handle = self._agree_on_present() if self._replicates else (None, None)
         while self._flying:
             self._keep_oldest()
-        for unit in self._active:
-            unit.finish()
+        if self._ranks.replicas is not None:
+            for unit in self._active:
+                unit.finish()
         if handle is not None:
             handle.wait()
         if flags is not None:
-            self._hand_out(flags.tolist())
+            present = iter(flags.tolist())
+            for unit in self._active:
+                unit.deliver(present)
 
     def _came_again(self, unit: UnitGradients, slot: ParameterSlot) -> None:
         """A gradient grew after it was complete: fine unless it was sent already."""
@@ -168,7 +169,8 @@ class Reduce:
 
     def _open(self, unit: UnitGradients) -> None:
         self._make_way(unit)
-        unit.open(self._lend if self.buffers.in_flight else None)
+        nbytes = unit.buffer_nbytes()
+        unit.open(self._lend(nbytes) if self.buffers.in_flight else None)
 
     def _send_next(self) -> None:
         unit = self._active[self._sent]
@@ -194,12 +196,6 @@ class Reduce:
         return tensor, self._ranks.everyone.all_reduce(
             tensor, reduction="max", label="which parameters have gradients"
         )
-
-    def _hand_out(self, present: Sequence[int]) -> None:
-        first = 0
-        for unit in self._active:
-            unit.deliver(present[first : first + len(unit.awaited)])
-            first += len(unit.awaited)
 
     def _lend(self, nbytes: int) -> Tensor:
         """Lend a buffer; when all are out, wait for the oldest reduction first.
@@ -302,9 +298,8 @@ class Reduce:
             flat.to_sum_dtype()
 
     def _flats(self, slots: Collection[ParameterSlot]) -> Iterator[FlatGradients]:
-        if slots:
-            for unit in self.units:
-                yield from unit.of(slots)
+        for unit in self.units if slots else ():
+            yield from {unit.of[slot] for slot in slots if slot in unit.of}
 
     def _multiply(self, slots: Iterable[ParameterSlot], factor: float) -> None:
         for slot in slots:

@@ -45,7 +45,6 @@ class FlatTensor:
         shard: what this rank owns, in the dtype that the optimizer updates.
         owned: how many elements that are.
         pieces: for each rank, what it owns as ranges of the flat tensor.
-        parts: for each rank, what it owns of the values, as views.
         own: what this rank owns of the values, as views.
         slots: its parameters, in order.
         fragments: what optimizers hold in the places of parameters.
@@ -77,8 +76,7 @@ class FlatTensor:
             first += slot.owned_numel
         self.owned = first
         self.pieces = [layout.pieces(one) for one in range(len(layout.places[0].shares))]
-        self.parts = self.cut(self.values)
-        self.own = self.parts[rank]
+        self.own = [self.values[start:stop] for start, stop in self.pieces[rank]]
         self.fragments: dict[ParameterSlot, nn.Parameter] = {}
         self.masters_left = False
         self.gradient_device = device
@@ -88,9 +86,11 @@ class FlatTensor:
         """Whether the optimizer updates another dtype than forward reads."""
         return self.layout.master is not self.layout.dtype
 
-    def cut(self, flat: Tensor) -> list[list[Tensor]]:
-        """Return each rank's share of a tensor like the values, as views."""
-        return [[flat[start:stop] for start, stop in pieces] for pieces in self.pieces]
+    def add_parts(self, flat: Tensor, parts: Sequence[list[Tensor]]) -> None:
+        """Add views of a tensor like the values to each rank's parts: what the rank owns of it."""
+        for part, pieces in zip(parts, self.pieces, strict=True):
+            for start, stop in pieces:
+                part.append(flat[start:stop])
 
     def adopt(self, values: WholeValues) -> None:
         """Copy the parameters' whole values in, and make the parameters views of the flat tensor.
@@ -218,15 +218,18 @@ class Unit:
         self._guarded_by: Guard | None = None
         self.storages = {flat.untyped_storage()._cdata for flat in self.values}
         self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
-        self._parts = [
-            [part for flat in flats for part in flat.parts[rank]]
-            for rank in range(communicator.size)
-        ]
+        self._parts = self.no_parts()
+        for flat in flats:
+            flat.add_parts(flat.values, self._parts)
         with torch.no_grad():
             for flat in flats:
                 flat.adopt(values)
         if layout.sharded:
             self.free()  # before the next unit gets memory
+
+    def no_parts(self) -> list[list[Tensor]]:
+        """Return an empty list of parts for each rank that shares the unit."""
+        return [[] for _ in range(self.communicator.size)]
 
     @property
     def live(self) -> bool:
@@ -274,11 +277,10 @@ class Unit:
         """Return whether this rank's shards are there; start to fetch shards from a store."""
         if self.updates:
             return False
-        at_hand = True
-        for flat in self.flats:
-            flat.shard.ahead()
-            at_hand &= flat.shard.at_hand
-        return at_hand
+        away = [flat.shard for flat in self.flats if not flat.shard.at_hand]
+        for shard in away:
+            shard.ahead()
+        return not away
 
     def _fill_own(self, after: Sequence[Pending] = ()) -> None:
         for update in after:
