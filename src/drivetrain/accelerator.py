@@ -1,8 +1,7 @@
 """The facade: one small object that an ordinary training loop talks to.
 
-Its verbs stand in the order of a training script. Each verb delegates to the strategy of the model
-at hand, or to one of the collaborators in ``drivetrain.facade``; no verb asks which strategy it
-has.
+Its verbs stand in the order of a training script. They delegate to the strategy of the model at
+hand, or to a collaborator in ``drivetrain.facade``, and never ask which strategy there is.
 """
 
 import gc

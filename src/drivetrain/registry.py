@@ -1,7 +1,7 @@
 """Finds strategies, stores, homes, trackers and commands by entry point, ours and strangers' alike.
 
-A plugin is a distribution that declares an entry point in one of five groups; the core lists and
-imports no plugin by name. Loading is lazy: asking for names imports no plugin.
+A plugin is a distribution with an entry point in one of five groups; the core lists and imports no
+plugin by name. Loading is lazy: asking for names imports no plugin.
 """
 
 import difflib

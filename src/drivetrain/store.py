@@ -69,7 +69,7 @@ class ShardStep:
         master: 1-D, on the CPU, updated in place; None if the store keeps it.
         out: 1-D, on the CPU, of any floating dtype: gets the new parameter; None if that is the
             master. A function returns it, in the background, not long before it is filled.
-        factor: what the gradient is multiplied by, in the master's dtype.
+        factor: of the gradient, in the master's dtype.
     """
 
     index: int
@@ -84,8 +84,8 @@ class ShardStep:
 class ShardStepper(Protocol):
     """Steps shards whose optimizer state lies in a store, one block of shards after the other.
 
-    A block is what one optimizer steps in one unit. Steps run in the background, in the order in
-    which they were submitted.
+    A block has the shards of one optimizer in one unit. Steps run in the background, in the order
+    in which they were submitted.
     """
 
     def adopt(self, block: str, shards: Sequence[ShardSpec], group: Mapping[str, Any]) -> None:
@@ -107,16 +107,16 @@ class ShardStepper(Protocol):
 
         Args:
             block: its name.
-            steps: what to do, at most once for each shard.
-            then: called in the background when masters and outs are there; the step is over when
-                it has returned.
+            steps: at most one for each shard.
+            then: called in the background when masters and outs are there; the step is over when it
+                has returned.
         """
 
     def states(self, block: str, index: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the states of a shard as torch names them, and its counter ``step``, if any.
 
-        Waits for what was submitted. Yields nothing before the first step. Tensors are 1-D, or
-        0-D; those of a store in memory are the kept ones.
+        Waits for submitted steps. Yields nothing before the first step. Tensors are 1-D, or 0-D; a
+        store in memory yields the kept tensors.
         """
 
     def master(self, block: str, index: int) -> Tensor:
@@ -139,7 +139,7 @@ class SteppingStore(TensorStore, Protocol):
     Attributes:
         in_memory: whether ``fetch`` returns the kept tensor itself, which can be changed in place;
             known of the class.
-        working_bytes: host memory that stepping takes beside what is kept, about.
+        working_bytes: host memory that stepping takes beside the kept tensors, about.
     """
 
     in_memory: ClassVar[bool]

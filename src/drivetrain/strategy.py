@@ -151,8 +151,8 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
     def stands_for(cls, config: ConfigT) -> "tuple[type[Strategy[Any]], Any]":
         """Return the strategy that does the work, and its options: by default this class.
 
-        A strategy that is another one with some options set returns that one. It is the only thing
-        it is ever asked; nothing of it is made.
+        A strategy may only be another strategy with some options set: then it returns the other, is
+        asked nothing else, and no object of it is made.
 
         Raises:
             ConfigError: the options do not fit together.
@@ -179,17 +179,17 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Take over a model and the optimizers that hold its parameters (0 to many).
 
-        The facade has already checked that all ranks hold the same names, shapes and dtypes and
-        moved to the rank's device what ``materialize`` did not leave on meta. An optimizer over
-        parameters of several models is handed to the strategy of each.
+        The facade has already checked that all ranks hold the same names, shapes and dtypes, and
+        moved the model to the rank's device, but for tensors that ``materialize`` left on meta. An
+        optimizer over parameters of several models is handed to the strategy of each.
         """
 
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Give a model that was built on the meta device its values, just before ``prepare``.
 
         By default each parameter and buffer gets its whole values on the rank's device. A strategy
-        that shards may keep the source and ask it in ``prepare``, one tensor at a time; it knows
-        the same values on every rank, and raises UsageError for what it does not know.
+        that shards may keep the source and ask for one tensor at a time in ``prepare``; the source
+        knows the same values on every rank, and raises UsageError for an unknown tensor.
         """
         fill(model, meta_tensors(model), source, self.run.world.device)
 
@@ -200,7 +200,7 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
             optimizer: holds parameters of the prepared model.
 
         Returns:
-            What steps in its place, as ``prepare`` would have returned it.
+            The optimizer that steps in its place, as of ``prepare``.
 
         Raises:
             UsageError: the strategy must know it together with the model.
@@ -304,8 +304,8 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Context in which backward keeps gradients local: no communication inside.
 
-        ``accumulating(False)`` inside it synchronises again; what counts is the innermost context
-        around backward.
+        Inside it, ``accumulating(False)`` synchronises again: the innermost context around backward
+        decides.
         """
         return nullcontext()
 
@@ -343,12 +343,7 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
         return {}
 
     def resume(self, progress: Mapping[str, int]) -> None:
-        """Go on counting where a saved run was.
-
-        Args:
-            progress: what ``progress`` returned there, perhaps of another strategy.
-        """
-
+        """Go on counting from the ``progress`` of a saved run, perhaps of another strategy."""
     def names(self) -> Mapping[int, str]:
         """Return the names of the tensors that optimizers hold in place of parameters, by identity.
 

@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from drivetrain.building.schema import Operator
 from drivetrain.errors import UsageError
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords
 
 _READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
@@ -37,9 +38,7 @@ class OperationRecorder(Protocol):
     def materialize(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return real tensors."""
 
-    def perform(
-        self, function: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def perform(self, function: Operator, args: Arguments, kwargs: Keywords) -> Any:
         """Do one operation."""
 
 
@@ -51,11 +50,7 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Operator, types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         """Do one operation."""
         # What the recording asks a tensor must not be answered by the other mode.
@@ -71,11 +66,7 @@ class ValueMode(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         """Call a function of torch."""
         kwargs = kwargs or {}
@@ -98,13 +89,7 @@ class ValueMode(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
-    def _read(
-        self,
-        func: Callable[..., Any],
-        tensor: Tensor,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def _read(self, func: Function, tensor: Tensor, args: Arguments, kwargs: Keywords) -> Any:
         values = self._recorder.materialize([tensor])[0].requires_grad_(tensor.requires_grad)
         result = func(values, *args, **kwargs)
         if func is not Tensor.tolist:

@@ -11,13 +11,12 @@ time, and initialisation takes twice as long.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -32,14 +31,13 @@ from drivetrain.building.operation import (
     default_generator,
     storage_key,
 )
+from drivetrain.building.schema import Operator
 from drivetrain.errors import UsageError
 from drivetrain.memory import Heap
+from drivetrain.parts.torch_calls import Arguments, Keywords
 from drivetrain.shards import Ranges, is_dense
 
 _CPU = torch.device("cpu")
-
-Arguments = Sequence[Any]
-Keywords = Mapping[str, Any]
 
 
 class ConstructionRecording:
@@ -108,7 +106,7 @@ class ConstructionRecording:
             memory = self._repeat({place.storage for place in places})
             return [place.tensor(memory) for place in places]
 
-    def perform(self, function: OpOverload[..., Any], args: Arguments, kwargs: Keywords) -> Any:
+    def perform(self, function: Operator, args: Arguments, kwargs: Keywords) -> Any:
         """Do one operation of the construction: record it, or run it where values are needed.
 
         Raises:
@@ -133,11 +131,7 @@ class ConstructionRecording:
         return self._record(function, args, kwargs, tensors)
 
     def _record(
-        self,
-        function: OpOverload[..., Any],
-        args: Arguments,
-        kwargs: Keywords,
-        tensors: Sequence[Tensor],
+        self, function: Operator, args: Arguments, kwargs: Keywords, tensors: Sequence[Tensor]
     ) -> Any:
         home = self._home(kwargs, tensors)
         # Before the call: some operators change the geometry of their arguments.
@@ -174,11 +168,7 @@ class ConstructionRecording:
         return result
 
     def _run(
-        self,
-        function: OpOverload[..., Any],
-        args: Arguments,
-        kwargs: Keywords,
-        changing: Sequence[Tensor],
+        self, function: Operator, args: Arguments, kwargs: Keywords, changing: Sequence[Tensor]
     ) -> Any:
         """Really run an operation, on the values that recorded tensors would have."""
         for tensor in changing:
@@ -198,11 +188,7 @@ class ConstructionRecording:
             return function(*values, **named)
 
     def _leave(
-        self,
-        function: OpOverload[..., Any],
-        args: Arguments,
-        kwargs: Keywords,
-        written: Sequence[Tensor],
+        self, function: Operator, args: Arguments, kwargs: Keywords, written: Sequence[Tensor]
     ) -> Any:
         """Run an operation on tensors that have no values in ordinary construction either."""
         if any(self.knows(tensor) for tensor in written):
@@ -313,9 +299,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _draw(
-    function: OpOverload[..., Any], args: Arguments, kwargs: Keywords, home: torch.device
-) -> Draw | None:
+def _draw(function: Operator, args: Arguments, kwargs: Keywords, home: torch.device) -> Draw | None:
     """Return the state that a random operation starts from; None for other operations."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return None
@@ -325,7 +309,7 @@ def _draw(
     return Draw(generator.device, generator.get_state(), explicit=given is not None)
 
 
-def _overwritten(function: OpOverload[..., Any], tensors: Sequence[Tensor]) -> int | None:
+def _overwritten(function: Operator, tensors: Sequence[Tensor]) -> int | None:
     """Return the storage of which an operation sets every byte without reading it."""
     if not schema.overwriting(function):
         return None

@@ -1,12 +1,16 @@
 """Which tensors an operator writes and makes, and whether values are needed: by its schema."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
+
+from drivetrain.parts.torch_calls import Arguments, Keywords
+
+Operator: TypeAlias = OpOverload[..., Any]
 
 LOCAL = frozenset({"aten", "prims"})
 """Namespaces whose operators compute and do nothing else."""
@@ -22,14 +26,12 @@ _VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _META = torch.device("meta")
 
 
-def overwriting(function: OpOverload[..., Any]) -> bool:
+def overwriting(function: Operator) -> bool:
     """Return whether an operator writes all of its first argument without reading it."""
     return function._schema.name in _OVERWRITING
 
 
-def written(
-    function: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
+def written(function: Operator, args: Arguments, kwargs: Keywords) -> list[Tensor]:
     """Return the tensors among the arguments that a call writes."""
     found: list[Tensor] = []
     for position, argument in enumerate(function._schema.arguments):
@@ -39,7 +41,7 @@ def written(
     return found
 
 
-def is_view(function: OpOverload[..., Any]) -> bool:
+def is_view(function: Operator) -> bool:
     """Return whether a call makes or changes geometry alone, and touches no memory."""
     if torch.Tag.inplace_view in function.tags:
         return function._schema.name != "aten::resize_"
@@ -48,19 +50,19 @@ def is_view(function: OpOverload[..., Any]) -> bool:
     return bool(results) and not writes and all(r.alias_info is not None for r in results)
 
 
-def makes_tensors(function: OpOverload[..., Any]) -> bool:
+def makes_tensors(function: Operator) -> bool:
     """Return whether a call returns tensors that are not among its arguments."""
     results = function._schema.returns
     return any(r.alias_info is None and "Tensor" in str(r.type) for r in results)
 
 
-def needs_values(function: OpOverload[..., Any]) -> bool:
+def needs_values(function: Operator) -> bool:
     """Return whether the result of a call, or its shape, depends on values."""
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in _arguments(function))
     return bool(_VALUES & set(function.tags)) or not (writes or makes_tensors(function))
 
 
-def on_meta(function: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def on_meta(function: Operator, args: Arguments, kwargs: Keywords) -> Any:
     """Call an operator for the shapes of its results, on the meta device."""
     named = tree_map(_without_values, dict(kwargs))
     if any(argument.name == "device" for argument in _arguments(function)):
@@ -70,7 +72,7 @@ def on_meta(function: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping
     return function(*tree_map(_without_values, tuple(args)), **named)
 
 
-def _arguments(function: OpOverload[..., Any]) -> Sequence[Any]:
+def _arguments(function: Operator) -> Sequence[Any]:
     arguments: Sequence[Any] = function._schema.arguments
     return arguments
 

@@ -49,9 +49,9 @@ class Contents:
         """Return a copy in host memory, of this rank's shards and nothing more.
 
         The copy takes as many bytes as the shards that lie in memory. All shards are walked
-        whatever happens: yielding one may communicate. A shard that is a copy already goes to
-        ``write`` with the index of its model, since there may be no room for a second copy; the
-        returned contents lack it.
+        whatever happens: yielding one may communicate. Fresh shards, which are copies already, go
+        to ``write`` with the index of their model: there may be no room for a second copy, so the
+        returned contents lack them.
 
         Raises:
             CheckpointError: a state is not plain.

@@ -1,7 +1,7 @@
 """The precision of a model: its forward computes in the run's dtype, and a line says all dtypes."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from drivetrain.cost import TensorSpec
 from drivetrain.nested import convert_to_fp32
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords
 from drivetrain.parts.wrapping import is_wrapped, unwrap_forward, wrap_forward
 from drivetrain.runtime.precision import Precision, dtype_word
 
@@ -25,12 +26,7 @@ def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[ob
     if is_wrapped(model, _ORIGINAL):
         return
 
-    def in_context(
-        module: nn.Module,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def in_context(module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
         with context():
             outputs = compute(*args, **kwargs)
         return convert_to_fp32(outputs)

@@ -71,8 +71,8 @@ class Preparation:
     ) -> nn.Module:
         """Hand a model and its optimizers to a strategy; a prepared model comes back as it is.
 
-        Of the optimizers, those that hold parameters of the model go along. ``choice`` is another
-        strategy than the run's; ``placed`` moves the model to the rank's device.
+        Optimizers that hold other parameters stay behind. ``choice`` is another strategy than the
+        run's; ``placed`` moves the model to the rank's device.
         """
         if any(entry.model is model for entry in self._prepared.models):
             return model

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_map_only
 
 from drivetrain.model.results import Facts
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords
 
 
 class SeenTensor(NamedTuple):
@@ -69,9 +70,9 @@ class ModelOperation:
         written: bytes of the tensors made or changed; 0 likewise.
     """
 
-    function: Callable[..., Any]
+    function: Function
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: Keywords
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     changed: tuple[int, ...]
@@ -145,7 +146,7 @@ class BlockCall:
     names: tuple[str, ...]
     given: tuple[int | None, ...]
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: Keywords
     tree: TreeSpec
     returned: tuple[ReturnedLeaf, ...]
 
@@ -208,7 +209,7 @@ class Look:
         return args, kwargs
 
 
-def named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def named_leaves(args: Arguments, kwargs: Keywords) -> list[tuple[str, Any]]:
     """Return the leaves of a call's arguments with readable names, such as ``2`` or ``mask[0]``."""
     flat, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
     return [(_readable(keystr(path[1:])), leaf) for path, leaf in flat]

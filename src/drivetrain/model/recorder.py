@@ -1,7 +1,7 @@
 """Runs a model's forward once without values, and writes every operation down."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,13 +28,13 @@ from drivetrain.model.results import Facts, WorkTally, facts_of
 from drivetrain.model.substitution import Substitutes, without_values
 from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.parts.blocks import BlockHooks, NamedModule, repeated_blocks
-from drivetrain.parts.torch_calls import BLANK, LOOKUPS, targets
+from drivetrain.parts.torch_calls import BLANK, LOOKUPS, Arguments, Function, Keywords, targets
 
 
 def look_at(
     model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Arguments,
+    kwargs: Keywords,
     *,
     kind: type[ValuelessTensor] = ValuelessTensor,
     isolated: bool = False,
@@ -111,7 +111,7 @@ class _Recorder(TorchFunctionMode):
         self._buffers = {name: self._number(b) for name, b in substitutes.buffers.items()}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self, func: Any, types: Any, args: Arguments = (), kwargs: Any = None
     ) -> Any:
         """Call a function of torch and write its arguments and results down."""
         kwargs = kwargs or {}
@@ -134,8 +134,8 @@ class _Recorder(TorchFunctionMode):
     def _note(
         self,
         func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Arguments,
+        kwargs: Keywords,
         given: Sequence[Tensor],
         made: Sequence[Tensor],
         work: int,
@@ -230,13 +230,7 @@ class _Recorder(TorchFunctionMode):
         made = tuple(self._number(tensor) for tensor in tensors_in(output))
         self._modules.append(ModuleCall(name, range(start, len(self._operations)), given, made))
 
-    def call(
-        self,
-        index: int,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def call(self, index: int, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Run a block and write its call down."""
         name = self._candidates[index][0]
         with torch._C.DisableTorchFunction():

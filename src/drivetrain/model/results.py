@@ -7,7 +7,7 @@ microseconds, sometimes milliseconds. So the result is kept, and asked again it 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from drivetrain.errors import UsageError
-
-Function: TypeAlias = Callable[..., Any]
+from drivetrain.parts.torch_calls import Arguments, Function
 
 _UNKNOWN = (
     DataDependentOutputException,
@@ -253,7 +252,7 @@ class WorkTally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self, func: Any, types: Any, args: Arguments = (), kwargs: Any = None
     ) -> Any:
         """Run an operation and count it."""
         if func.namespace == "c10d" and any(isinstance(arg, FakeTensor) for arg in _flat(args)):

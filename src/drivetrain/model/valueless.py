@@ -19,7 +19,6 @@ from torch import Tensor
 from drivetrain.errors import UsageError
 from drivetrain.model.results import (
     Facts,
-    Function,
     GivenTensor,
     MadeTensor,
     ValuesNeededError,
@@ -29,10 +28,18 @@ from drivetrain.model.results import (
     result_of,
     thaw,
 )
-from drivetrain.parts.torch_calls import CONSTANTS, QUESTIONS, READERS, targets
+from drivetrain.parts.torch_calls import (
+    CONSTANTS,
+    QUESTIONS,
+    READERS,
+    Arguments,
+    Function,
+    Keywords,
+    targets,
+)
 
 _Kind: TypeAlias = type["ValuelessTensor"]
-_Handler: TypeAlias = Callable[[_Kind, Function, Sequence[Any], Mapping[str, Any]], Any]
+_Handler: TypeAlias = Callable[[_Kind, Function, Arguments, Keywords], Any]
 
 
 class Shown(NamedTuple):
@@ -104,9 +111,7 @@ class ValuelessTensor(Tensor):
         """Note the arguments of the operation that made or changed this tensor."""
 
     @classmethod
-    def remember(
-        cls, result: Any, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
+    def remember(cls, result: Any, function: Function, args: Arguments, kwargs: Keywords) -> None:
         """Note how results follow from values that may become known."""
 
     @classmethod
@@ -146,11 +151,7 @@ class ValuelessTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Function,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         """Return the result of a function of torch."""
         handler = _HANDLERS.get(func)
@@ -162,11 +163,7 @@ class ValuelessTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         """Return the result of an operation called from C++."""
         if needs_values(func):
@@ -183,7 +180,7 @@ class ValuelessTensor(Tensor):
         return copied
 
     @classmethod
-    def _apply(cls, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _apply(cls, func: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Return the tensors that a call gives, or values when all of its arguments have them."""
         tensors: list[Tensor] = []
 
@@ -226,9 +223,7 @@ class ValuelessTensor(Tensor):
         return result
 
     @classmethod
-    def _written(
-        cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list["ValuelessTensor"]:
+    def _written(cls, name: str, args: Arguments, kwargs: Keywords) -> list["ValuelessTensor"]:
         """Return the targets of a function that writes; they have no values either."""
         written = [target for target in targets(name, args, kwargs) if isinstance(target, Tensor)]
         for target in written:
@@ -245,12 +240,12 @@ class ValuelessTensor(Tensor):
         return tensor
 
 
-def _on_facts(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _on_facts(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _on_values(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _on_values(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Call a function that reads values, if they have become known."""
 
     def valued(value: Any) -> Any:
@@ -272,12 +267,12 @@ def _instead(function: Function) -> _Handler:
     return lambda cls, func, args, kwargs: cls._apply(function, args, kwargs)
 
 
-def _detached(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _detached(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
     with torch.no_grad():
         return cls._apply(Tensor.detach, args, kwargs)
 
 
-def _index(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _index(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Index; a real mask is turned into positions, whose number is known here."""
     target, index, *rest = args
     parts = index if isinstance(index, tuple) else (index,)
@@ -291,7 +286,7 @@ def _index(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str,
     return cls._apply(func, (target, tuple(plain), *rest), kwargs)
 
 
-def _constant(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _constant(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Make a real tensor, since its values do not depend on its argument's, only its shape."""
     like, *rest = args
     if not isinstance(like, ValuelessTensor):
@@ -305,17 +300,15 @@ def _constant(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[s
     return func(pattern, *rest, **given)
 
 
-def _iterate(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _iterate(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
     return iter(cls._apply(Tensor.unbind, args, {}))
 
 
-def _no_backward(cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _no_backward(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
     raise cls.backward_refused()
 
 
-def _no_assignment(
-    cls: _Kind, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _no_assignment(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
     raise cls.assignment_refused()
 
 

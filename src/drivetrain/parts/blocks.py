@@ -1,13 +1,14 @@
 """The repeated blocks of a model, such as transformer layers: found, and conducted in a pass."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
 from drivetrain.parts.naming import clean_name, uncompiled
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 
 _LISTS = nn.ModuleList | nn.Sequential
@@ -67,13 +68,7 @@ def _is_block(module: nn.Module) -> bool:
 class BlockConductor(Protocol):
     """Decides about the calls of blocks during one pass."""
 
-    def call(
-        self,
-        index: int,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def call(self, index: int, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Return the block's result; ``compute`` is the block's own forward."""
 
 
@@ -105,12 +100,7 @@ class BlockHooks:
         self._blocks.clear()
 
     def _stand_before(self, index: int, block: nn.Module) -> None:
-        def around(
-            module: nn.Module,
-            compute: Callable[..., Any],
-            args: Sequence[Any],
-            kwargs: Mapping[str, Any],
-        ) -> Any:
+        def around(module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
             if self._conductor is None or module is not block:  # a copy computes as it is
                 return compute(*args, **kwargs)
             return self._conductor.call(index, compute, args, kwargs)

@@ -58,7 +58,7 @@ def plan_buckets(
         kinds: dtype and device of each parameter; only equal kinds share a bucket.
         order: indices of the parameters in the order in which their gradients become ready.
         bucket_bytes: most bytes of gradients in a bucket; a larger parameter is alone in one.
-        first_bytes: most bytes in the first bucket of each kind, few so that it starts early.
+        first_bytes: most bytes in the first bucket of each kind, which should start early.
 
     Returns:
         The buckets in the order in which their last gradient becomes ready.

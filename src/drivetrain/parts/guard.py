@@ -6,7 +6,6 @@ nobody reads memory that is freed or half written, and facts such as the shape c
 the values are there the class is ``nn.Parameter`` again and nothing is in the way of a forward.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,15 +14,13 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.torch_calls import asks_facts, writes_first
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords, asks_facts, writes_first
 
 
 class Guard(Protocol):
     """Decides about every use of a guarded parameter."""
 
-    def run(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Make the parameter's values available, unguard it, and return ``function``'s result."""
 
 
@@ -35,11 +32,7 @@ class GuardedParameter(nn.Parameter):
     @classmethod
     @_disable_dynamo  # in a compiled block: the values come, and the graph has a gap
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         """Answer questions about facts at once; pass everything else to the guard."""
         kwargs = kwargs or {}
@@ -69,7 +62,7 @@ def is_guarded(value: object) -> bool:
     return issubclass(type(value), GuardedParameter)
 
 
-def writes(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def writes(function: Function, args: Arguments, kwargs: Keywords) -> bool:
     """Return whether a use (``copy_``, ``+=``, an initializer) writes into a guarded parameter.
 
     Functions that write do so into their first argument, and need no look at the values.

@@ -5,13 +5,15 @@ nothing, writing may be refused, everything else needs values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Function = Callable[..., Any]
+Function: TypeAlias = Callable[..., Any]
+Arguments: TypeAlias = Sequence[Any]
+Keywords: TypeAlias = Mapping[str, Any]
 
 _QUESTIONS = """
     size dim ndimension nelement numel stride is_floating_point is_complex is_contiguous __len__
@@ -100,7 +102,7 @@ def writes_first(function: Function) -> bool:
     return _writes(name) or name == "data ="
 
 
-def targets(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+def targets(name: str, args: Arguments, kwargs: Keywords) -> Sequence[Any]:
     """Return the targets of a function that writes, ``out`` included; else a single None."""
     written = args[0] if _writes(name) and args else kwargs.get("out")
     return written if isinstance(written, list | tuple) else [written]

@@ -2,22 +2,20 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
+
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords
 
 
 class AroundForward(Protocol):
     """Computes a module's outputs in place of its forward."""
 
     def __call__(
-        self,
-        module: nn.Module,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords
     ) -> Any:
         """Return the outputs of a call of the module; ``compute`` is the forward it had before."""
 

@@ -5,7 +5,7 @@ the block, as strategies set them, run once per forward and are not recomputed.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
@@ -15,6 +15,7 @@ from torch import nn
 from drivetrain.errors import UsageError
 from drivetrain.parts.blocks import NamedModule, repeated_blocks
 from drivetrain.parts.naming import clean_name
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords
 from drivetrain.parts.wrapping import is_wrapped, unwrap_forward, wrap_forward
 from drivetrain.recompute.inputs import KeptInputs
 from drivetrain.recompute.replay import Contexts, UnchangedBuffers, replay, selective_contexts
@@ -130,12 +131,7 @@ def is_attached(model: nn.Module) -> bool:
 def _wrap(block: nn.Module, mode: Mode, inputs: KeptInputs) -> None:
     contexts = _contexts(block, mode)
 
-    def recomputing(
-        module: nn.Module,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def recomputing(module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
         if not module.training or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
         make = None if contexts is None else functools.partial(contexts, module)

@@ -7,7 +7,7 @@ norms, activations, residual sums. These are most of the memory and little of th
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords
 from drivetrain.recompute.inputs import KeptInputs
 
 _aten = torch.ops.aten
@@ -66,9 +67,9 @@ class Together:
 
 
 def replay(
-    compute: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    compute: Function,
+    args: Arguments,
+    kwargs: Keywords,
     inputs: KeptInputs,
     contexts: Callable[[], Contexts] | None = None,
 ) -> Any:
@@ -171,7 +172,7 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._results = results
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Any = (), kwargs: Keywords | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in KEPT_OPERATIONS:
@@ -189,7 +190,7 @@ class _GiveBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._next: dict[Any, int] = defaultdict(int)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Any = (), kwargs: Keywords | None = None
     ) -> Any:
         if func in KEPT_OPERATIONS:
             kept = self._results[func][self._next[func]]
@@ -212,7 +213,7 @@ def _versions(value: Any) -> list[int]:
     return [each._version for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
-def _draws_random_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _draws_random_numbers(func: Any, args: Arguments, kwargs: Keywords) -> bool:
     """Whether leaving a call out would shift the random numbers of the calls after it."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False

@@ -189,7 +189,7 @@ def leave_groups() -> None:
     """Destroy every process group of this process and return when their connections are closed.
 
     gloo closes a connection at a tick of its event loop, up to 10 ms away, one after the other. For
-    several groups that is most of what a short test takes: so each is closed by a thread.
+    several groups this is most of the time of a short test: so each is closed by a thread.
     """
     if not dist.is_initialized():
         return

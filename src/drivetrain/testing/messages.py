@@ -60,7 +60,7 @@ class RankOutcome:
 
     Attributes:
         rank: the rank.
-        kind: ``died`` and ``hung`` are what the pytest process says about a silent rank.
+        kind: ``died`` and ``hung`` are the words of the pytest process about a silent rank.
         headline: one line: the exception, the reason of a skip, how the process ended.
         details: traceback or stacks.
         when: wall clock in seconds, comparable between the processes of one machine.

@@ -1,7 +1,8 @@
 """Awkward models: small, deterministic, and each one a way in which a strategy can go wrong.
 
 A case builds the same model in every process and makes the same batch for a (step, rank) pair, so
-one process can redo what many ranks did. All compute is in fp64 unless the case is about dtypes.
+one process can redo the training of many ranks. All compute is in fp64 unless the case is about
+dtypes.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,6 @@
 """The life of one process that runs the ranks of tests: started once, fed through a pipe.
 
-Closing the pipe ends the process, whatever it is doing: no rank outlives the pytest process, also
-when that is killed.
+Closing the pipe ends the process at once: no rank outlives the pytest process, even a killed one.
 """
 
 import faulthandler

@@ -24,8 +24,8 @@ class Trackers:
     """The trackers that ``log_with`` names.
 
     Args:
-        log_with: a name (or an enum of it), a class, an object, or a list of these; ``"all"`` takes
-            every installed tracker that is available.
+        log_with: a name or an enum of it, a class, an object, or a list of these; ``"all"`` takes
+            all installed and available trackers.
         logging_dir: folder for trackers with files.
         is_main: whether this process writes; the others only check ``log_with``.
         registry: where names are looked up; None means the installed trackers.

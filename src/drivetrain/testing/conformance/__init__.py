@@ -8,8 +8,8 @@ A plugin's author subclasses one class in a test file::
         strategy = "mine"                            # or {"name": "mine", "option": 3}
 
 Every check runs on each number of ranks in ``worlds``, on the CPU over gloo, through the
-Accelerator alone. A check that cannot hold for a strategy is overridden by a method of the same
-name that says why in a ``pytest.skip`` or tests what holds instead.
+Accelerator alone. If a check cannot hold for a strategy, override it by a method of the same name,
+which says why in a ``pytest.skip`` or tests another promise instead.
 """
 
 from drivetrain.testing.conformance.accounts import AccountChecks

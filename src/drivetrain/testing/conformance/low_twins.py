@@ -104,7 +104,7 @@ class LowTwins:
 
         Args:
             step: number of the step.
-            factors: what the loss of each micro-batch of the window is multiplied by.
+            factors: of the loss of each micro-batch of the window.
             clip: whether gradients are clipped to ``LIMIT``.
         """
         window = len(factors)

@@ -17,9 +17,9 @@ class Suite:
         strategy: the name of the strategy, or its name and options.
         worlds: the numbers of ranks it is tested on.
         timeout_s: seconds that one check may take.
-        rounding: largest relative error of a first loss in a low dtype: the order of additions,
-            or, for a strategy whose ranks add parts of a sum in that dtype, its precision.
-        inner_axes: mesh axes whose ranks share one replica: what they send is no gradient.
+        rounding: largest relative error of a first loss in a low dtype: the order of additions, or,
+            for a strategy whose ranks add parts of a sum in that dtype, its precision.
+        inner_axes: mesh axes whose ranks share one replica, and send no gradients over them.
     """
 
     strategy: ClassVar[str | Mapping[str, Any]]
@@ -47,8 +47,8 @@ class Suite:
     def accelerator(self, **options: Any) -> Iterator[Accelerator]:
         """Return an Accelerator with the strategy under test, taken off at the end.
 
-        After an error it is left as it is: the processes end, and taking it off could wait for
-        ranks that are gone while the error waits to be shown.
+        After an error the Accelerator is left alone: the processes end, and taking the strategy off
+        could wait for ranks that are gone.
         """
         accelerator = self.make_accelerator(**options)
         yield accelerator

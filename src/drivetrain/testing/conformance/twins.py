@@ -43,7 +43,7 @@ class Twins:
         accelerator: trains the one.
         case: the model, its batches and its loss.
         make_optimizer: makes the optimizer of either.
-        wrap: what the user does to the model before ``prepare``, for example ``torch.compile``.
+        wrap: a change of the model before ``prepare``, for example ``torch.compile``.
         make_scheduler: makes the scheduler of either from its optimizer.
     """
 
