@@ -344,6 +344,7 @@ class Strategy(Readable, ABC, Generic[ConfigT]):
 
     def resume(self, progress: Mapping[str, int]) -> None:
         """Go on counting from the ``progress`` of a saved run, perhaps of another strategy."""
+
     def names(self) -> Mapping[int, str]:
         """Return the names of the tensors that optimizers hold in place of parameters, by identity.
 
