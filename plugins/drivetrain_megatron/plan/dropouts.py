@@ -49,7 +49,7 @@ def find_layouts(
         open_attentions(block, communicator)
         recorder = DropoutRecorder(block)
         with recorder.watching():
-            run_block(block, trial.call, trial.seeds, edges)
+            run_block(block, trial.call, edges)
         return recorder.seen
 
     whole = run_emulated(1, lambda communicator: recorded(communicator, False))[0]

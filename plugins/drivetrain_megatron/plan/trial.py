@@ -34,7 +34,8 @@ NOISE = 1e-6
 key's bias, which softmax does not see."""
 
 SEED = 20190917
-"""Of the random values of a trial; any would do, the same on all ranks."""
+"""Of the random values of a trial; any would do, the same on all ranks. The gradients of outputs
+have the next one: they must not be the values of some parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,11 @@ class Trial:
     Attributes:
         block: in evaluation mode, so that nothing is dropped.
         call: its arguments, fp64.
-        seeds: the gradients of its floating point outputs.
-        results: outputs, gradient of the activation, gradients of parameters by name.
+        results: of the whole block, with which those of ranks are compared.
     """
 
     block: nn.Module
     call: Call
-    seeds: Sequence[Tensor]
     results: "Results"
 
 
@@ -70,7 +69,7 @@ class Results:
 
 
 def make_trial(block: nn.Module, call: Call) -> Trial:
-    """Run a copy of a block with random values.
+    """Run a copy of a block with random values, once: forward and backward.
 
     Args:
         block: its values do not matter; it may be on the meta device.
@@ -90,11 +89,7 @@ def make_trial(block: nn.Module, call: Call) -> Trial:
             spread = max(parameter.shape[-1], 1) ** -0.5 if parameter.dim() > 1 else 0.5
             parameter.copy_(_random(parameter.shape, generator) * spread + (parameter.dim() < 2))
     wide = _wide(call, generator)
-    with torch.no_grad():
-        args, kwargs = wide.copied()
-        outputs = _floating(trial(*args, **kwargs))
-    seeds = [_random(output.shape, generator) for output in outputs]
-    return Trial(trial, wide, seeds, run_block(trial, wide, seeds))
+    return Trial(trial, wide, run_block(trial, wide))
 
 
 def verify(
@@ -118,7 +113,7 @@ def verify(
         edges = Edges(communicator, tokens)
         block = copy.deepcopy(trial.block)
         facts = divide(block, plan, edges)
-        return run_block(block, trial.call, trial.seeds, edges), facts
+        return run_block(block, trial.call, edges), facts
 
     if sequence_parallel and trial.results.given is None:
         return None, "no activation comes in that could be cut into shards"
@@ -169,9 +164,7 @@ def _kind_of(
     return "partial" if is_close(torch.stack(gradients).sum(0), whole, noise) else None
 
 
-def run_block(
-    block: nn.Module, call: Call, seeds: Sequence[Tensor], edges: Edges | None = None
-) -> Results:
+def run_block(block: nn.Module, call: Call, edges: Edges | None = None) -> Results:
     """Run forward and backward; with edges as one of the ranks."""
     args, kwargs = call.copied()
     given = _activation((args, kwargs))
@@ -188,7 +181,7 @@ def run_block(
         outputs = _floating(block(*args, **kwargs))
         if edges is not None and sequence is not None:
             outputs[0] = gather(outputs[0], edges.ranks, sequence)
-        _backward(outputs, seeds)
+        _backward(outputs)
     return Results(
         [output.detach() for output in outputs],
         None if given is None else torch.zeros_like(given) if given.grad is None else given.grad,
@@ -196,12 +189,12 @@ def run_block(
     )
 
 
-def _backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-    # Where the outputs are other ones, that shows in them.
-    both = [(x, g) for x, g in zip(outputs, seeds, strict=False) if x.shape == g.shape]
-    pairs = [(x, g) for x, g in both if x.requires_grad]
-    if pairs:
-        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+def _backward(outputs: Sequence[Tensor]) -> None:
+    """Run backward from random gradients, equal wherever outputs have equal shapes."""
+    generator = torch.Generator().manual_seed(SEED + 1)
+    pairs = [(x, _random(x.shape, generator)) for x in outputs]
+    if wanted := [(x, gradient) for x, gradient in pairs if x.requires_grad]:
+        torch.autograd.backward([x for x, _ in wanted], [gradient for _, gradient in wanted])
 
 
 def _wide(call: Call, generator: torch.Generator) -> Call:
