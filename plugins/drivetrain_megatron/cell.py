@@ -1,17 +1,28 @@
 """A cell: the ranks that share one replica, with a data-parallel strategy inside.
 
 ``DataParallelCell`` hands everything that ``Megatron`` does not do itself to that strategy;
-``ParameterFacts`` says how the ranks of a cell hold a parameter.
+``ParameterFacts`` says how the ranks of a cell hold a parameter; ``SameBatch`` checks that they got
+the same batch: they compute one replica's step together. With a loader that gives every process
+rows of its own, as data parallelism wants, a cell would compute nonsense without a word. So the
+ranks compare digests of their batches in the first forwards: an all-reduce of 16 bytes per axis,
+and one pass over the batch. Only ranks that differ exchange more.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import ctypes
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from drivetrain.errors import ConfigError
+from drivetrain.collectives import Communicator
+from drivetrain.errors import ConfigError, RankMismatchError
+from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.tensor.partition import Partition
@@ -116,13 +127,127 @@ class ParameterFacts:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that one rank of the axis holds."""
-        if self.partition is None:
-            return self.shape
-        sizes = list(self.shape)
-        sizes[self.partition.dim] = self.partition.local_size(rank)
-        return tuple(sizes)
+        return (
+            self.shape if self.partition is None else self.partition.local_shape(rank, self.shape)
+        )
 
     def saves(self, rank: int) -> bool:
         """Whether this rank saves its part: the first holder on the axis does."""
         first = 0 if self.partition is None else self.partition.first_holder(rank)
         return rank == first
+
+
+FORWARDS = 2
+"""How many forwards of each kind are checked: a loader that is wrong is wrong at once."""
+
+_TEXT_BYTES = 8192
+"""Length of a rank's description of its batch when batches differ; the rest is cut off."""
+
+
+class SameBatch(UninheritedHook):
+    """A forward pre-hook that compares the batches of the ranks of a cell in the first forwards.
+
+    Args:
+        cell: the axes whose ranks share a replica.
+        world: this process.
+    """
+
+    def __init__(self, cell: Sequence[Communicator], world: World) -> None:
+        super().__init__(self._check)
+        self._cell = [axis for axis in cell if axis.size > 1]
+        self._world = world
+        self._left = dict.fromkeys((True, False), FORWARDS)
+
+    @property
+    def matters(self) -> bool:
+        """Whether there are other ranks in the cell."""
+        return bool(self._cell)
+
+    def _check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Compare the first forwards: in training their arguments too, else only the mode.
+
+        Raises:
+            RankMismatchError: ranks of the cell got different ones; on each of them.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return  # a backward that computes once more
+        trains = module.training and torch.is_grad_enabled()
+        if self._left[trains]:
+            self._left[trains] -= 1
+            self._compare([*_mode(module), *(_described(args, kwargs) if trains else [])])
+
+    def _compare(self, lines: Sequence[str]) -> None:
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()
+        number = int.from_bytes(digest[:7], "little")  # positive, and so is its negative in range
+        bounds = torch.tensor([number, -number], dtype=torch.int64, device=self._world.device)
+        for axis in self._cell:
+            axis.all_reduce(bounds, reduction="max", label="digest of a batch").wait()
+        if bounds[0] != -bounds[1]:
+            raise RankMismatchError(_message(self._texts(lines)))
+
+    def _texts(self, lines: Sequence[str]) -> dict[int, list[str]]:
+        """Return the lines of every rank of the cell, by the rank."""
+        mine = "\n".join([str(self._world.rank), *lines]).encode()[:_TEXT_BYTES]
+        known = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=self._world.device)
+        known[: len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
+        for axis in self._cell:
+            everyone = known.new_zeros(axis.size, len(known))
+            everyone[axis.rank] = known
+            known = everyone.view(-1)
+            axis.all_gather(known, label="what differs in a batch").wait()
+        texts = {}
+        for text in known.view(-1, _TEXT_BYTES).tolist():
+            rank, *theirs = bytes(text).rstrip(b"\0").decode(errors="replace").split("\n")
+            texts[int(rank)] = theirs
+        return texts
+
+
+def _mode(module: nn.Module) -> list[str]:
+    """Return the mode of a forward, one fact per line."""
+    return [f"training: {module.training}", f"gradients enabled: {torch.is_grad_enabled()}"]
+
+
+def _described(args: Any, kwargs: Any) -> list[str]:
+    """Return a line for each leaf of the arguments: its place and its content."""
+    leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
+    return [f"{_place(path)}: {_content(leaf)}" for path, leaf in leaves]
+
+
+def _place(path: Sequence[Any]) -> str:
+    kind, name, *rest = path
+    first = f"argument {name.idx}" if kind.idx == 0 else str(name.key)
+    return f"{first}{keystr(tuple(rest))}"
+
+
+def _content(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype} with digest {_digest(leaf)}"
+    plain = leaf is None or isinstance(leaf, bool | int | float | str)
+    return repr(leaf)[:80] if plain else f"an object of class {type(leaf).__name__}"
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return str(tensor.layout)
+    values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    content = ctypes.string_at(values.data_ptr(), values.nbytes) if values.numel() else b""
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def _message(texts: dict[int, list[str]]) -> str:
+    first = min(texts)
+    other = next(rank for rank in sorted(texts) if texts[rank] != texts[first])
+    length = max(len(texts[first]), len(texts[other]))
+    pairs = [
+        tuple(texts[rank][i] if i < len(texts[rank]) else "nothing" for rank in (first, other))
+        for i in range(length)
+    ]
+    mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+    return (
+        f"expected ranks {', '.join(map(str, sorted(texts)))}, which share the layers of one "
+        f"replica, to get the same batch, found that rank {first} has {mine}, and rank {other} "
+        f"has {theirs}; let accelerator.prepare() divide the loader, or choose rows by "
+        "accelerator.mesh['dp'].rank, seed random changes of the data alike on these ranks, and "
+        "train or evaluate on all of them together"
+    )

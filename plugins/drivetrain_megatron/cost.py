@@ -22,16 +22,32 @@ Estimates otherwise:
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+from torch import nn
+
+from drivetrain.collectives import sent_elements
 from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
+from drivetrain.model.look import BlockCall, Look
+from drivetrain.model.recorder import look_at
+from drivetrain.parts.naming import uncompiled
 from drivetrain.strategy import Run
+from drivetrain_megatron import volumes
 from drivetrain_megatron.cell import data_parallel
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.layout import CellLayout
-from drivetrain_megatron.sent import StepVolumes
+from drivetrain_megatron.layout import CellLayout, Pipelined
+from drivetrain_megatron.pipeline.batches import cut_batch
+from drivetrain_megatron.plan.derive import Derivation
+from drivetrain_megatron.plan.model import ModelPlan
+from drivetrain_megatron.recording.phases import recording_of
+from drivetrain_megatron.recording.proxy import StageProxy
+from drivetrain_megatron.recording.structure import TensorMeta
+from drivetrain_megatron.tensor.linear import features_of, is_linear
+from drivetrain_megatron.volumes import Activation, RanksOfAxis
 
 
 def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
@@ -96,3 +112,195 @@ def _share(spec: TensorSpec, ranks: int, rank: int) -> TensorSpec:
         return spec
     start, stop = chunk_bounds(spec.shape[0], ranks)[rank]
     return replace(spec, shape=(stop - start, *spec.shape[1:]))
+
+
+Sent = Counter[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One micro-batch on its way through the blocks.
+
+    Attributes:
+        entering: the activation that each block is given, in order, by name.
+        leaving: what each block gives to the next, in order; empty without a pipeline.
+    """
+
+    entering: Mapping[str, Activation]
+    leaving: Sequence[Sequence[TensorMeta]]
+
+
+class StepVolumes:
+    """An optimizer step of one rank.
+
+    Args:
+        config: of the strategy.
+        model: with its module and inputs.
+        layout: of the module.
+        run: the run.
+    """
+
+    def __init__(
+        self, config: MegatronConfig, model: ModelSpec, layout: CellLayout, run: Run
+    ) -> None:
+        self._config, self._model, self._layout, self._run = config, model, layout, run
+        self._line = RanksOfAxis(config.tp, run.mesh["tp"].rank)
+
+    def sent(self) -> Sent:
+        """Return the bytes by (axis, operation)."""
+        counts = self._micro_batches()
+        total: Sent = Counter()
+        for forward, times in counts:
+            if self._layout.plan is not None:
+                found = self._of_layers(self._layout.plan, forward) + self._of_gradients()
+                total.update({("tp", op): nbytes * times for op, nbytes in found.items()})
+            if self._layout.pipeline is not None:
+                total["pp", "send"] += times * self._over_cuts(self._layout.pipeline, forward)
+        if self._layout.pipeline is not None:
+            total["pp", "send"] += self._of_ties(self._layout.pipeline)
+            total["pp", "broadcast"] += self._of_losses(self._layout.pipeline, counts[0][0])
+        return total
+
+    def _micro_batches(self) -> list[tuple[Forward, int]]:
+        """Return the distinct micro-batches of a step, and how often each comes."""
+        args, kwargs = self._model.inputs or ((), {})
+        windowed = self._run.accumulation > 1 and not self._config.micro_batches
+        parts = 1 if windowed else self._config.micro_batches or self._config.pp
+        if self._layout.pipeline is None:
+            parts = 1
+        batches = cut_batch(args, kwargs, parts)
+        rows = Counter(batch.rows for batch in batches)
+        first = {batch.rows: batch for batch in reversed(batches)}
+        return [
+            (self._forward(first[count].args, first[count].kwargs), times * self._run.accumulation)
+            for count, times in rows.items()
+        ]
+
+    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Forward:
+        module, isolated = self._module, self._layout.pipeline is not None
+        look = look_at(uncompiled(module), args, kwargs, kind=StageProxy, isolated=isolated)
+        entering = {name: _activation(look, call) for name, call in look.first_calls().items()}
+        leaving: list[Sequence[TensorMeta]] = []
+        if isolated:
+            leaving = [block.output.metas for block in recording_of(module, look).blocks]
+        return Forward(entering, leaving)
+
+    @property
+    def _module(self) -> nn.Module:
+        if self._model.module is None:
+            raise RuntimeError("the cost of a step needs the module")
+        return self._model.module
+
+    # --- tensor parallelism, in one micro-batch ---
+
+    def _of_layers(self, plan: ModelPlan, forward: Forward) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for phase, (name, x) in enumerate(forward.entering.items()):
+            if self._layout.has_phase(phase):
+                found += self._of_block(name, plan.blocks[name], x)
+        activations = list(forward.entering.values())
+        if activations and self._layout.has_phase(0):
+            found += self._before_blocks(plan, activations[0])
+        if activations and self._layout.has_phase(len(activations)):
+            found += self._after_blocks(plan, activations[-1])
+        return found
+
+    def _before_blocks(self, plan: ModelPlan, x: Activation) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for layer in map(self._module.get_submodule, plan.vocabulary):
+            if isinstance(layer, nn.Embedding):
+                found += volumes.whole(replace(x, width=layer.embedding_dim), self._line)
+        return found + self._end(x)
+
+    def _after_blocks(self, plan: ModelPlan, x: Activation) -> Counter[str]:
+        found: Counter[str] = Counter()
+        exact = max(x.itemsize, torch.float32.itemsize)
+        for layer in map(self._module.get_submodule, plan.vocabulary):
+            if is_linear(layer):
+                found += volumes.whole(replace(x, width=features_of(layer)[0]), self._line)
+                found += volumes.cross_entropy(x.rows * x.tokens, exact, self._line)
+        return found + self._end(x)
+
+    def _end(self, x: Activation) -> Counter[str]:
+        return volumes.joined(x, self._line) if self._config.sequence_parallel else Counter()
+
+    def _of_block(self, name: str, derivation: Derivation, x: Activation) -> Counter[str]:
+        found: Counter[str] = Counter()
+        block = self._module.get_submodule(name)
+        for entering, leaving in _widths(block, derivation):
+            ends = replace(x, width=entering), replace(x, width=leaving)
+            found += volumes.group(*ends, self._line, sharded=self._config.sequence_parallel)
+        return found
+
+    def _of_gradients(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for spec in self._layout.summed(self._model.parameters):
+            found += volumes.all_reduce(spec.numel, spec.dtype.itemsize, self._line)
+        return found
+
+    # --- pipeline parallelism ---
+
+    def _over_cuts(self, pipeline: Pipelined, forward: Forward) -> int:
+        """Return the bytes of one micro-batch's outputs and gradients that this rank sends."""
+        total = 0
+        for stage, bound in enumerate(pipeline.cut.bounds[1:-1]):
+            before, after = pipeline.holder(stage), pipeline.holder(stage + 1)
+            for meta, nbytes in self._carried(forward.leaving[bound - 1]):
+                if before != after:
+                    total += nbytes * (before == pipeline.rank)
+                    total += nbytes * (after == pipeline.rank and meta.requires_grad)
+        return total
+
+    def _carried(self, metas: Sequence[TensorMeta]) -> Iterator[tuple[TensorMeta, int]]:
+        """Yield the tensors that cross a cut, with the bytes of this rank's share."""
+        is_sharded = self._config.sequence_parallel and self._config.tp > 1
+        for meta in metas:
+            nbytes = torch.Size(meta.shape).numel() * meta.dtype.itemsize
+            if is_sharded and meta.dtype.is_floating_point and len(meta.shape) > 1:
+                is_sharded = False  # the first one
+                nbytes = _of_shape(meta.shape, meta.dtype).shard(self._line).nbytes
+            yield meta, nbytes
+
+    def _of_ties(self, pipeline: Pipelined) -> int:
+        """Return the bytes of values to copies, and of a copy's gradient to its owner."""
+        total = 0
+        specs = {spec.name: spec for spec in self._model.parameters}
+        for tie, owner, others in pipeline.lent():
+            spec = self._layout.local(specs[tie.name])
+            total += spec.nbytes * len(others) * (owner == pipeline.rank)
+            total += spec.nbytes * (pipeline.rank in others and spec.trainable)
+        return total
+
+    def _of_losses(self, pipeline: Pipelined, forward: Forward) -> int:
+        """Return the bytes of the values that losses have on the last stage."""
+        last = list(forward.entering.values())[-1]
+        elements = sent_elements(
+            "broadcast",
+            self._run.accumulation,
+            size=pipeline.ranks,
+            rank=pipeline.rank,
+            source=pipeline.holder(pipeline.cut.stages - 1),
+        )
+        return elements * max(last.itemsize, torch.float32.itemsize)
+
+
+def _widths(block: nn.Module, derivation: Derivation) -> Iterator[tuple[int, int]]:
+    """Yield how many features enter and leave each group of a block."""
+    for group in derivation.plan.groups:
+        column = block.get_submodule(next(iter(group.columns)))
+        yield features_of(column)[0], features_of(block.get_submodule(group.row))[1]
+    for name in derivation.plan.attentions:
+        width = int(block.get_submodule(name).embed_dim)  # type: ignore[arg-type]
+        yield width, width
+
+
+def _activation(look: Look, call: BlockCall) -> Activation:
+    """Return a block's first floating point argument of two dims or more."""
+    given = [look.tensors[number].facts for number in call.given if number is not None]
+    first = next(x for x in given if x.dtype.is_floating_point and len(x.shape) > 1)
+    return _of_shape(first.shape, first.dtype)
+
+
+def _of_shape(shape: Sequence[int], dtype: torch.dtype) -> Activation:
+    *rows, tokens, width = shape
+    return Activation(torch.Size(rows).numel(), tokens, width, dtype.itemsize)

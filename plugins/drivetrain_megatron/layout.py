@@ -11,12 +11,11 @@ from drivetrain.parts.naming import named_parameters
 from drivetrain.strategy import Run
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.pipeline.build import chosen_cut
-from drivetrain_megatron.pipeline.cut import StageCut
+from drivetrain_megatron.pipeline.cut import StageCut, chosen_cut
 from drivetrain_megatron.pipeline.other_stages import Tie, is_local, ties
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
 from drivetrain_megatron.plan.named import models_plan, users_plan
-from drivetrain_megatron.recording.examples import inputs_for
+from drivetrain_megatron.recording.calls import inputs_for
 from drivetrain_megatron.recording.phases import Recording, recording_of
 
 

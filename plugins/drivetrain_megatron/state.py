@@ -3,25 +3,100 @@
 A rank holds a part of some tensors, a pipeline stage holds some of the tensors. The data-parallel
 strategy inside of a cell knows these local tensors only. ``GlobalShards`` puts the shards that this
 strategy saves into global coordinates, and ``LocalReader`` cuts the parts that it loads out of
-whole tensors: a checkpoint does not show how the ranks shared the model.
+whole tensors: a checkpoint does not show how the ranks shared the model. ``Original`` is a record
+of the whole model, with which a checkpoint is compared: a difference in another rank's part is
+found too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drivetrain.building import Ranges, WeightSource, meta_tensors
 from drivetrain.collectives import Communicator
 from drivetrain.errors import CheckpointError, UsageError
+from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.replicate import replicate
+from drivetrain.parts.saved_state import check_fits
+from drivetrain.parts.suitability import steps_each_alone, steps_pieces
 from drivetrain.shards import Part, Reader, Shard, TensorFacts, boxes, state_tensors
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.tensor.operators import gathered
 from drivetrain_megatron.tensor.partition import Partition
+
+
+class Original:
+    """The whole model of one ``prepare``.
+
+    Args:
+        model: with all its parameters, of their global shapes; they may be on the meta device.
+        optimizers: in the order of ``prepare``.
+
+    Attributes:
+        names: of the distinct parameters, by the parameter.
+        shapes: global shapes of parameters and persistent buffers, by name.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        parameters = named_parameters(model)
+        self.names: Mapping[nn.Parameter, str] = {p: name for name, p in parameters.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(tensor.shape)
+            for name, tensor in {**parameters, **persistent_buffers(model)}.items()
+        }
+        self._held: set[tuple[int, str]] = set()
+        self._optimizers = 0
+        for optimizer in optimizers:
+            self.add(optimizer)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Note which parameters one more optimizer holds."""
+        self._held |= {(self._optimizers, name) for name in self._held_by(optimizer)}
+        self._optimizers += 1
+
+    def check_steps_parts(self, optimizer: Optimizer, facts: Mapping[str, ParameterFacts]) -> None:
+        """Refuse an optimizer whose step of a parameter needs more of it than a rank has.
+
+        Raises:
+            UsageError: it holds parameters of which ranks have parts, and is not element-wise.
+        """
+        divided = [n for n in self._held_by(optimizer) if facts[n].partition is not None]
+        if divided and not (steps_each_alone(optimizer) and steps_pieces(optimizer)):
+            raise UsageError(
+                "expected an element-wise optimizer under tensor parallelism, such as AdamW, "
+                f"found {type(optimizer).__name__}, whose step needs whole matrices or all "
+                f"parameters at once, and holds {divided[0]!r}, of which each rank has a part; "
+                "take another optimizer, or set tp: 1"
+            )
+
+    def check_loads(self, reader: Reader, facts: Mapping[str, ParameterFacts]) -> None:
+        """Refuse a checkpoint of another model, or state that cannot be divided.
+
+        Raises:
+            CheckpointError: lists the first differences.
+        """
+        check_fits(reader, {(name, ""): s for name, s in self.shapes.items()}, self._held)
+        for name, state in sorted(reader.keys()):
+            known = facts.get(name)
+            if not state or known is None or known.partition is None:
+                continue
+            shape = tuple(reader.shape(name, state))
+            if shape not in ((), known.shape):
+                raise CheckpointError(
+                    f"expected state {state!r} of {name!r} to have the parameter's shape "
+                    f"{known.shape}, or none, found {shape}: an optimizer saved it that keeps "
+                    "state of whole matrices, of which a rank has a part; set tp: 1"
+                )
+
+    def _held_by(self, optimizer: Optimizer) -> list[str]:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        return [self.names[p] for p in held if p in self.names]
 
 
 def globally(
@@ -30,10 +105,10 @@ def globally(
     """Yield the pieces of a part of a local tensor, in coordinates of the global one.
 
     Args:
-        part: which part of the local tensor.
+        part: of the local tensor of a rank.
         tensor: the part's values: of shape ``part.sizes``, or 1-D for a flat range.
-        partition: how the global tensor is divided.
-        rank: whose local tensor.
+        partition: of the global tensor.
+        rank: the one with the local tensor.
 
     Yields:
         (global part, view of the values that belong there).
@@ -44,7 +119,7 @@ def globally(
         return
     flat = tensor.reshape(-1)
     for box in boxes(part):
-        values = flat.as_strided(box.sizes, _strides(box.sizes), flat.storage_offset() + box.start)
+        values = flat[box.start : box.start + prod(box.sizes)].view(box.sizes)
         for offset, size, to in _cut(ranges, box.offsets[partition.dim], box.sizes[partition.dim]):
             piece = values.narrow(partition.dim, offset - box.offsets[partition.dim], size)
             at = list(box.offsets)
@@ -73,11 +148,8 @@ class GlobalShards:
         """
         for shard in shards:
             facts = self._facts.get(shard.name)
-            if facts is None or facts.partition is None:
+            if facts is None or facts.partition is None or not shard.shape:  # a count of steps
                 if self._rank == 0:
-                    yield shard
-            elif not shard.shape:
-                if self._rank == 0:  # a count of steps
                     yield shard
             elif shard.shape != facts.local_shape(self._rank):
                 raise CheckpointError(
@@ -101,16 +173,10 @@ class LocalReader:
     """
 
     def __init__(
-        self,
-        reader: Reader,
-        facts: Mapping[str, ParameterFacts],
-        names: Iterable[str],
-        rank: int,
+        self, reader: Reader, facts: Mapping[str, ParameterFacts], names: Iterable[str], rank: int
     ) -> None:
-        self._reader = reader
-        self._facts = facts
+        self._reader, self._facts, self._rank = reader, facts, rank
         self._names = frozenset(names)
-        self._rank = rank
 
     def keys(self) -> Iterable[tuple[str, str]]:
         """The (name, state) pairs of this cell."""
@@ -146,8 +212,7 @@ class LocalReader:
 
     def _divided(self, name: str, shape: tuple[int, ...]) -> ParameterFacts | None:
         facts = self._facts.get(name)
-        divided = facts is not None and facts.partition is not None and shape == facts.shape
-        return facts if divided else None
+        return facts if facts is not None and facts.partition and shape == facts.shape else None
 
 
 def _cut(
@@ -167,13 +232,6 @@ def _moved(offsets: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
     return tuple(offset + by * (index == dim) for index, offset in enumerate(offsets))
 
 
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(sizes)
-    for dim in range(len(sizes) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * sizes[dim + 1]
-    return tuple(strides)
-
-
 def cut_states(
     optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParameterFacts], rank: int
 ) -> None:
@@ -189,10 +247,9 @@ def cut_states(
 
 
 class SharedSource:
-    """A ``WeightSource`` that returns this rank's share of whole tensors.
+    """A ``WeightSource`` of this rank's share of whole tensors.
 
-    From a file only the share is read. Values that are made are whole, one tensor at a time, for
-    as long as the share is taken.
+    From a file only the share is read. Initial values are made whole, one tensor at a time.
 
     Args:
         source: knows the values of the whole model.
@@ -230,7 +287,7 @@ def joined(
 
     Args:
         ranks: the axis ``tp``.
-        partitions: how each parameter is cut; None where every rank has the whole.
+        partitions: of each parameter; None where every rank has the whole.
         modify: whether changes inside are kept: those of the axis's first rank, for all of them.
     """
     if ranks.size == 1:
@@ -280,12 +337,7 @@ _ABSENT = -1
 
 @dataclass(frozen=True, slots=True)
 class TensorHome:
-    """Which pipeline rank has a tensor, and the tensor's facts.
-
-    Attributes:
-        rank: of the pipeline axis.
-        facts: in terms of the whole model.
-    """
+    """The pipeline rank that has a tensor, and the tensor's facts in the whole model."""
 
     rank: int
     facts: TensorFacts
@@ -327,12 +379,7 @@ class WholeState:
         return found
 
     def broadcast(self, place: TensorHome, mine: Tensor | None) -> Tensor:
-        """Return one whole tensor on every rank of the pipeline.
-
-        Args:
-            place: of the tensor.
-            mine: the tensor, on the rank that has it.
-        """
+        """Return one whole tensor on every rank; ``mine`` is given by the rank that has it."""
         if mine is None:
             whole = torch.empty(place.facts.shape, dtype=place.facts.dtype, device=self._device)
         else:

@@ -21,21 +21,20 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors
 from drivetrain.strategy import Prepared, Run
-from drivetrain_megatron.cell import DataParallelCell, ParameterFacts, advice
+from drivetrain_megatron.cell import DataParallelCell, ParameterFacts, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout.chain import Dropout, MaskSource
-from drivetrain_megatron.original import Original
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.named import models_plan, users_plan
 from drivetrain_megatron.plan.report import describe
-from drivetrain_megatron.recording.examples import ExampleInputs, inputs_for
-from drivetrain_megatron.same_batch import SameBatch
+from drivetrain_megatron.recording.calls import ExampleInputs, inputs_for
 from drivetrain_megatron.state import (
     GlobalShards,
     LocalReader,
+    Original,
     SharedSource,
     WholeState,
     cut_states,

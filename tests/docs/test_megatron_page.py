@@ -16,8 +16,7 @@ from drivetrain import Accelerator
 from drivetrain.config import options_of
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.paper.simulate import UNIT_DURATIONS, simulate
-from drivetrain_megatron.pipeline.actions import ActionKind
-from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
+from drivetrain_megatron.pipeline.schedules import SCHEDULES, ActionKind, make_schedule
 from drivetrain_megatron.plan.named import STYLES
 
 ROOT = Path(__file__).parents[2]

@@ -3,10 +3,9 @@
 Whether an element is kept is a hash of a key and of its global index (counter-based random numbers:
 Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-=============== ===================================================================================
-``masks``       the hash
-``functions``   hands the dropout of torch's functions to somebody else
-``dropouts``    where a model drops elements, and how the ranks divide what is dropped there
-``chain``       the key of every dropout of a forward, and the modules that drop by it
-=============== ===================================================================================
+============ ======================================================================================
+``masks``    the hash
+``dropouts`` where a model drops elements, and how the ranks divide a dropout's input
+``chain``    the key of every dropout of a forward, and the modules that drop by it
+============ ======================================================================================
 """

@@ -28,6 +28,7 @@ from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.naming import clean_name, uncompiled
 from drivetrain.runtime import rng
 from drivetrain_megatron.dropout.dropouts import (
+    Dropping,
     Layouts,
     Site,
     dropping_modules,
@@ -35,9 +36,8 @@ from drivetrain_megatron.dropout.dropouts import (
     open_attentions,
     partition_of,
 )
-from drivetrain_megatron.dropout.functions import Dropping
 from drivetrain_megatron.dropout.masks import combine, keep_mask, mix
-from drivetrain_megatron.recording.examples import ExampleInputs, example_inputs
+from drivetrain_megatron.recording.calls import ExampleInputs, example_inputs
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.behavior import Behavior, Surrounding, release, surround
 

@@ -1,9 +1,8 @@
 """Pipeline schedules on paper: their simulation, the papers' formulas, and drawings.
 
-============= =====================================================================================
-``simulate``  runs a schedule without computing: time, idle time and memory
-``formulas``  the times that the papers promise
-``draw``      a Gantt chart on the terminal, or as a picture
-``command``   ``drivetrain schedule``
-============= =====================================================================================
+============ ======================================================================================
+``simulate`` runs a schedule without computing: time, idle time and memory, and promised times
+``draw``     a Gantt chart on the terminal, or as a picture
+``command``  ``drivetrain schedule``
+============ ======================================================================================
 """

@@ -15,10 +15,8 @@ from rich.table import Table
 
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.paper.draw import Gantt, picture_format, save_picture
-from drivetrain_megatron.paper.formulas import Formula, promised
-from drivetrain_megatron.paper.simulate import simulate
-from drivetrain_megatron.pipeline.actions import ActionKind, Schedule
-from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
+from drivetrain_megatron.paper.simulate import Formula, promised, simulate
+from drivetrain_megatron.pipeline.schedules import SCHEDULES, ActionKind, Schedule, make_schedule
 from drivetrain_megatron.pipeline.timeline import Timeline, save_trace
 
 ALL = "all"

@@ -1,13 +1,15 @@
-"""Runs a schedule on paper: proves its end, and tells its time, idle time and memory.
+"""Runs a schedule on paper, and has the makespans that the papers promise.
 
-The simulation knows nothing of the generators: it reads the lists of actions and the data that
-flows between stages. Receives wait; sends do not.
+The simulation proves the schedule's end, and tells its time, idle time and memory. It knows nothing
+of the generators: it reads the lists of actions and the data that flows between stages. Receives
+wait; sends do not. Formulas: Narayanan et al. 2021 (section 2.2), Qi et al. 2023 (section 2.3).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.actions import Action, ActionKind, Schedule, needs
+from drivetrain_megatron.pipeline.schedules import Action, ActionKind, Schedule, needs
 from drivetrain_megatron.pipeline.timeline import Span, Timeline
 
 UNIT_DURATIONS: Mapping[ActionKind, float] = {
@@ -107,3 +109,61 @@ def _deadlock(schedule: Schedule, done: list[int], ended: Mapping[Action, float]
     return (
         f"expected a schedule that ends, found ranks that wait for each other: {'; '.join(stuck)}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A promised makespan.
+
+    Attributes:
+        text: the formula: p ranks, m micro-batches, v chunks per rank; F and B are the durations
+            of forward and backward over all chunks of a rank.
+        value: the makespan, in the unit of the durations.
+    """
+
+    text: str
+    value: float
+
+
+def promised(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula | None:
+    """Return the makespan that is promised for a schedule, or None where no formula holds.
+
+    Sources: GPipe and 1F1B: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.1; interleaved:
+    its section 2.2.2, where p divides m; ZB-H1: Qi et al. 2023 (arXiv 2401.10241), section 2.3,
+    where its three kinds take equally long and there are at least p micro-batches.
+
+    Args:
+        schedule: made by ``make_schedule``.
+        durations: how long an action of each kind takes, on every stage.
+    """
+    formula = _FORMULAS.get(schedule.name)
+    return None if formula is None else formula(schedule, durations)
+
+
+def _whole(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula:
+    p, m = len(schedule.ranks), schedule.micro_batches
+    both = durations[ActionKind.FORWARD] + durations[ActionKind.BACKWARD]
+    return Formula("(m+p-1)(F+B)", (m + p - 1) * both)
+
+
+def _interleaved(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula | None:
+    p, m = len(schedule.ranks), schedule.micro_batches
+    if m % p:
+        return None
+    both = durations[ActionKind.FORWARD] + durations[ActionKind.BACKWARD]
+    return Formula("(m+(p-1)/v)(F+B)", (m * schedule.stages // p + p - 1) * both)
+
+
+def _zero_bubble(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula | None:
+    p, m = len(schedule.ranks), schedule.micro_batches
+    forward = durations[ActionKind.FORWARD]
+    equal = forward == durations[ActionKind.INPUT] == durations[ActionKind.WEIGHT]
+    return Formula("(3m+p-1)F", (3 * m + p - 1) * forward) if equal and m >= p else None
+
+
+_FORMULAS: dict[str, Callable[[Schedule, Mapping[ActionKind, float]], Formula | None]] = {
+    "gpipe": _whole,
+    "1f1b": _whole,
+    "interleaved": _interleaved,
+    "zb-h1": _zero_bubble,
+}

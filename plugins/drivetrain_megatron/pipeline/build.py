@@ -11,26 +11,26 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.building import WeightSource
 from drivetrain.collectives import Communicator
 from drivetrain.communication import broadcast_object_list
-from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
-from drivetrain.model.look import Look
-from drivetrain.parts.naming import uncompiled
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.pipeline.cut import StageCut, balanced, listed
+from drivetrain_megatron.dropout.chain import Dropout
+from drivetrain_megatron.pipeline.cut import (
+    StageCut,
+    chosen_cut,
+)
 from drivetrain_megatron.pipeline.levels import PipelinedModel, PipelinePlan
 from drivetrain_megatron.pipeline.local import LocalStages, StageParts
-from drivetrain_megatron.pipeline.profile import profile, scaled_edges
+from drivetrain_megatron.pipeline.other_stages import SharedParameters
 from drivetrain_megatron.pipeline.stages import Split, split
-from drivetrain_megatron.pipeline.ties import SharedParameters
 from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.transfer import Link
-from drivetrain_megatron.pipeline.weights import WeightGradients
-from drivetrain_megatron.pipeline.worker import Forwards
-from drivetrain_megatron.recording.examples import ExampleInputs
+from drivetrain_megatron.recording.calls import ExampleInputs
 from drivetrain_megatron.recording.phases import Recording, recording_of
-from drivetrain_megatron.tensor.compiled import Uncompiled
+from drivetrain_megatron.tensor.behavior import Uncompiled
+from drivetrain_megatron.tensor.linear import defer_no_more, defer_weights
+from drivetrain_megatron.tensor.weight_grad import WeightGradients
 
 logger = get_logger(__name__)
 
@@ -110,7 +110,7 @@ class PipelineBuilder:
         if self._shared is not None:
             self._shared.materialize(source, self._run.world.device)
 
-    def start(self, model: nn.Module, inner: Strategy[Any], forwards: Forwards) -> PipelinedModel:
+    def start(self, model: nn.Module, inner: Strategy[Any], dropout: Dropout) -> PipelinedModel:
         """Take over the model's calls, after the data-parallel strategy has prepared it."""
         if self._split is None or self._shared is None:
             raise RuntimeError("split() comes before start()")
@@ -120,8 +120,8 @@ class PipelineBuilder:
             windowed=self._run.accumulation > 1 and not self._config.micro_batches,
         )
         if self._config.schedule == "zb-h1":
-            self._deferring = self._weights.attach_to(model)
-        parts = StageParts(self._link, self._axis, self._shared, self._weights, forwards)
+            self._deferring = defer_weights(model, self._weights)
+        parts = StageParts(self._link, self._axis, self._shared, self._weights, dropout)
         stages = LocalStages(self._split, inner, parts, self._run.world.device)
         pipeline = PipelinedModel(stages, plan, self._trace())
         self._pipeline = pipeline
@@ -155,37 +155,10 @@ class PipelineBuilder:
         for handle in self._handles:
             handle.remove()
         unwrap_forward(model, _ORIGINAL)
-        self._weights.detach_from(self._deferring)
+        defer_no_more(self._deferring)
         if self._split is not None:
             self._split.close()
         self._uncompiled.undo()
-
-
-def chosen_cut(
-    config: MegatronConfig, model: nn.Module, recording: Recording, look: Look
-) -> StageCut:
-    """Return where the stages of a configuration begin.
-
-    Raises:
-        ConfigError: the model or the configured list does not allow it.
-    """
-    stages = config.pp * config.chunks
-    how = config.cut
-    if how == "cost":
-        return balanced(recording, stages)
-    if how == "uniform":
-        return balanced(recording, stages, [1.0] * len(recording.blocks), 0.0, 0.0)
-    if how == "profile":
-        seconds = profile(uncompiled(model), look)
-        return balanced(recording, stages, seconds, *scaled_edges(recording, seconds))
-    try:
-        layout = [int(part) for part in how.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"strategy.cut: expected cost, profile, uniform, or numbers of blocks such as "
-            f"6,8,8,6, found {how!r}"
-        ) from None
-    return listed(recording, stages, layout)
 
 
 def _keep(optimizer: Optimizer, here: set[int]) -> None:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
-from drivetrain_megatron.pipeline.actions import Action, ActionKind
 from drivetrain_megatron.pipeline.batches import MicroBatch, cut_batch, cut_from_graph, join_outputs
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.loss import (
@@ -33,6 +32,7 @@ from drivetrain_megatron.pipeline.loss import (
     refuse_options,
     running,
 )
+from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.worker import LossOf, find_loss
 from drivetrain_megatron.recording.proxy import StageProxy, resolve, value_of
@@ -271,7 +271,7 @@ class PipelinedModel:
     ) -> list[MicroBatch]:
         count = count or self._plan.micro_batches or self.stages.ranks
         batches = cut_batch(args, kwargs, count, targets)
-        first = self.stages.forwards.take(len(batches))
+        first = self.stages.dropout.take(len(batches))
         return [batch.numbered(first + index) for index, batch in enumerate(batches)]
 
     def _forward_all(self, batches: list[MicroBatch]) -> Any:

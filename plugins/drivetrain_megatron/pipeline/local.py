@@ -1,6 +1,7 @@
-"""The stages of one rank: their workers, the interpreter that drives them, the way to others."""
+"""The stages of one rank at work, as a schedule says: receive, compute, send the result on."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +12,110 @@ from torch.utils._pytree import tree_map
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.strategy import Strategy
-from drivetrain_megatron.pipeline.actions import Action, ActionKind
+from drivetrain_megatron.dropout.chain import Dropout
 from drivetrain_megatron.pipeline.batches import MicroBatch, join_outputs
-from drivetrain_megatron.pipeline.interpreter import Interpreter
+from drivetrain_megatron.pipeline.other_stages import SharedParameters
+from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.stages import Split, Stage
-from drivetrain_megatron.pipeline.ties import SharedParameters
 from drivetrain_megatron.pipeline.timeline import Span
-from drivetrain_megatron.pipeline.transfer import Link
-from drivetrain_megatron.pipeline.weights import WeightGradients
-from drivetrain_megatron.pipeline.worker import Forwards, StageWorker
+from drivetrain_megatron.pipeline.transfer import Arrival, Direction, Link, Message
+from drivetrain_megatron.pipeline.worker import Send, StageWorker
 from drivetrain_megatron.recording.proxy import StageProxy
+from drivetrain_megatron.tensor.weight_grad import WeightGradients
+
+
+class Interpreter:
+    """Runs schedules on this rank.
+
+    Args:
+        stages: this rank's stages, by index.
+        count: how many stages there are on all ranks.
+        link: this rank's end of the pipeline.
+    """
+
+    def __init__(self, stages: Mapping[int, StageWorker], count: int, link: Link) -> None:
+        self._stages = stages
+        self._count = count
+        self._link = link
+        self._arrivals: dict[Message, Arrival] = {}
+
+    def run(
+        self, actions: Sequence[Action], stages: Mapping[int, StageWorker] | None = None
+    ) -> list[Span]:
+        """Run some actions of this rank, in order.
+
+        Args:
+            actions: what to run.
+            stages: other workers for them; None for those of the interpreter.
+
+        Returns:
+            When each ran, in seconds of ``time.perf_counter``; waiting for messages is not in it.
+
+        Raises:
+            CollectiveError: a neighbor ended or did not send in time.
+        """
+        spans = []
+        own, self._stages = self._stages, stages or self._stages
+        try:
+            for index, action in enumerate(actions):
+                self._expect(action)
+                for following in actions[index + 1 : index + 2]:
+                    self._expect(following)
+                spans.append(self._do(action))
+        except BaseException:
+            self._arrivals.clear()
+            self._link.reset()
+            self._link.alarm()
+            raise
+        finally:
+            self._stages = own
+        return spans
+
+    def _expect(self, action: Action) -> None:
+        """Post the receive of an action's inputs from another rank."""
+        message = self._needed(action)
+        if message is None or message in self._arrivals:
+            return
+        stage = self._stages[action.stage]
+        forward = message.direction is Direction.FORWARD
+        if message.source in self._stages and not self._link.is_here(message):
+            return  # an action in between makes it
+        metas = stage.input_metas if forward else stage.output_metas
+        self._arrivals[message] = self._link.receive(message, metas(action.micro_batch))
+
+    def _needed(self, action: Action) -> Message | None:
+        if action.kind is ActionKind.FORWARD:
+            first = action.stage == 0
+            return None if first else Message.input_of(action.stage, action.micro_batch)
+        last = action.stage == self._count - 1
+        if last or not action.kind.returns:
+            return None
+        return Message.gradient_of(action.stage, action.micro_batch)
+
+    def _do(self, action: Action) -> Span:
+        message = self._needed(action)
+        given = self._arrivals.pop(message).wait() if message is not None else ()
+        stage, micro_batch = self._stages[action.stage], action.micro_batch
+        start = time.perf_counter()
+        if action.kind is ActionKind.FORWARD:
+            outputs = stage.forward(micro_batch, given)
+            if action.stage + 1 < self._count:
+                self._link.send(Message.input_of(action.stage + 1, micro_batch), outputs)
+        elif action.kind is ActionKind.WEIGHT:
+            stage.backward_weight(micro_batch)
+        else:
+            half = action.kind is ActionKind.INPUT
+            run = stage.backward_input if half else stage.backward
+            run(micro_batch, given, self._sender(action))
+        return Span(action, start, time.perf_counter())
+
+    def _sender(self, action: Action) -> Send:
+        def send(gradients: Sequence[Tensor]) -> None:
+            if action.stage:
+                message = Message.gradient_of(action.stage - 1, action.micro_batch)
+                self._link.send(message, gradients)
+
+        return send
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +127,14 @@ class StageParts:
         axis: collectives over the axis ``pp``.
         shared: parameters that several stages use.
         weights: products whose weights' gradients are computed later.
-        forwards: counts the model's forwards.
+        dropout: the masks of the model; it numbers the forwards.
     """
 
     link: Link
     axis: Communicator
     shared: SharedParameters
     weights: WeightGradients
-    forwards: Forwards
+    dropout: Dropout
 
 
 class LocalStages:
@@ -56,7 +151,7 @@ class LocalStages:
         ranks: how many ranks the pipeline has.
         rank: this one.
         count: how many stages there are on all ranks.
-        forwards: counts the model's forwards.
+        dropout: the masks of the model; it numbers the forwards.
         spans: when the actions of this step ran.
     """
 
@@ -65,8 +160,9 @@ class LocalStages:
     ) -> None:
         self.inner = inner
         self.device = device
-        self.forwards = parts.forwards
-        self._axis, self._shared, self._weights = parts.axis, parts.shared, parts.weights
+        self.dropout = parts.dropout
+        self._axis, self._link = parts.axis, parts.link
+        self._shared, self._weights = parts.shared, parts.weights
         self.ranks, self.rank = parts.axis.size, parts.axis.rank
         self.count = parts.axis.size * len(split.stages)
         self.workers = {stage.index: self._worker(stage) for stage in split.stages}
@@ -97,12 +193,12 @@ class LocalStages:
 
     def act(self, actions: Sequence[Action]) -> None:
         """Run some actions in order."""
-        self.spans += self._interpreter.run_actions(actions)
+        self.spans += self._interpreter.run(actions)
 
     def outline(self, batch: MicroBatch) -> Any:
         """Return the model's output as proxies, without computing any block."""
         stage = next(iter(self.workers.values())).stage
-        with self.forwards.forward(batch.number), self.inner.running():
+        with self.dropout.forward(batch.number), self.inner.running():
             return stage.run_ambient(batch.args, batch.kwargs)
 
     def dtype(self, batch: MicroBatch) -> torch.dtype:
@@ -121,7 +217,7 @@ class LocalStages:
             for number in range(len(batches))
             for stage in sorted(workers)
         ]
-        self._interpreter.run_actions(actions, workers)
+        self._interpreter.run(actions, workers)
         last = workers[max(workers)]
         whole = join_outputs([last.outputs[number] for number in range(len(batches))], batches)
         # Metrics and generation then need to know of no pipeline.
@@ -143,7 +239,7 @@ class LocalStages:
 
     def flush(self) -> None:
         """Return when everything that was sent is through."""
-        self._interpreter.flush()
+        self._link.flush()
 
     def clear(self) -> None:
         """Forget micro-batches whose backward nobody asked for."""
@@ -152,7 +248,7 @@ class LocalStages:
 
     def _worker(self, stage: Stage) -> StageWorker:
         return StageWorker(
-            stage, self.inner, self._shared, self._weights, self.forwards, self.device
+            stage, self.inner, self._shared, self._weights, self.dropout, self.device
         )
 
     def _from_last(self, x: Any) -> Any:

@@ -22,10 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.actions import Action, ActionKind
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.local import LocalStages
-from drivetrain_megatron.pipeline.schedules import make_schedule
+from drivetrain_megatron.pipeline.schedules import Action, ActionKind, make_schedule
 from drivetrain_megatron.pipeline.worker import LossOf, find_loss
 from drivetrain_megatron.recording.proxy import OTHER, StageProxy, proxy_like, resolve, slope_of
 

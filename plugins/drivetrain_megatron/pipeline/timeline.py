@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.pipeline.actions import Action, ActionKind
+from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.pipeline.actions import Action, ActionKind
+from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.timeline import Span, Timeline, save_trace
 
 _KINDS = list(ActionKind)

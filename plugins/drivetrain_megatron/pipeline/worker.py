@@ -1,34 +1,28 @@
 """One stage at work: forward and backward of micro-batches, and the tensors kept between."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.strategy import Strategy
+from drivetrain_megatron.dropout.chain import Dropout
 from drivetrain_megatron.pipeline.batches import MicroBatch
-from drivetrain_megatron.pipeline.interpreter import Send
+from drivetrain_megatron.pipeline.other_stages import SharedParameters
 from drivetrain_megatron.pipeline.stages import Stage
-from drivetrain_megatron.pipeline.ties import SharedParameters
 from drivetrain_megatron.pipeline.transfer import Meta
-from drivetrain_megatron.pipeline.weights import WeightGradients
+from drivetrain_megatron.tensor.weight_grad import WeightGradients
 
 LossOf = Callable[[Any, Any], Tensor]
 """Makes the loss of what the model returned and of the micro-batch's targets."""
 
 
-class Forwards(Protocol):
-    """Counts the forwards of a model; the random numbers of a forward depend on its number."""
-
-    def take(self, count: int) -> int:
-        """Return the number of the first of some forwards that are about to be run."""
-
-    def forward(self, number: int) -> AbstractContextManager[None]:
-        """Context in which a forward of a number runs."""
+Send = Callable[[Sequence[Tensor]], None]
+"""Sends the gradients of a stage's inputs to the stage before."""
 
 
 @dataclass(slots=True)
@@ -52,7 +46,7 @@ class StageWorker:
         inner: the data-parallel strategy of the cell.
         shared: the parameters that are shared with other stages.
         weights: products whose weights' gradients are computed later.
-        forwards: counts the model's forwards.
+        dropout: the masks of the model, which depend on the number of the forward.
         device: where it computes.
 
     Attributes:
@@ -68,14 +62,14 @@ class StageWorker:
         inner: Strategy[Any],
         shared: SharedParameters,
         weights: WeightGradients,
-        forwards: Forwards,
+        dropout: Dropout,
         device: torch.device,
     ) -> None:
         self.stage = stage
         self._inner = inner
         self._shared = shared
         self._weights = weights
-        self._forwards = forwards
+        self._dropout = dropout
         self._device = device
         self._kept: dict[int, _InFlight] = {}
         self._returned: dict[int, list[Meta]] = {}
@@ -115,7 +109,7 @@ class StageWorker:
         )
         # A view, so that what the block changes in place is not the leaf itself.
         views = tuple(t.view_as(t) if t.requires_grad else t for t in received)
-        with self._forwards.forward(batch.number), self._inner.running():
+        with self._dropout.forward(batch.number), self._inner.running():
             found = self.stage.run(batch.args, batch.kwargs, views)
         roots = found.sent
         if self.stage.is_last:
@@ -188,11 +182,6 @@ class StageWorker:
         self._run_backward(roots, [torch.ones_like(root) for root in roots], synchronize=final)
 
     # --- inside ---
-
-    @property
-    def waiting(self) -> int:
-        """How many micro-batches wait for their backward."""
-        return len(self._kept)
 
     def clear(self) -> None:
         """Forget micro-batches whose backward nobody asked for."""

@@ -1,16 +1,13 @@
 """Which layers of a model are divided: guessed from its structure, and tried.
 
-===================== =============================================================================
-``thread_ranks``      ranks as threads of one process, to try a plan before a rank is started
-``provenance``        which linear layers of a block feed which
-``groups``            layers that can be divided together, and the ways to try it
-``divide``            divides one block as a plan says
-``trial``             compares the divided block with the whole one, in numbers
-``derive``            proposes plans for a block, and keeps the one that gives equal numbers
-``dropouts``          how the ranks divide what a block drops elements of
-``named``             plans in words: the user's and Hugging Face's, and whether one was fulfilled
-``vocabulary_layers`` the layers that are divided by words
-``model``             divides a whole model
-``report``            says in a few lines how a model was divided
-===================== =============================================================================
+================ ==================================================================================
+``thread_ranks`` ranks as threads of one process, to try a plan before a rank is started
+``groups``       layers that can be divided together, and the ways to try it
+``divide``       divides one block as a plan says
+``trial``        compares the divided block with the whole one, in numbers
+``derive``       proposes plans for a block, and keeps the one that gives equal numbers
+``named``        plans in words: the user's and Hugging Face's, and whether one was fulfilled
+``model``        divides a whole model
+``report``       says in a few lines how a model was divided
+================ ==================================================================================
 """

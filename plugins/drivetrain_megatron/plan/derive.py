@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, SizeAttribute
-from drivetrain_megatron.plan.groups import GroupDivision, LayerGroup, find_groups, ways
-from drivetrain_megatron.plan.provenance import LinearUse
+from drivetrain_megatron.plan.groups import GroupDivision, LayerGroup, LinearUse, find_groups, ways
 from drivetrain_megatron.plan.trial import Trial, verify
 from drivetrain_megatron.tensor.linear import is_linear
 

@@ -4,19 +4,20 @@ The block stays the user's object and computes the user's code; only its linear 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain.collectives import Communicator
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
 from drivetrain_megatron.tensor.linear import attach_column, attach_row, is_transposed
 from drivetrain_megatron.tensor.local_sizes import attach_resized
+from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather, scatter
 from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.sequence import Edges
 from drivetrain_megatron.tensor.shared_input import enter_group
 
 
@@ -193,13 +194,7 @@ class ModuleEntrance:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments that the module sees."""
-        for index, value in enumerate(args):
-            if _is_activation(value):
-                return (*args[:index], self._enter(value), *args[index + 1 :]), kwargs
-        for name, value in kwargs.items():
-            if _is_activation(value):
-                return args, {**kwargs, name: self._enter(value)}
-        return args, kwargs
+        return _with_activation(args, kwargs, self._enter)
 
     def _enter(self, x: Tensor) -> Tensor:
         return enter_group(x, self._edges, self._layers)
@@ -230,6 +225,43 @@ class SharedEntrance(ModuleEntrance):
         if not self._left:  # nothing must outlive its use
             self._given = self._entered = None
         return entered
+
+
+class SequenceRegion:
+    """The part of a model in which activations are shards of the sequence."""
+
+    def __init__(self, ranks: Communicator, tokens: TokenShards) -> None:
+        self._ranks = ranks
+        self._tokens = tokens
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cut the first activation among a block's arguments."""
+        return _with_activation(args, kwargs, self._cut)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Join the first activation of a block's output."""
+        partition = self._tokens.partition(self._ranks.size)
+        if isinstance(output, Tensor):
+            return gather(output, self._ranks, partition)
+        first, *rest = output
+        return type(output)((gather(first, self._ranks, partition), *rest))
+
+    def _cut(self, x: Tensor) -> Tensor:
+        self._tokens.begin(x.shape[self._tokens.dim])
+        return scatter(x, self._ranks, self._tokens.partition(self._ranks.size))
+
+
+def _with_activation(
+    args: Any, kwargs: Any, function: Callable[[Tensor], Tensor]
+) -> tuple[Any, Any]:
+    """Return arguments in which the first activation is replaced by a function of it."""
+    for index, value in enumerate(args):
+        if _is_activation(value):
+            return (*args[:index], function(value), *args[index + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if _is_activation(value):
+            return args, {**kwargs, name: function(value)}
+    return args, kwargs
 
 
 def _is_activation(value: Any) -> bool:

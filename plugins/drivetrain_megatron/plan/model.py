@@ -5,7 +5,7 @@ that makes logits and the embeddings with as many rows are divided by words; a w
 share stays one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.dropout.dropouts import DropoutLayout, Layouts, Site, open_attentions
 from drivetrain_megatron.plan.derive import Derivation, derive
-from drivetrain_megatron.plan.divide import BlockPlan, cut, divide, facts_of
-from drivetrain_megatron.plan.dropouts import find_layouts
+from drivetrain_megatron.plan.divide import BlockPlan, SequenceRegion, cut, divide, facts_of
+from drivetrain_megatron.plan.groups import LinearUse, linear_uses
 from drivetrain_megatron.plan.named import ATTENTION as ATTENTIONS
 from drivetrain_megatron.plan.named import (
     COLUMN,
@@ -31,18 +31,14 @@ from drivetrain_megatron.plan.named import (
     NamedPlan,
     check_fulfilled,
 )
-from drivetrain_megatron.plan.provenance import LinearUse, linear_uses
-from drivetrain_megatron.plan.trial import make_trial
-from drivetrain_megatron.plan.vocabulary_layers import by_words, find_vocabulary, words_of
-from drivetrain_megatron.recording.calls import Call, Calls, calls_in
-from drivetrain_megatron.recording.examples import ExampleInputs
+from drivetrain_megatron.plan.trial import find_layouts, make_trial
+from drivetrain_megatron.recording.calls import Call, Calls, ExampleInputs, calls_in
 from drivetrain_megatron.tensor.attention import keep_padded
-from drivetrain_megatron.tensor.compiled import Uncompiled
+from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
-from drivetrain_megatron.tensor.linear import attach_column
-from drivetrain_megatron.tensor.operators import gather, scatter
+from drivetrain_megatron.tensor.linear import attach_column, features_of, is_linear, is_transposed
+from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even
-from drivetrain_megatron.tensor.sequence import Edges, TokenShards
 
 NO_INPUTS = (
     "nothing in it repeats, and no inputs were found with which it can be called: set "
@@ -171,7 +167,7 @@ class TensorParallel:
         """
         if self._tokens is None or not self._blocks:
             return
-        region = _SequenceRegion(self._ranks, self._tokens)
+        region = SequenceRegion(self._ranks, self._tokens)
         first, last = self._blocks[0][1], self._blocks[-1][1]
         self._handles.append(first.register_forward_pre_hook(region.enter, with_kwargs=True))
         self._handles.append(last.register_forward_hook(region.leave))
@@ -341,35 +337,47 @@ def _if_given(
     return lambda gradient: None if gradient is None else function(gradient)
 
 
-class _SequenceRegion:
-    """The part of a model in which activations are shards of the sequence."""
-
-    def __init__(self, ranks: Communicator, tokens: TokenShards) -> None:
-        self._ranks = ranks
-        self._tokens = tokens
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cut the first activation among a block's arguments."""
-        for index, value in enumerate(args):
-            if _is_activation(value):
-                return (*args[:index], self._cut(value), *args[index + 1 :]), kwargs
-        for name, value in kwargs.items():
-            if _is_activation(value):
-                return args, {**kwargs, name: self._cut(value)}
-        return args, kwargs
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Join the first activation of a block's output."""
-        partition = self._tokens.partition(self._ranks.size)
-        if isinstance(output, Tensor):
-            return gather(output, self._ranks, partition)
-        first, *rest = output
-        return type(output)((gather(first, self._ranks, partition), *rest))
-
-    def _cut(self, x: Tensor) -> Tensor:
-        self._tokens.begin(x.shape[self._tokens.dim])
-        return scatter(x, self._ranks, self._tokens.partition(self._ranks.size))
+def words_of(module: nn.Module) -> int:
+    """Return how many words an embedding, or a layer that makes logits, is about."""
+    return module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
 
 
-def _is_activation(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+def by_words(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield the parameters of such a module and their dims that count words."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield parameter, 1 if name == "weight" and is_transposed(module) else 0
+
+
+def find_vocabulary(model: nn.Module, calls: Calls, allowed: Callable[[str], bool]) -> list[str]:
+    """Return the layers outside of blocks that make logits, and the embeddings of the same words.
+
+    A weight that something else uses, too, stays whole.
+    """
+    inside = tuple(f"{name}." for name, _ in calls.blocks)
+    outer = [
+        (name, module)
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside) and next(module.parameters(False), None) is not None
+    ]
+    embeddings = [(name, m) for name, m in outer if isinstance(m, nn.Embedding)]
+    heads = [
+        (name, m)
+        for name, m in outer
+        if is_linear(m) and any(features_of(m)[1] == e.num_embeddings for _, e in embeddings)
+    ]
+    rows = {features_of(module)[1] for _, module in heads}
+    found = [*[(n, e) for n, e in embeddings if e.num_embeddings in rows], *heads]
+    chosen = [(name, module) for name, module in found if allowed(name)]
+    return [name for name, module in chosen if _is_only_used_by(module, model, chosen, calls)]
+
+
+def _is_only_used_by(
+    module: nn.Module, model: nn.Module, chosen: Iterable[NamedModule], calls: Calls
+) -> bool:
+    """Whether a weight is used once by each of its chosen modules, and by nothing else."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    weight = module.weight
+    owners = sum(1 for _, m in chosen if m.weight is weight)
+    places = sum(1 for m in model.modules() for p in m.parameters(False) if p is weight)
+    name = first[id(weight)]
+    return owners == places and calls.uses[name] <= owners

@@ -1,8 +1,8 @@
-"""How the blocks of a model are called, and what uses its parameters outside of them."""
+"""How a model and its blocks are called: example inputs, the look with them, first arguments."""
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,149 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from drivetrain.errors import UsageError
 from drivetrain.model.look import Look, SeenTensor
+from drivetrain.model.recorder import look_at
+from drivetrain.model.results import ValuesNeededError
 from drivetrain.parts.blocks import NamedModule, repeated_blocks
+from drivetrain.parts.naming import uncompiled
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.recording.proxy import StageProxy
+
+_ROWS, _LENGTH = 2, 8
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleInputs:
+    """ExampleInputs of a model's forward, and what a forward in training did with them.
+
+    Attributes:
+        args: positional.
+        kwargs: by name.
+        look: at the model, as it was before it was compiled.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    look: Look
+
+
+def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None:
+    """Return the example inputs that dividing a model takes.
+
+    Args:
+        config: how it is to be divided.
+        model: with or without values, not changed.
+
+    Returns:
+        None where it is not divided, or need not be: no inputs are found, nothing in it repeats,
+        and no plan or pipeline asks for it.
+
+    Raises:
+        UsageError: as ``example_inputs``, for a model that has to be divided.
+    """
+    if config.tp * config.pp == 1:
+        return None
+    try:
+        return example_inputs(model, isolated=config.pp > 1)
+    except UsageError:
+        given = getattr(model, "dummy_inputs", None) is not None
+        if given or config.pp > 1 or config.plan or repeated_blocks(model):
+            raise
+        return None
+
+
+def example_inputs(model: nn.Module, *, isolated: bool = False) -> ExampleInputs:
+    """Return inputs that a model's forward accepts, and the look at the model with them.
+
+    ``model.dummy_inputs`` (a Hugging Face convention) is what the model's author says, so it comes
+    first and an error in it is raised. Else the model's first layer in the order of registration
+    tells what goes in: an embedding takes tokens; a transformer takes sequences of its width; a
+    convolution takes images of its channels; a linear layer takes rows, or sequences of rows when
+    the model handles only those. A guess counts when the forward of a look accepts it.
+
+    Args:
+        model: with or without values, not changed.
+        isolated: whether blocks may run on different ranks.
+
+    Returns:
+        Inputs on the CPU: 2 rows, sequences of length 8.
+
+    Raises:
+        UsageError: ``dummy_inputs`` is no dict, tuple or tensor, no guess is accepted, or the model
+            chooses by values of hidden states.
+    """
+    given = getattr(model, "dummy_inputs", None)
+    if given is not None:
+        return _looked(model, *_arguments(given), isolated)
+    failures = []
+    needed: ValuesNeededError | None = None
+    for what, guess in _guesses(model):
+        try:
+            return _looked(model, (guess,), {}, isolated)
+        except Exception as error:  # whatever the user's forward raises means no
+            needed = needed or (error if isinstance(error, ValuesNeededError) else None)
+            failures.append(f"{what}: {type(error).__name__}: {str(error).strip()[:200]}")
+    if needed is not None:
+        raise needed  # it accepts the input, and then looks at values
+    tried = "; ".join(failures) or "no embedding, linear, convolution or transformer was found"
+    raise UsageError(
+        f"expected inputs with which {type(model).__name__} can be called once, found none that "
+        f"it accepts (tried {tried}): set model.dummy_inputs = {{'name': tensor}} (or a tuple of "
+        "tensors) to a small batch as in training, before accelerator.prepare()"
+    )
+
+
+def _looked(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], isolated: bool
+) -> ExampleInputs:
+    look = look_at(
+        uncompiled(model), args, kwargs, kind=StageProxy, isolated=isolated, training=True
+    )
+    return ExampleInputs(args, kwargs, look)
+
+
+def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, list | tuple):
+        return tuple(given), {}
+    if isinstance(given, Tensor):
+        return (given,), {}
+    raise UsageError(
+        f"expected model.dummy_inputs to be a dict, a tuple or a tensor, found a "
+        f"{type(given).__name__}: set it to the arguments of the model's forward"
+    )
+
+
+def _guesses(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield guesses for the layers that inputs may go into, first layers first."""
+    seen: set[str] = set()
+    for name, module in model.named_modules():
+        for what, guess in _for_layer(module):
+            if what not in seen:
+                seen.add(what)
+                yield f"{what} for {name!r}", guess
+
+
+def _for_layer(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(module, nn.Embedding):
+        count = torch.arange(_ROWS * _LENGTH) % module.num_embeddings
+        yield f"tokens below {module.num_embeddings}", count.view(_ROWS, _LENGTH)
+    elif isinstance(module, nn.TransformerEncoderLayer):
+        yield from _numbers(module.linear1.weight, (_ROWS, _LENGTH, module.linear1.in_features))
+    elif isinstance(module, nn.MultiheadAttention):
+        yield from _numbers(module.out_proj.weight, (_ROWS, _LENGTH, module.embed_dim))
+    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        space = (32,) * len(module.kernel_size)
+        yield from _numbers(module.weight, (_ROWS, module.in_channels, *space))
+    elif isinstance(module, nn.Linear):
+        yield from _numbers(module.weight, (_ROWS, module.in_features))
+        yield from _numbers(module.weight, (_ROWS, _LENGTH, module.in_features))
+
+
+def _numbers(weight: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    yield f"{weight.dtype} of shape {shape}", torch.zeros(shape, dtype=weight.dtype)
 
 
 @dataclass(frozen=True, slots=True)

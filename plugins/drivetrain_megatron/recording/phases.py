@@ -92,11 +92,6 @@ class Recording:
     between: tuple[int, ...]
     dependencies: tuple[Dependency, ...]
 
-    @property
-    def tied(self) -> dict[str, Use]:
-        """The parameters that are used in several phases."""
-        return {name: use for name, use in self.parameters.items() if len(use.phases) > 1}
-
     def costs(self) -> list[float]:
         """Return the estimated cost of each block, with what happens between it and the one before.
 

@@ -1,19 +1,16 @@
 """Tensor parallelism: each rank computes with its share of the heads, features and vocabulary.
 
 Shoeybi et al. 2019 (arXiv 1909.08053) cut a block's first matrix by columns and its second one by
-rows, so that nothing need be sent between them; Korthikanti et al. 2022 (arXiv 2205.05198) cut what
-lies between the blocks along the sequence (sequence parallelism). From the bottom:
+rows, so that nothing need be sent between them; Korthikanti et al. 2022 (arXiv 2205.05198) cut
+activations between the blocks along the sequence (sequence parallelism). From the bottom:
 
 ================= =================================================================================
 ``partition``     which ranges of a dim each rank holds
 ``operators``     the conjugate pairs: what forward sends, and what backward sends for it
-``sequence``      how an activation comes in to, and goes out of, a part that is cut over ranks
 ``behavior``      gives one module of the user another forward, and takes it away again
-``compiled``      sets ``torch.compile`` aside
 ``weight_grad``   the gradient of a layer's weight, perhaps later than that of its input
 ``products``      matrix products with what they send inside of them
 ``shared_input``  layers that share an input, which enters once, overlapped
-``vocabulary``    where a word of a vocabulary that is cut over ranks is
 ``embedding``     embeddings cut by words
 ``cross_entropy`` the loss of logits that are cut over the vocabulary
 ``writing``       which tensors a call of torch writes into

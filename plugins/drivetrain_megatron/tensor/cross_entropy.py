@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain_megatron.tensor import vocabulary
-from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.partition import Partition, check_words
 
 LossReduction: TypeAlias = Literal["none", "sum", "mean"]
 
@@ -102,7 +101,7 @@ class _Losses(torch.autograd.Function):
             mine = 1 if class_weight is None else _own_weights(class_weight, terms)
             out -= each * grad.unsqueeze(-1) * mine
         if x.shape[-1]:
-            local, elsewhere = vocabulary.here(words, partition, rank)
+            local, elsewhere = partition.here(words, rank)
             out.scatter_add_(-1, local.unsqueeze(-1), -hit.masked_fill(elsewhere, 0).unsqueeze(-1))
         # What is ignored has no gradient, also where its factor is the nan of an empty mean.
         return out.masked_fill_(~counts.unsqueeze(-1), 0).to(x.dtype), None, None
@@ -150,7 +149,7 @@ class _Statistics(NamedTuple):
 
 def _own_weights(class_weight: Tensor, terms: Terms) -> Tensor:
     """Return this rank's part of the weights of all classes."""
-    start, stop = vocabulary.range_of(terms.partition, terms.ranks.rank)
+    start, stop = terms.partition.range_of(terms.ranks.rank)
     return class_weight[start:stop]
 
 
@@ -158,7 +157,7 @@ def _own_logits(exact: Tensor, words: Tensor, terms: Terms) -> Tensor:
     """Return the logit of each target that is this rank's, zero for others, shape (n,)."""
     if exact.shape[-1] == 0:
         return exact.new_zeros(words.shape)
-    local, elsewhere = vocabulary.here(words, terms.partition, terms.ranks.rank)
+    local, elsewhere = terms.partition.here(words, terms.ranks.rank)
     return exact.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
 
 
@@ -172,7 +171,7 @@ def _check(logits: Tensor, target: Tensor, terms: Terms) -> None:
             f"expected targets that are classes, found probabilities ({target.dtype}, shape "
             f"{tuple(target.shape)}); gather the logits before the loss: logits.gathered()"
         )
-    start, stop = vocabulary.range_of(terms.partition, terms.ranks.rank)
+    start, stop = terms.partition.range_of(terms.ranks.rank)
     dim = min(1, logits.dim() - 1)
     expected = (*logits.shape[:dim], *logits.shape[dim + 1 :])
     if target.shape != expected or logits.shape[dim] != stop - start:
@@ -183,4 +182,4 @@ def _check(logits: Tensor, target: Tensor, terms: Terms) -> None:
     if terms.reduction not in ("none", "sum", "mean"):
         raise UsageError(f"expected reduction none, sum or mean, found {terms.reduction!r}")
     ignored = target == terms.ignore_index
-    vocabulary.check(target.masked_fill(ignored, 0), terms.partition.size, "targets")
+    check_words(target.masked_fill(ignored, 0), terms.partition.size, "targets")

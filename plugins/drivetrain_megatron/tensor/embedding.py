@@ -10,11 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
-from drivetrain_megatron.tensor.operators import is_outline
-from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.sequence import Edges
+from drivetrain_megatron.tensor.operators import Edges, is_outline
+from drivetrain_megatron.tensor.partition import Partition, check_words
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class VocabularyEmbedding(Behavior):
         """Return the features of words (...) as (..., features), or a shard of their sequence."""
         if is_outline(words, module.weight):
             return self.edges.leave(nn.functional.embedding(words, module.weight))
-        vocabulary.check(words, self.words.size, "words")
+        check_words(words, self.words.size, "words")
         return self.edges.leave(self._own(module, words))
 
     def _own(self, module: Any, words: Tensor) -> Tensor:
@@ -43,8 +41,8 @@ class VocabularyEmbedding(Behavior):
         if weight.shape[0] == 0:
             # A sum over no rows: zeros that still need a gradient, as on the other ranks.
             return weight.sum(0).expand(*words.shape, -1)
-        local, elsewhere = vocabulary.here(words, self.words, rank)
-        start, stop = vocabulary.range_of(self.words, rank)
+        local, elsewhere = self.words.here(words, rank)
+        start, stop = self.words.range_of(rank)
         padding = module.padding_idx
         is_here = padding is not None and start <= padding < stop
         found = nn.functional.embedding(local, weight, padding - start if is_here else None)
@@ -57,7 +55,7 @@ def attach_vocabulary(module: nn.Module, edges: Edges, words: Partition) -> None
     Raises:
         ConfigError: the module is no embedding, or one with an option that needs the whole weight.
     """
-    vocabulary.range_of(words, edges.ranks.rank)
+    words.range_of(edges.ranks.rank)
     _check(module)
     attach(module, VocabularyEmbedding(edges, words))
 

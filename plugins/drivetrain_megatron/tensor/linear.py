@@ -6,19 +6,27 @@ part of each output feature, and the parts are summed. One after the other they 
 in forward and one in backward. ``in_features`` and ``out_features`` stay those of the whole layer.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
+from drivetrain_megatron.tensor.behavior import (
+    Behavior,
+    attach,
+    behavior_of,
+    detach,
+    exchange,
+    original_class,
+)
 from drivetrain_megatron.tensor.logits import ShardedLogits
+from drivetrain_megatron.tensor.operators import Edges
 from drivetrain_megatron.tensor.partition import Partition
 from drivetrain_megatron.tensor.products import Product, as_computed, column_product, row_product
-from drivetrain_megatron.tensor.sequence import Edges
 from drivetrain_megatron.tensor.shared_input import grouped_product
-from drivetrain_megatron.tensor.weight_grad import Keeper, deferral_of, linear
+from drivetrain_megatron.tensor.weight_grad import WeightGradients, deferral_of, linear
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -63,7 +71,7 @@ class ColumnLinear(Behavior):
     outputs: Partition
     transposed: bool = False
     logits: bool = False
-    keeper: Keeper | None = None
+    keeper: WeightGradients | None = None
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the local output features, shape (..., features)."""
@@ -95,7 +103,7 @@ class RowLinear(Behavior):
     edges: Edges
     inputs: Partition
     transposed: bool = False
-    keeper: Keeper | None = None
+    keeper: WeightGradients | None = None
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the whole output, or this rank's shard of its sequence, shape (..., out)."""
@@ -105,6 +113,25 @@ class RowLinear(Behavior):
         out = row_product(x, weight, product)
         # Once, after the sum: each rank would add it otherwise.
         return out if bias is None else out + bias
+
+
+class DeferredLinear(Behavior):
+    """A linear layer whose backward may keep its product.
+
+    Args:
+        keeper: where it is kept.
+        transposed: whether the weight is (in, out).
+    """
+
+    def __init__(self, keeper: WeightGradients, transposed: bool) -> None:
+        self._keeper = keeper
+        self._transposed = transposed
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        """Return the product plus the bias."""
+        x, weight, bias = as_computed(x, module.weight, module.bias)
+        deferral = deferral_of(self._keeper, module)
+        return linear(x, weight, bias, transposed=self._transposed, deferral=deferral)
 
 
 def attach_column(
@@ -130,6 +157,39 @@ def attach_row(module: nn.Module, edges: Edges, inputs: Partition) -> None:
         ConfigError: the module is no linear layer, or one with a forward of its own.
     """
     attach(module, RowLinear(edges, inputs, _is_transposed(module)))
+
+
+def defer_weights(model: nn.Module, keeper: WeightGradients) -> list[nn.Module]:
+    """Let the linear layers of a model, whole or divided, keep products; return them."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module._parameters.get("weight"), nn.Parameter)
+        and is_linear(module)
+        and _defers(module, keeper)
+    ]
+
+
+def defer_no_more(modules: Iterable[nn.Module]) -> None:
+    """Let linear layers compute both halves at once again."""
+    for module in modules:
+        behavior = behavior_of(module)
+        if isinstance(behavior, ColumnLinear | RowLinear):
+            exchange(module, replace(behavior, keeper=None))
+        else:
+            detach(module)
+
+
+def _defers(module: nn.Module, keeper: WeightGradients) -> bool:
+    """Let a linear layer keep products; False if it computes in a way of its own."""
+    behavior = behavior_of(module)
+    if isinstance(behavior, ColumnLinear | RowLinear):
+        exchange(module, replace(behavior, keeper=keeper))
+        return True
+    own = behavior is None and (type(module).forward is nn.Linear.forward or is_transposed(module))
+    if own:
+        attach(module, DeferredLinear(keeper, is_transposed(module)))
+    return own
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
-from drivetrain_megatron.tensor.sequence import Edges
+from drivetrain_megatron.tensor.operators import Edges
 
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 

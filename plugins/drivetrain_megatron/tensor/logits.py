@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain_megatron.tensor import vocabulary
 from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
 from drivetrain_megatron.tensor.operators import gather, gathered, is_outline, outlined
 from drivetrain_megatron.tensor.partition import Partition
@@ -347,7 +346,7 @@ def _lost(
     is_legacy = options["size_average"] is not None or options["reduce"] is not None
     target, cut = options["target"], logits._cut
     is_class = isinstance(target, Tensor) and not target.is_floating_point()
-    if is_legacy or not is_class or logits.dim() > 2 or not vocabulary.is_simple(cut.partition):
+    if is_legacy or not is_class or logits.dim() > 2 or not cut.partition.is_simple:
         return None
     names = ("weight", "ignore_index", "reduction", "label_smoothing")
     terms = Terms(*cut, **{name: options[name] for name in names})

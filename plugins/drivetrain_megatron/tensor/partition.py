@@ -11,7 +11,6 @@ from torch import Tensor
 
 from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.shards import Part
 
 IndexRange: TypeAlias = tuple[int, int]
 """A half-open range of indices, (start, stop)."""
@@ -79,15 +78,39 @@ class Partition:
         """Return how many indices a rank holds."""
         return self.local_sizes[rank]
 
+    @functools.cached_property
+    def is_simple(self) -> bool:
+        """Whether each rank has at most one range, in ascending order."""
+        return self.is_plain and all(len(ranges) <= 1 for ranges in self.ranges)
+
+    def range_of(self, rank: int) -> IndexRange:
+        """Return a rank's half-open range; equal numbers for a rank that holds nothing.
+
+        Raises:
+            ConfigError: the dim is not cut into one range per rank, in ascending order.
+        """
+        if not self.is_simple:
+            raise ConfigError(
+                f"expected a vocabulary that is cut into one range per rank, found {self.ranges}"
+            )
+        return self.bounds[rank]
+
+    def here(self, words: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """Return the local index of each word, 0 for words of other ranks, and a mask of these.
+
+        Args:
+            words: global indices, of any integer dtype.
+            rank: whose words are local.
+        """
+        start, stop = self.range_of(rank)
+        elsewhere = (words < start) | (words >= stop)
+        return (words - start).masked_fill(elsewhere, 0), elsewhere
+
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a rank's share of a tensor of this global shape."""
         local = list(shape)
         local[self.dim] = self.local_size(rank)
         return tuple(local)
-
-    def holders(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold the same as this rank, itself too, in ascending order."""
-        return tuple(r for r, ranges in enumerate(self.ranges) if ranges == self.ranges[rank])
 
     def first_holder(self, rank: int) -> int:
         """Return the first rank that holds the same as this rank."""
@@ -141,24 +164,6 @@ class Partition:
         """Add a rank's share to its place in a whole tensor."""
         for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
             view.add_(part)
-
-    def boxes(self, rank: int, shape: Sequence[int]) -> list[Part]:
-        """Return where a rank's share lies in a whole tensor of this shape, one box per range.
-
-        Raises:
-            UsageError: the shape has another extent.
-        """
-        dim = self.dim % len(shape)
-        if shape[dim] != self.size:
-            raise UsageError(
-                f"expected a shape of extent {self.size} in dim {dim}, found {tuple(shape)}"
-            )
-        found = []
-        for start, stop in self.ranges[rank]:
-            offsets, sizes = [0] * len(shape), list(shape)
-            offsets[dim], sizes[dim] = start, stop - start
-            found.append(Part(tuple(offsets), tuple(sizes)))
-        return found
 
     def _parts(self, share: Tensor, rank: int) -> Iterator[Tensor]:
         """Return the views of a share that stand for its ranges."""
@@ -278,3 +283,21 @@ def grouped_heads(
         )
         for count, cut in ((heads, q), (kv_heads, kv))
     )
+
+
+def check_words(words: Tensor, size: int, what: str) -> None:
+    """Let words that do not exist raise, which no rank would miss otherwise.
+
+    Raises:
+        UsageError: a word is negative, or too large. On an accelerator the device reports it.
+    """
+    if words.numel() == 0:
+        return
+    low, high = words.aminmax()
+    if words.device.type != "cpu":
+        torch._assert_async((low >= 0) & (high < size), f"{what} must be from 0 to {size - 1}")
+    elif low < 0 or high >= size:
+        raise UsageError(
+            f"expected {what} from 0 to {size - 1}, found some from {int(low)} to {int(high)}; "
+            "check the tokenizer against the size of the model's vocabulary"
+        )

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from drivetrain_megatron.tensor.behavior import behavior_of
 from drivetrain_megatron.tensor.operators import (
+    Edges,
     PendingSum,
     gathered,
     is_outline,
@@ -28,7 +29,6 @@ from drivetrain_megatron.tensor.operators import (
 )
 from drivetrain_megatron.tensor.partition import Partition
 from drivetrain_megatron.tensor.products import Product, as_computed, dtype_computed
-from drivetrain_megatron.tensor.sequence import Edges
 from drivetrain_megatron.tensor.weight_grad import deferral_of, rows_of
 
 _KEY = "_drivetrain_later"

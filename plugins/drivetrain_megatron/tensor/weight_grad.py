@@ -1,15 +1,17 @@
 """The two halves of a linear layer's backward (Qi et al. 2023, arXiv 2401.10241, section 2.1).
 
 The gradient of the input comes now, since the layer before waits for it; the gradient of the weight
-may come later, since nobody waits for it. A layer with a keeper hands the tensors for the second
-half over, if the keeper accepts them.
+may come later, since nobody waits for it. A linear layer with a keeper (``WeightGradients``) hands
+the tensors for the second half over, also where the layer is divided over ranks. Other layers
+compute both halves at once: their weights take little of the time.
 
 Shapes: x (..., in), weight (out, in) or transposed (in, out), product (..., out).
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor, autograd, nn
 from torch.autograd.function import once_differentiable
@@ -47,18 +49,53 @@ class WeightHalf(NamedTuple):
         return self.compute()
 
 
-class Keeper(Protocol):
-    """Who may want gradients of weights at another time than in backward."""
+class WeightGradients:
+    """The halves of backward that have not been computed, by micro-batch."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[tuple[nn.Module, WeightHalf]]] = {}
+        self._collecting: list[tuple[nn.Module, WeightHalf]] | None = None
+
+    @contextmanager
+    def collecting(self, micro_batch: int) -> Iterator[None]:
+        """Context in which backward keeps products instead of computing weights' gradients."""
+        self._collecting = self._kept[micro_batch] = []
+        try:
+            yield
+        finally:
+            self._collecting = None
 
     def keep(self, module: nn.Module, half: WeightHalf) -> bool:
-        """Keep the factors of a weight's gradient for later; False: compute it at once."""
+        """Keep the factors of a layer's gradients for later; False: compute them at once."""
+        if self._collecting is None:
+            return False
+        self._collecting.append((module, half))
+        return True
+
+    def roots(self, micro_batch: int) -> list[Tensor]:
+        """Return a 0-d tensor for each product of a micro-batch, whose backward computes the rest.
+
+        Gradients are computed one layer at a time, so that one is in memory besides those of
+        parameters, and that a data-parallel strategy reduces one while the next is computed.
+        """
+        found: list[Tensor] = []
+        for module, half in self._kept.pop(micro_batch, []):
+            weight, bias = module.weight, module.bias
+            wanted = (weight if half.for_weight else None, bias if half.for_bias else None)
+            if any(isinstance(parameter, nn.Parameter) for parameter in wanted):
+                found.append(_Half.apply(half, *wanted))  # type: ignore[no-untyped-call]
+        return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
 
 
 Deferral = Callable[[WeightHalf], bool]
-"""A ``Keeper``'s method for one layer."""
+"""``WeightGradients.keep`` of one layer."""
 
 
-def deferral_of(keeper: Keeper | None, module: nn.Module) -> Deferral | None:
+def deferral_of(keeper: WeightGradients | None, module: nn.Module) -> Deferral | None:
     """Return how a layer leaves its half to a keeper."""
     return None if keeper is None else functools.partial(keeper.keep, module)
 
@@ -99,6 +136,20 @@ class _Linear(autograd.Function):
         grad_x = grad @ (weight.t() if ctx.transposed else weight) if needs_x else None
         half = WeightHalf(x, grad, ctx.transposed, needs_weight, needs_bias)
         return grad_x, *half.settled(ctx.later), None, None
+
+
+class _Half(autograd.Function):
+    """Makes nothing of a layer's parameters; its backward is the half that was left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, half: WeightHalf, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.half = half
+        return half.grad.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        half, ctx.half = ctx.half, None
+        return None, *half.compute()
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.named import users_plan
 from drivetrain_megatron.plan.report import describe
-from drivetrain_megatron.recording.examples import inputs_for
+from drivetrain_megatron.recording.calls import inputs_for
 
 WHOLE = {
     "adapted": "the model: whole",

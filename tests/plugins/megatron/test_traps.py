@@ -75,7 +75,7 @@ from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.facade.options import GradScalerKwargs
 from drivetrain.testing.conformance.twins import everyone
-from drivetrain_megatron.pipeline.interpreter import Interpreter
+from drivetrain_megatron.pipeline.local import Interpreter
 from drivetrain_megatron.tensor.logits import ShardedLogits
 from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 

@@ -16,8 +16,7 @@ from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.dropout.chain import Dropout, MaskSource
-from drivetrain_megatron.dropout.dropouts import Site
-from drivetrain_megatron.dropout.functions import Dropping
+from drivetrain_megatron.dropout.dropouts import Dropping, Site
 from huggingface_models import bert, encoder, gpt2, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

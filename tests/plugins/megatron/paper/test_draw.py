@@ -13,8 +13,7 @@ from rich.console import Console
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.paper.draw import Gantt, save_picture
 from drivetrain_megatron.paper.simulate import simulate
-from drivetrain_megatron.pipeline.actions import Action, ActionKind
-from drivetrain_megatron.pipeline.schedules import make_schedule
+from drivetrain_megatron.pipeline.schedules import Action, ActionKind, make_schedule
 from drivetrain_megatron.pipeline.timeline import Span, Timeline, save_trace, to_trace
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -70,7 +70,7 @@ def run(monkeypatch, schedule, promised, *, chunks=1, halves=False):
 
     def counted(worker, micro_batch, inputs):
         result = forward(worker, micro_batch, inputs)
-        kept.append(worker.waiting)
+        kept.append(len(worker._kept))
         return result
 
     monkeypatch.setattr(StageWorker, "forward", counted)
@@ -94,7 +94,7 @@ def run(monkeypatch, schedule, promised, *, chunks=1, halves=False):
     assert min(took) == pytest.approx(promised, rel=0.05)
     rank = accelerator.mesh["pp"].rank
     pipeline = accelerator.strategy_of(model)._pipeline
-    assert all(worker.waiting == 0 for worker in pipeline.stages.workers.values())
+    assert all(not worker._kept for worker in pipeline.stages.workers.values())
     accelerator.free_memory()
     return max(kept), rank
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model import look_at
-from drivetrain_megatron.pipeline.cut import balanced, listed
-from drivetrain_megatron.pipeline.profile import profile, scaled_edges
+from drivetrain_megatron.pipeline.cut import balanced, listed, profile, scaled_edges
 from drivetrain_megatron.recording.phases import Dependency, Recording, record
 
 

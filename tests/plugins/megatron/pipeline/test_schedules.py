@@ -5,10 +5,15 @@ import itertools
 import pytest
 
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain_megatron.paper.formulas import promised
-from drivetrain_megatron.paper.simulate import UNIT_DURATIONS, simulate
-from drivetrain_megatron.pipeline.actions import Action, ActionKind, Schedule, needs
-from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
+from drivetrain_megatron.paper.simulate import UNIT_DURATIONS, promised, simulate
+from drivetrain_megatron.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    ActionKind,
+    Schedule,
+    make_schedule,
+    needs,
+)
 from drivetrain_megatron.pipeline.timeline import Span, Timeline
 
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from drivetrain_megatron.pipeline.weights import WeightGradients
 from drivetrain_megatron.pipeline.worker import seeded
 from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, divide
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.behavior import behavior_of
+from drivetrain_megatron.tensor.linear import defer_no_more, defer_weights
+from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even, packed
-from drivetrain_megatron.tensor.sequence import Edges, TokenShards
-from drivetrain_megatron.tensor.weight_grad import WeightHalf
+from drivetrain_megatron.tensor.weight_grad import WeightGradients, WeightHalf
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 WIDTH, INNER, TOKENS = 6, 8, 5
@@ -63,7 +63,7 @@ def test_divided_layers_leave_their_weights_gradients(sharded, frozen):
         block.zero_grad()
         facts = divide(block, plan(), Edges(ranks, tokens))
         gradients = WeightGradients()
-        deferring = gradients.attach_to(block)
+        deferring = defer_weights(block, gradients)
         assert len(deferring) == len(layers)
         own = (by_tokens.take(x, ranks.rank) if sharded else x).detach().requires_grad_()
         for factor in (1, 2):
@@ -85,7 +85,7 @@ def test_divided_layers_leave_their_weights_gradients(sharded, frozen):
             if sharded and partition is None:  # each rank has the part of its tokens
                 ranks.all_reduce(parameter.grad).wait()
             torch.testing.assert_close(parameter.grad, expected, **EXACT)
-        gradients.detach_from(deferring)
+        defer_no_more(deferring)
         assert behavior_of(block.whole) is None
         with (tokens or TokenShards()).of(TOKENS), gradients.collecting(3):
             block(own).sum().backward()
@@ -105,7 +105,7 @@ def test_under_autocast():
         block, gradients = copy.deepcopy(whole), WeightGradients()
         block.zero_grad()
         facts = divide(block, plan(), Edges(ranks))
-        gradients.attach_to(block)
+        defer_weights(block, gradients)
         own = x.detach().clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16), gradients.collecting(0):
             out = block(own)
@@ -124,7 +124,7 @@ def test_one_gradient_at_a_time():
     torch.manual_seed(3)
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     gradients = WeightGradients()
-    gradients.attach_to(layers)
+    defer_weights(layers, gradients)
     with gradients.collecting(0):
         layers(torch.randn(2, 4)).sum().backward()
     seen = []

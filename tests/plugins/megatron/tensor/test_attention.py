@@ -16,8 +16,8 @@ from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions, keep_padded
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
+from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even
-from drivetrain_megatron.tensor.sequence import Edges, TokenShards
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 BATCH, TOKENS, HEADS, HEAD_DIM = 2, 7, 6, 4

@@ -13,9 +13,8 @@ from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
-from drivetrain_megatron.tensor.operators import gather
+from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
 from drivetrain_megatron.tensor.partition import even, packed
-from drivetrain_megatron.tensor.sequence import Edges, TokenShards
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 HIDDEN, TOKENS = 6, 7

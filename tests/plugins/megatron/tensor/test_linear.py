@@ -16,10 +16,9 @@ from drivetrain.traffic import Traffic
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
+from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
 from drivetrain_megatron.tensor.operators import copy as f
-from drivetrain_megatron.tensor.operators import gather
 from drivetrain_megatron.tensor.partition import even, packed
-from drivetrain_megatron.tensor.sequence import Edges, TokenShards
 from drivetrain_megatron.tensor.shared_input import enter_group
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])

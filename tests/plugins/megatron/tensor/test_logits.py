@@ -18,8 +18,8 @@ from drivetrain.traffic import Traffic
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.logits import ShardedLogits
+from drivetrain_megatron.tensor.operators import Edges
 from drivetrain_megatron.tensor.partition import Partition, even, packed
-from drivetrain_megatron.tensor.sequence import Edges
 from huggingface_models import llama, token_batch
 
 WORDS = 97

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, divide
 from drivetrain_megatron.plan.thread_ranks import run_emulated
+from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even
-from drivetrain_megatron.tensor.sequence import Edges, TokenShards
 from drivetrain_megatron.tensor.weight_grad import WeightHalf
 
 WIDTH, INNER, TOKENS = 6, 8, 5
