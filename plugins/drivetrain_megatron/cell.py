@@ -145,12 +145,7 @@ _TEXT_BYTES = 8192
 
 
 class SameBatch(UninheritedHook):
-    """A forward pre-hook that compares the batches of the ranks of a cell in the first forwards.
-
-    Args:
-        cell: the axes whose ranks share a replica.
-        world: this process.
-    """
+    """A forward pre-hook that compares the batches of the ranks of a cell in the first forwards."""
 
     def __init__(self, cell: Sequence[Communicator], world: World) -> None:
         super().__init__(self._check)

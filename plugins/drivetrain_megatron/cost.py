@@ -5,8 +5,8 @@ inside of the cell are added.
 
 Exact, where ``ModelSpec.module`` is given:
 
-- bytes held: they follow from the same plan and cut as training; a cut that is measured
-  (``cut: profile``) is replaced by an estimated one;
+- bytes held: they follow from the same plan and cut as training; an estimated cut replaces a
+  measured cut (``cut: profile``);
 - bytes over ``dp``;
 - with ``ModelSpec.inputs``, bytes over ``tp`` and ``pp`` of a model of repeated blocks that trains
   all its parameters, without autocast and recomputation, with one input per group of layers, whose
@@ -52,11 +52,6 @@ from drivetrain_megatron.volumes import Activation, RanksOfAxis
 
 def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
     """Return the bytes that this rank holds between steps, and the bytes sent in a step.
-
-    Args:
-        config: of the strategy.
-        model: the whole model.
-        run: the run, as one rank sees it.
 
     Raises:
         ConfigError: the model cannot be divided as configured.
@@ -122,8 +117,8 @@ class Forward:
     """One micro-batch on its way through the blocks.
 
     Attributes:
-        entering: the activation that each block is given, in order, by name.
-        leaving: what each block gives to the next, in order; empty without a pipeline.
+        entering: the activation that enters each block, by name.
+        leaving: the tensors that leave each block, in order; empty without a pipeline.
     """
 
     entering: Mapping[str, Activation]
@@ -131,14 +126,7 @@ class Forward:
 
 
 class StepVolumes:
-    """An optimizer step of one rank.
-
-    Args:
-        config: of the strategy.
-        model: with its module and inputs.
-        layout: of the module.
-        run: the run.
-    """
+    """The bytes that one rank sends in an optimizer step, for a model with module and inputs."""
 
     def __init__(
         self, config: MegatronConfig, model: ModelSpec, layout: CellLayout, run: Run

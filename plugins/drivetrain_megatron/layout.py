@@ -21,14 +21,7 @@ from drivetrain_megatron.recording.phases import Recording, recording_of
 
 @dataclass(frozen=True, slots=True)
 class Pipelined:
-    """How blocks lie on stages.
-
-    Attributes:
-        recording: of the model.
-        cut: into stages.
-        ranks: how many ranks the pipeline has.
-        rank: which of them is looked at.
-    """
+    """How blocks lie on stages, seen from one rank."""
 
     recording: Recording
     cut: StageCut
@@ -61,7 +54,7 @@ class CellLayout:
         facts: how each parameter lies on the tensor-parallel axis, by name.
         rank: of that axis.
         plan: how layers are divided; None on a single rank.
-        pipeline: None without one.
+        pipeline: None without stages.
     """
 
     facts: Mapping[str, ParameterFacts]
@@ -72,12 +65,7 @@ class CellLayout:
 
     @classmethod
     def of(cls, config: MegatronConfig, model: nn.Module, run: Run) -> "CellLayout":
-        """Plan as ``prepare`` would, but for a measured cut, which an estimated one stands for.
-
-        Args:
-            config: of the strategy.
-            model: whole, on any device; it is not changed.
-            run: whose ranks are meant.
+        """Plan as ``prepare`` would, with an estimated cut in place of a measured cut.
 
         Raises:
             ConfigError: the model cannot be divided as configured.

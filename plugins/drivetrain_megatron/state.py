@@ -2,10 +2,9 @@
 
 A rank holds a part of some tensors, a pipeline stage holds some of the tensors. The data-parallel
 strategy inside of a cell knows these local tensors only. ``GlobalShards`` puts the shards that this
-strategy saves into global coordinates, and ``LocalReader`` cuts the parts that it loads out of
-whole tensors: a checkpoint does not show how the ranks shared the model. ``Original`` is a record
-of the whole model, with which a checkpoint is compared: a difference in another rank's part is
-found too.
+strategy saves into global coordinates, and ``LocalReader`` cuts parts to be loaded out of whole
+tensors: a checkpoint does not show how the ranks shared the model. ``Original`` is a record of the
+whole model, with which a checkpoint is compared: a difference in another rank's part is found too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,11 +31,7 @@ from drivetrain_megatron.tensor.partition import Partition
 
 
 class Original:
-    """The whole model of one ``prepare``.
-
-    Args:
-        model: with all its parameters, of their global shapes; they may be on the meta device.
-        optimizers: in the order of ``prepare``.
+    """The whole model of one ``prepare``, also on the meta device, and its optimizers, in order.
 
     Attributes:
         names: of the distinct parameters, by the parameter.
@@ -130,9 +125,7 @@ def globally(
 class GlobalShards:
     """Puts the shards that a cell's strategy saves into global coordinates.
 
-    Args:
-        facts: of the cell's parameters, by name; tensors without facts are replicated.
-        rank: this rank's index on the tensor-parallel axis.
+    Tensors without facts are replicated.
     """
 
     def __init__(self, facts: Mapping[str, ParameterFacts], rank: int) -> None:
@@ -344,13 +337,7 @@ class TensorHome:
 
 
 class WholeState:
-    """The state dict of the whole model, of which each pipeline stage holds some tensors.
-
-    Args:
-        model: whole yet.
-        axis: collectives over the axis ``pp``.
-        device: of the model.
-    """
+    """The state dict of the whole model, of which each pipeline stage holds some tensors."""
 
     def __init__(self, model: nn.Module, axis: Communicator, device: torch.device) -> None:
         self._axis, self._device = axis, device
@@ -379,7 +366,7 @@ class WholeState:
         return found
 
     def broadcast(self, place: TensorHome, mine: Tensor | None) -> Tensor:
-        """Return one whole tensor on every rank; ``mine`` is given by the rank that has it."""
+        """Return one whole tensor on every rank; the rank that has the tensor gives ``mine``."""
         if mine is None:
             whole = torch.empty(place.facts.shape, dtype=place.facts.dtype, device=self._device)
         else:

@@ -1,7 +1,7 @@
 """The strategy ``megatron``: a cell of tensor- and pipeline-parallel ranks holds one replica.
 
-The cell's parameters, what is left of the user's model on this rank, are handed to a data-parallel
-strategy, which does not know that they are parts.
+The cell's parameters, the rest of the user's model on this rank, are handed to a data-parallel
+strategy, which does not know them as parts.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

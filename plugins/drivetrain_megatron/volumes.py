@@ -37,14 +37,7 @@ _STATISTICS = 3
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation between two layers, of one micro-batch.
-
-    Attributes:
-        rows: of the micro-batch.
-        tokens: of a row.
-        width: features of a token.
-        itemsize: bytes per number.
-    """
+    """An activation between two layers, of one micro-batch; the width is that of a token."""
 
     rows: int
     tokens: int
@@ -69,12 +62,7 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class RanksOfAxis:
-    """The ranks of an axis, seen from one of them.
-
-    Attributes:
-        size: how many they are.
-        rank: which one sends.
-    """
+    """The ranks of an axis, seen from the rank that sends."""
 
     size: int
     rank: int = 0
@@ -108,10 +96,7 @@ def whole(activation: Activation, line: RanksOfAxis) -> Counter[str]:
 def cross_entropy(targets: int, itemsize: int, line: RanksOfAxis) -> Counter[str]:
     """Return the bytes of the loss of divided logits; label smoothing adds a third of it.
 
-    Args:
-        targets: how many.
-        itemsize: bytes of a statistic: of the logits, in fp32 at least.
-        line: the tensor-parallel ranks.
+    The statistics of a target have the itemsize of the logits, at least that of fp32.
     """
     each = all_reduce(targets, itemsize, line)
     return Counter({operation: _STATISTICS * nbytes for operation, nbytes in each.items()})

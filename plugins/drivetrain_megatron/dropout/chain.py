@@ -1,12 +1,11 @@
-"""Dropout of a model over ranks that share it: equal masks where activations are equal.
+"""Dropout of a model that ranks share: equal masks where activations are equal.
 
 Every module that drops gets masks that count (``masks``) in place of torch's. The key of a call
 comes from the state of a chain: a forward starts it from (seed, data-parallel rank, number of the
-forward), every dropout and every block moves it on. The chain is kept as the seed of
-torch's default CPU generator, because whoever computes a block again in backward (our recompute,
-torch's checkpoint) brings back the state that this generator had: so it brings back the masks.
-After a block the chain does not depend on what the block dropped, so that pipeline stages, which
-skip the blocks of others, agree.
+forward), every dropout and every block moves it on. The chain is kept as the seed of torch's
+default CPU generator. Whoever computes a block again in backward (our recompute, torch's
+checkpoint) brings back the state of this generator, and so the masks. After a block the chain does
+not depend on the dropouts inside: pipeline stages, which skip the blocks of others, agree.
 
 Everything else that a forward draws comes from generators that are seeded alike on all ranks of a
 cell; afterwards they are as before.
@@ -51,12 +50,7 @@ _AFTER_SITE, _AFTER_BLOCK = 1, 2
 
 
 class MaskSource(NamedTuple):
-    """Tells the masks of different replicas and different runs apart.
-
-    Attributes:
-        seed: of the run.
-        replica: index of the data-parallel rank.
-    """
+    """Tells the masks of different runs (seed) and replicas (data-parallel rank) apart."""
 
     seed: int
     replica: int
@@ -65,13 +59,9 @@ class MaskSource(NamedTuple):
 class Dropout:
     """The masks of one prepared model.
 
-    Args:
-        source: of its masks.
-        ranks: the axis ``tp``.
-
     Attributes:
-        layouts: how the ranks divide what blocks drop elements of; all else is whole on each.
-        forwards: how many dropped something so far.
+        layouts: how the ranks divide the inputs of dropouts in blocks; all else is whole on each.
+        forwards: how many have dropped elements so far.
     """
 
     def __init__(self, source: MaskSource, ranks: Communicator) -> None:
@@ -90,10 +80,8 @@ class Dropout:
     def find(self, model: nn.Module, inputs: ExampleInputs | None) -> None:
         """Note which modules drop; the model is whole yet, and is not changed.
 
-        Args:
-            model: the user's.
-            inputs: with which it can be called; None to guess them. If that fails, functional
-                dropout remains torch's on one rank, and counts in the whole model on several.
+        Without inputs they are guessed. If no guess is accepted, functional dropout remains torch's
+        on one rank, and counts in the whole model on several.
         """
         model = uncompiled(model)
         try:
@@ -114,7 +102,7 @@ class Dropout:
 
         Args:
             model: divided; its forward is one forward of the chain.
-            counting: whether each of them counts; if not, whoever runs them numbers them.
+            counting: whether forwards are counted here; if not, whoever runs them numbers them.
         """
         self._counting = counting
         if not self._names:
@@ -138,9 +126,8 @@ class Dropout:
     def forward(self, number: int | None = None) -> Iterator[None]:
         """Context of one forward of the model, which begins a chain.
 
-        Args:
-            number: of the forward, from ``take``. Without one, that of the forward around, else
-                the next one, which counts if it drops something: not in evaluation.
+        Without a number from ``take`` the number is that of the forward around, else the next. The
+        next number is used up by a forward that drops something, so not in evaluation.
         """
         if self._numbered or not self._trains():
             yield
@@ -185,12 +172,7 @@ class Dropout:
         return mix(state)
 
     def drop(self, site: Site, x: Tensor, p: float) -> Tensor:
-        """Return a tensor of which elements were dropped, others scaled to keep the mean.
-
-        Args:
-            site: which dropout it is.
-            x: this rank's.
-            p: probability, above 0.
+        """Return this rank's tensor without the elements dropped with probability p, others scaled.
 
         Raises:
             UsageError: nothing is known of how the ranks divide ``x``.
@@ -241,13 +223,7 @@ class _Chained(Surrounding):
 
 
 class _Masked(Surrounding):
-    """A module that drops by masks of a ``Dropout``.
-
-    Args:
-        name: of the module in the model.
-        dropout: gives the masks.
-        inner: how it computes otherwise.
-    """
+    """A module that drops by masks of a ``Dropout``."""
 
     def __init__(self, name: str, dropout: Dropout, inner: Behavior) -> None:
         super().__init__(inner)

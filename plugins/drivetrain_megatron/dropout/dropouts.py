@@ -29,11 +29,7 @@ Drop: TypeAlias = Callable[[Tensor, float], Tensor]
 
 
 class Dropping(TorchFunctionMode):
-    """Asks ``drop`` wherever torch would draw a mask; all other functions are torch's.
-
-    Args:
-        drop: gets what torch would drop elements of, and their probability.
-    """
+    """Asks ``drop`` wherever torch would draw a mask; all other functions are torch's."""
 
     def __init__(self, drop: Drop) -> None:
         super().__init__()
@@ -235,11 +231,7 @@ def partition_of(site: Site, layouts: Layouts, ranks: Communicator) -> Partition
 
 
 class DropoutRecorder:
-    """Notes the inputs of a module's dropouts, and drops nothing.
-
-    Args:
-        root: hooks stay on its modules until ``close``.
-    """
+    """Notes the inputs of a module's dropouts, and drops nothing."""
 
     def __init__(self, root: nn.Module) -> None:
         self.seen: dict[Site, list[Tensor]] = defaultdict(list)
@@ -275,12 +267,7 @@ class DropoutRecorder:
 
 
 def dropping_modules(model: nn.Module, look: Look) -> frozenset[str]:
-    """Return the names of modules that drop elements in training.
-
-    Args:
-        model: whole, as it was before it was compiled.
-        look: at a forward of it in training.
-    """
+    """Return the names of modules that drop elements in a look at a training forward."""
     inside = {name for name, m in model.named_modules() if _is_attention(m)}
     seen = {each.module for each in look.operations if drops_elements(each)}
     return frozenset(seen | inside)

@@ -54,13 +54,13 @@ def keep_mask(
     rank: int = 0,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return which elements of a tensor, or of this rank's share of it, are kept.
+    """Return which elements of a tensor, or of this rank's share of the tensor, are kept.
 
     Args:
         key: 64 bits that stand for one call of dropout.
-        shape: of what this rank holds.
+        shape: of this rank's tensor.
         p: probability of an element to be dropped, in steps of 2**-32.
-        partition: which part of a dim each rank holds; None if this is the whole tensor.
+        partition: the part of a dim on each rank; None for a whole tensor.
         rank: this one among the ranks of the partition.
         device: of the mask.
 

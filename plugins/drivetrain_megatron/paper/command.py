@@ -32,7 +32,7 @@ class Durations:
     Attributes:
         forward: of forward.
         backward: of backward.
-        weight: the part of ``backward`` that the gradients of weights take; half of it by default.
+        weight: the part of ``backward`` for the gradients of weights; half of it by default.
         travel: how long a message between two ranks is under way.
     """
 
@@ -68,13 +68,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """A schedule that was run on paper.
-
-    Attributes:
-        schedule: what every rank does.
-        timeline: when.
-        promise: the makespan by the paper's formula, in words.
-    """
+    """A schedule that was run on paper, with the makespan by the paper's formula, in words."""
 
     schedule: Schedule
     timeline: Timeline

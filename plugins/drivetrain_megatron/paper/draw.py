@@ -49,14 +49,10 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Gantt:
-    """A timeline for ``rich``: ``console.print(Gantt(timeline))``.
+    """A timeline for ``rich``: ``console.print(Gantt(timeline))``, as wide as the console.
 
-    It takes the width that the console has. Without color, cells begin with the letter of their
-    kind, ``F``, ``B``, ``I`` or ``W``, and dots are idle time.
-
-    Attributes:
-        timeline: what is drawn.
-        unit: of its times, for the axis.
+    Without color, cells begin with the letter of their kind, ``F``, ``B``, ``I`` or ``W``, and dots
+    are idle time. The unit is that of the times, for the axis.
     """
 
     timeline: Timeline

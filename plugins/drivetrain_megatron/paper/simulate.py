@@ -1,7 +1,7 @@
 """Runs a schedule on paper, and has the makespans that the papers promise.
 
-The simulation proves the schedule's end, and tells its time, idle time and memory. It knows nothing
-of the generators: it reads the lists of actions and the data that flows between stages. Receives
+The simulation proves the schedule's end, and tells its time, idle time and memory. The generators
+are unknown here: the lists of actions are read, and the data that flows between stages. Receives
 wait; sends do not. Formulas: Narayanan et al. 2021 (section 2.2), Qi et al. 2023 (section 2.3).
 """
 
@@ -30,7 +30,7 @@ def simulate(
     """Run a schedule on paper.
 
     Args:
-        schedule: what every rank does.
+        schedule: the actions of every rank.
         durations: how long an action of each kind takes, on every stage.
         travel: how long a message between two ranks is under way.
 
@@ -131,10 +131,6 @@ def promised(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formu
     Sources: GPipe and 1F1B: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.1; interleaved:
     its section 2.2.2, where p divides m; ZB-H1: Qi et al. 2023 (arXiv 2401.10241), section 2.3,
     where its three kinds take equally long and there are at least p micro-batches.
-
-    Args:
-        schedule: made by ``make_schedule``.
-        durations: how long an action of each kind takes, on every stage.
     """
     formula = _FORMULAS.get(schedule.name)
     return None if formula is None else formula(schedule, durations)

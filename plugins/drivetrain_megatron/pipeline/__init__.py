@@ -3,7 +3,8 @@
 From the model to its stages: ``cut`` decides where stages begin, ``stages`` leaves each rank its
 own and gives the others' place to proxies (``other_stages``), ``build`` puts all together.
 
-From a call to a step: ``levels`` chooses the level, by how the ``loss`` is made; ``schedules`` say
-what a rank does in which order; ``local`` does so with each stage's ``worker`` (computes) and
-``transfer`` (sends), on micro-batches (``batches``). ``timeline`` and ``timing`` write down when.
+From a call to a step: ``levels`` chooses the level, by the place where the ``loss`` is made;
+``schedules`` order the actions of ranks; ``local`` carries them out with each stage's ``worker``
+(computes) and ``transfer`` (sends), on micro-batches (``batches``). ``timeline`` and ``timing``
+write down when.
 """

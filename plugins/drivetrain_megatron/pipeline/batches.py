@@ -21,7 +21,7 @@ class MicroBatch:
         kwargs: inputs by name.
         rows: how many rows of the batch it has.
         targets: the targets with which a loss function compares the output.
-        number: which forward of the model it is, counted over all calls: its dropout's, too.
+        number: of this forward of the model, counted over all calls, also for its dropouts.
     """
 
     args: tuple[Any, ...]
@@ -38,16 +38,10 @@ class MicroBatch:
 def cut_batch(
     args: Sequence[Any], kwargs: Mapping[str, Any], count: int, targets: Any = None
 ) -> list[MicroBatch]:
-    """Return micro-batches of as even a number of rows as can be.
+    """Return at most ``count`` micro-batches, of as even a number of rows as can be.
 
-    The rows are those of the first tensor; every tensor of as many is cut, what else there is goes
-    with each micro-batch.
-
-    Args:
-        args: positional inputs of the model.
-        kwargs: inputs by name.
-        count: how many micro-batches; fewer when there are fewer rows.
-        targets: cut as the inputs are.
+    The rows are those of the first tensor. Every tensor of as many rows is cut, targets too; other
+    inputs go with each micro-batch.
 
     Raises:
         UsageError: there is no tensor with rows, or the batch is empty.
@@ -76,7 +70,7 @@ def join_outputs(outputs: Sequence[Any], batches: Sequence[MicroBatch]) -> Any:
     """Return the output that the model would have returned for the whole batch.
 
     Tensors with a row for each of the batch are concatenated; 0-d numbers are averaged by rows; of
-    what else there is, the first micro-batch's counts.
+    other values, the first micro-batch's counts.
     """
     if len(outputs) == 1:
         return outputs[0]

@@ -40,11 +40,6 @@ _ORIGINAL = "_forward_before_stages"
 class PipelineBuilder:
     """Builds the pipeline of one model, step by step, as ``prepare`` needs it.
 
-    Args:
-        config: of the strategy.
-        run: the run.
-        axis: collectives over the axis ``pp``.
-
     Attributes:
         copied_buffers: names of the buffers here that count on an earlier rank of the pipeline.
     """

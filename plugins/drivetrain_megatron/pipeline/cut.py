@@ -74,15 +74,15 @@ def balanced(
 ) -> StageCut:
     """Return the most even cut among the cuts with the smallest largest stage.
 
-    The largest cost is found exactly by dynamic programming over contiguous cuts; a second pass
-    minimizes the sum of squares among the cuts that have it.
+    The largest cost is found exactly by dynamic programming over contiguous cuts; among the cuts of
+    this cost a second pass minimizes the sum of squares.
 
     Args:
         recording: of the model.
         stages: how many stages; each gets a block at least.
-        costs: of each block, in any unit; None for the work that the recording estimates.
-        before: what the first stage has besides, in the same unit; None for the recording's.
-        after: what the last stage has besides; None for the recording's.
+        costs: of each block, in any unit; None for the estimate of the recording.
+        before: further cost of the first stage, in the same unit; None for the recording's.
+        after: further cost of the last stage; None for the recording's.
 
     Raises:
         ConfigError: there are not enough blocks, or not enough places where a stage can begin.
@@ -111,8 +111,7 @@ def listed(recording: Recording, stages: int, layout: Sequence[int]) -> StageCut
     Args:
         recording: of the model.
         stages: how many stages there must be.
-        layout: the number of blocks of each stage; or, when it begins with 0, the index of the
-            first block of each.
+        layout: the number of blocks of each stage; or, with 0 first, the indices of first blocks.
 
     Raises:
         ConfigError: the list does not fit the model; the message says how.
@@ -264,11 +263,8 @@ def profile(model: nn.Module, look: Look) -> list[float]:
     """Return the seconds that each block takes for forward and backward.
 
     Of each kind of block (class, shapes of parameters and arguments) the first is computed, with
-    random inputs. Gradients and random generators stay as they were.
-
-    Args:
-        model: with its values, before it is split.
-        look: at the model, with example inputs of the size that counts.
+    random inputs. Gradients and random generators stay as they were. The example inputs of the look
+    have the size that counts.
 
     Raises:
         UsageError: the model has no values.
@@ -294,7 +290,7 @@ def profile(model: nn.Module, look: Look) -> list[float]:
 
 
 def scaled_edges(recording: Recording, seconds: Sequence[float]) -> tuple[float, float]:
-    """Return what comes before and after the blocks, in seconds at the speed of the blocks."""
+    """Return the costs before and after the blocks, in seconds at the speed of the blocks."""
     work = sum(block.work for block in recording.blocks)
     pace = sum(seconds) / work if work else 0.0
     return recording.between[0] * pace, recording.between[-1] * pace
@@ -310,7 +306,7 @@ def _put(contents: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
 
 
 def _kind(block: nn.Module, look: Look, call: BlockCall) -> tuple[Any, ...]:
-    """Return what blocks have in common that take the same time."""
+    """Return the facts of a block and its call that decide about the time."""
     given = [None if number is None else look.tensors[number].facts for number in call.given]
     parameters = (tuple(parameter.shape) for parameter in block.parameters())
     shapes = (None if facts is None else (facts.shape, facts.dtype) for facts in given)

@@ -5,7 +5,7 @@ Three levels, chosen by the script's loop:
 - The loss is made outside of the model (L1, ``WholeBatch``): the call runs all forwards (GPipe),
   and the script makes one loss of the joined outputs.
 - Micro-batches are those of an accumulation window (L1b, ``AccumulationWindow``): each call is one
-  forward, each backward the one that 1F1B has next.
+  forward, each backward the next of 1F1B.
 - The model makes its loss itself (L2), or a loss function is handed over (L3, both
   ``PromisedLoss``): ``accelerator.backward(loss)`` runs the whole schedule, and the loss has its
   value afterwards.
@@ -46,10 +46,10 @@ class WholeBatch:
     Args:
         stages: of this rank.
         batches: the micro-batches of the call.
-        first: number of the first one among those that wait.
+        first: number of the first among the micro-batches that wait.
 
     Attributes:
-        output: what the call returns: real on the last stage, proxies before it.
+        output: the result of the call: real on the last stage, proxies before it.
         origin: the call, as its output knows it.
     """
 
@@ -73,21 +73,13 @@ class WholeBatch:
         self._nodes = self.origin.mark(self.output)
 
     def begin(self, loss: Tensor) -> None:
-        """Run backward of a loss down to the outputs of this call and of others.
-
-        Args:
-            loss: made of ``output``.
-        """
+        """Run backward of a loss down to the outputs of this call and of others."""
         if self._worker.stage.is_last:
             with self._stages.inner.accumulating():
                 self._stages.inner.backward(loss)
 
     def backward(self, synchronize: bool) -> None:
-        """Run the backward of every micro-batch.
-
-        Args:
-            synchronize: whether gradients are averaged over data-parallel ranks now.
-        """
+        """Run the backward of every micro-batch; to synchronize averages gradients over dp."""
         worker = self._worker
         if worker.stage.is_last:
             self._seed()
@@ -109,11 +101,7 @@ class WholeBatch:
 
 
 class AccumulationWindow:
-    """The calls of one accumulation window on this rank.
-
-    Args:
-        stages: of this rank.
-    """
+    """The calls of one accumulation window on this rank."""
 
     def __init__(self, stages: LocalStages) -> None:
         self._stages = stages
@@ -141,15 +129,15 @@ class AccumulationWindow:
         return output
 
     def backward(self, loss: Tensor, origins: frozenset[LossOrigin], synchronize: bool) -> None:
-        """Run the backwards that 1F1B has next.
+        """Run the next backwards of 1F1B.
 
         Args:
-            loss: made of what a call returned.
-            origins: the calls that it was made of.
+            loss: made of the output of a call.
+            origins: the calls of which the loss was made.
             synchronize: whether the window ends, and gradients are averaged over dp.
 
         Raises:
-            UsageError: the loss is not that of the first call that waits for one.
+            UsageError: the loss is not that of the first call that waits.
         """
         if origins != {*self._origins[:1]}:
             raise UsageError(
@@ -192,13 +180,7 @@ class PipelinePlan:
 
 
 class PipelinedModel:
-    """The stages of this rank in the script's loop.
-
-    Args:
-        stages: of this rank.
-        plan: how it runs.
-        trace: keeps the times of each step; None to forget them.
-    """
+    """The stages of this rank in the script's loop; a trace keeps the times of each step."""
 
     def __init__(self, stages: LocalStages, plan: PipelinePlan, trace: StepTrace | None) -> None:
         self.stages = stages
@@ -239,11 +221,8 @@ class PipelinedModel:
     ) -> Tensor:
         """Return the loss of a batch, whose value comes with its backward (L3).
 
-        Args:
-            args: positional inputs of the model.
-            kwargs: inputs by name.
-            targets: cut into micro-batches with the inputs.
-            loss_fn: of (output, targets) of a micro-batch: the mean over its rows.
+        Targets are cut into micro-batches with the inputs. The loss function gets (output, targets)
+        of a micro-batch, and returns the mean over the rows.
         """
         self._announce("L3", f"a loss function was handed over: {self._plan.schedule}")
         self.stages.refresh()
@@ -292,13 +271,13 @@ class PipelinedModel:
         """Run the backward of calls on all stages.
 
         Args:
-            loss: what the script made of the output of a call, or of several.
+            loss: made of the output of a call, or of several.
             synchronize: whether gradients are averaged over data-parallel ranks now.
-            options: those of ``Tensor.backward``.
+            options: of ``Tensor.backward``.
 
         Raises:
-            UsageError: no such call waits, or the loss or the options ask for what a pipeline
-                cannot do.
+            UsageError: no such call waits, or the loss or the options ask for more than a pipeline
+                can do.
         """
         refuse_options(options)
         if not self._pending and not len(self._window):

@@ -42,14 +42,11 @@ class Interpreter:
     def run(
         self, actions: Sequence[Action], stages: Mapping[int, StageWorker] | None = None
     ) -> list[Span]:
-        """Run some actions of this rank, in order.
-
-        Args:
-            actions: what to run.
-            stages: other workers for them; None for those of the interpreter.
+        """Run some actions of this rank in order, perhaps with other workers than its own.
 
         Returns:
-            When each ran, in seconds of ``time.perf_counter``; waiting for messages is not in it.
+            When each ran, in seconds of ``time.perf_counter``, without the time of waiting for
+            messages.
 
         Raises:
             CollectiveError: a neighbor ended or did not send in time.
@@ -127,7 +124,7 @@ class StageParts:
         axis: collectives over the axis ``pp``.
         shared: parameters that several stages use.
         weights: products whose weights' gradients are computed later.
-        dropout: the masks of the model; it numbers the forwards.
+        dropout: the masks of the model; they number the forwards.
     """
 
     link: Link
@@ -140,18 +137,11 @@ class StageParts:
 class LocalStages:
     """The stages of this rank at work.
 
-    Args:
-        split: the stages.
-        inner: the data-parallel strategy of the cell.
-        parts: connections to the other stages.
-        device: where they compute.
-
     Attributes:
         workers: by index of the stage.
         ranks: how many ranks the pipeline has.
         rank: this one.
         count: how many stages there are on all ranks.
-        dropout: the masks of the model; it numbers the forwards.
         spans: when the actions of this step ran.
     """
 

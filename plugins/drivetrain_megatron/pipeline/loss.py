@@ -39,13 +39,10 @@ class LossOrigin:
         self._running = False
 
     def mark(self, output: Any) -> list[Node]:
-        """Let tensors know that they came out of this call.
-
-        Args:
-            output: of the call: tensors in any structure.
+        """Let tensors, in any structure, know that they came out of this call.
 
         Returns:
-            What must be kept as long as the call waits for its backward.
+            Nodes of their graphs, to be kept as long as the call waits for its backward.
         """
         nodes = []
         for leaf in tree_leaves(output):
@@ -86,11 +83,8 @@ def running(origins: frozenset[LossOrigin]) -> Iterator[None]:
 def origins_of(loss: Tensor) -> frozenset[LossOrigin]:
     """Return the calls that a loss was made of.
 
-    Args:
-        loss: a proxy, or real.
-
     Raises:
-        UsageError: it was made of something else, too, or of no call.
+        UsageError: something else is in it, too, or no call.
     """
     found = loss.origins if isinstance(loss, StageProxy) else _traced(loss)
     if not found - {OTHER}:
@@ -157,9 +151,7 @@ def shares_of(
 ) -> list[float]:
     """Return factors of the micro-batches' losses whose sum is the loss of the batch.
 
-    Args:
-        batches: the micro-batches.
-        loss_without_blocks: makes the loss of one on proxies.
+    Targets that do not count are found by making the loss of each micro-batch on proxies.
     """
     if any(batch.kwargs.get(_TOTAL) is not None for batch in batches):
         return [1.0] * len(batches)
@@ -225,7 +217,7 @@ class PromisedLoss:
         stages: of this rank.
         batches: the micro-batches.
         dtype: of the loss.
-        loss_of: makes the loss of what the model returns (L3); None if that has it (L2).
+        loss_of: makes the loss of the model's output (L3); None if the output has the loss (L2).
 
     Attributes:
         loss: stands for the mean over the batch.
@@ -249,13 +241,7 @@ class PromisedLoss:
         self.origin.mark(self.loss)
 
     def backward(self, loss: Tensor, synchronize: bool, schedule: str) -> None:
-        """Run the whole schedule; ``loss`` has its value afterwards.
-
-        Args:
-            loss: the promised one, or a multiple of it.
-            synchronize: whether gradients are averaged over data-parallel ranks now.
-            schedule: its name.
-        """
+        """Run the whole schedule; the loss, or a multiple, then has its value."""
         stages = self._stages
         factor = _factor(loss, self.loss)
         shares = shares_of(self._batches, self._outline)

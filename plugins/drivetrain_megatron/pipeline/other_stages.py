@@ -1,9 +1,10 @@
 """Parameters of other stages: proxies in their places, copies where several stages use one.
 
-The first stage that uses a parameter owns it: optimizes and saves it. A copy on another rank is no
-parameter of the strategy inside of the cell. After the last backward of a step a copy's gradient
-goes to the owner, where it enters the owner's last backward; before the next forward the owner's
-new values go to the copies. So nothing is counted twice, and copies cannot drift apart.
+The first stage that uses a parameter is the owner, which optimizes and saves the parameter. A copy
+on another rank is no parameter of the strategy inside of the cell. After the last backward of a
+step a copy's gradient goes to the owner, where it enters the owner's last backward; before the next
+forward the owner's new values go to the copies. So nothing is counted twice, and copies cannot
+drift apart.
 """
 
 from collections import OrderedDict
@@ -60,13 +61,7 @@ def ties(recording: Recording, cut: StageCut) -> tuple[Tie, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ProxyPlace:
-    """Where a proxy stands or will stand.
-
-    Attributes:
-        module: that has the parameter or buffer.
-        name: in the module.
-        proxy: its facts.
-    """
+    """The module and name where a proxy stands, or will stand, for a parameter or buffer."""
 
     module: nn.Module
     name: str
@@ -81,15 +76,9 @@ def is_local(use: Use, phases: Collection[int]) -> bool:
 def foreign_places(
     model: nn.Module, recording: Recording, phases: Collection[int], device: torch.device
 ) -> list[ProxyPlace]:
-    """Return where proxies must stand for phases to run; nothing is changed.
+    """Return where proxies must stand for some phases to run; nothing is changed.
 
     A buffer from which something follows without a parameter stays on every stage.
-
-    Args:
-        model: the whole model.
-        recording: of the model.
-        phases: that will run.
-        device: that proxies name as theirs.
     """
     names = [
         name
@@ -208,11 +197,7 @@ class SharedParameters:
         return parameters, gradients
 
     def refresh(self, inner: Strategy[Any]) -> None:
-        """Give copies their owners' values.
-
-        Args:
-            inner: the data-parallel strategy of the cell, which gathers divided parameters.
-        """
+        """Give copies their owners' values, gathered by the data-parallel strategy."""
         with inner.gathered([parameter for _, _, parameter, _ in self._lent], modify=False):
             for number, tie, parameter, stages in self._lent:
                 for stage in stages:

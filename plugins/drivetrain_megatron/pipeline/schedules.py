@@ -49,13 +49,7 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True, slots=True, order=False)
 class Action:
-    """One computation of one stage for one micro-batch.
-
-    Attributes:
-        kind: what is computed.
-        stage: index of the stage among all stages.
-        micro_batch: index of the micro-batch.
-    """
+    """One computation of one stage for one micro-batch; both are counted over all."""
 
     kind: ActionKind
     stage: int
@@ -67,13 +61,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of every rank of a pipeline in one step.
+    """The actions of every rank of a pipeline in one step, in order.
 
-    Attributes:
-        name: of the kind of schedule.
-        stages: how many stages the model is cut into, a multiple of the number of ranks.
-        micro_batches: how many micro-batches the step has.
-        ranks: the actions of each rank, in order.
+    The number of stages is a multiple of the number of ranks.
     """
 
     name: str
@@ -90,13 +80,8 @@ class Schedule:
 def needs(action: Action, stages: int) -> list[Action]:
     """Return the actions, of this stage and of its neighbors, that must end before one begins.
 
-    Args:
-        action: the action.
-        stages: how many stages there are.
-
-    Returns:
-        Actions; where backward may be whole or in halves (``BACKWARD`` or ``INPUT``), the kind is
-        that of the action.
+    Where backward may be whole or in halves (``BACKWARD`` or ``INPUT``), the kind is that of the
+    action.
     """
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
     if kind is ActionKind.FORWARD:
@@ -178,8 +163,8 @@ def zero_bubble(p: int, m: int) -> Schedule:
 
     Worked out by running it, with forward and both halves of backward taking one unit of time. Rank
     r keeps at most p - r micro-batches whose gradient has not come, as in 1F1B, and p of which any
-    half is missing. Within that it prefers a forward, then the gradient that the stage before
-    waits for, then weights: 3m + p - 1 units in all, where 1F1B takes 3m + 3(p - 1).
+    half is missing. Within these limits a rank prefers a forward, then the gradient for which the
+    stage before waits, then weights: 3m + p - 1 units in all, where 1F1B takes 3m + 3(p - 1).
     """
     return Schedule("zb-h1", p, m, _ZeroBubble(p, m).run())
 
@@ -193,13 +178,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """Return a schedule by name.
-
-    Args:
-        name: a key of ``SCHEDULES``.
-        p: ranks.
-        m: micro-batches.
-        v: stages per rank; more than one with ``interleaved`` only.
+    """Return a schedule by name, for p ranks, m micro-batches and v stages per rank.
 
     Raises:
         ConfigError: there is no such schedule, or the numbers do not fit it.

@@ -1,8 +1,9 @@
 """Turns a module into the pipeline stages of one rank, in place, and runs them.
 
 Every stage runs the user's own top-level forward. Blocks of other stages give proxies; the block
-just before a stage's first gives what was received; the last one's output is what is sent, and
-proxies go on. What needs no parameter, such as masks, is computed on every stage from the inputs.
+just before a stage's first gives the received tensors; the output of the stage's last block is
+sent, and proxies go on. Masks and other values without parameters are computed on every stage from
+the inputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,7 @@ class StageOutput:
 
     Attributes:
         sent: tensors for the next stage, with their history; empty on the last stage.
-        output: what the model's forward returned: real on the last stage, proxies before it.
+        output: of the model's forward: real on the last stage, proxies before it.
     """
 
     sent: tuple[Tensor, ...]
@@ -72,9 +73,9 @@ class Stage:
     """One stage of the pipeline; made by ``split``.
 
     Args:
-        parts: what the stages of this rank share.
+        parts: shared by the stages of this rank.
         index: of the stage among all stages.
-        tied: the parameters that several stages use, those that this stage uses.
+        tied: the parameters that this stage shares with others.
         places: parameters of other stages of this rank, which this stage must not see.
         outer: its own parameters outside of blocks.
     """
@@ -102,13 +103,13 @@ class Stage:
         return tuple(tie.name for tie in self.ties if tie.owner != self.index)
 
     def receives(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
-        """Return what ``run`` must be given for these inputs of the model, in order."""
+        """Return the facts of the tensors that ``run`` needs for these inputs, in order."""
         if self.is_first:
             return ()
         return self._parts.shapes.of(args, kwargs)[self.blocks.start - 1]
 
     def sends(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
-        """Return what ``run`` will give for the next stage for these inputs, in order."""
+        """Return the facts of the tensors for the next stage, for these inputs, in order."""
         return () if self.is_last else self._parts.shapes.of(args, kwargs)[self.blocks.stop - 1]
 
     def ends(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
@@ -123,7 +124,7 @@ class Stage:
         Args:
             args: inputs of the model, the same on every stage.
             kwargs: the same by name.
-            received: what the stage before sent, as ``receives`` describes it.
+            received: the tensors that ``receives`` describes.
 
         Raises:
             UsageError: the blocks are called in another way than when the model was recorded, or
@@ -160,7 +161,7 @@ class Stage:
         """Return the parameters that stay out of sight until the pass reaches these blocks.
 
         A word embedding that is also the head on the last stage would be looked up there for
-        nothing, with the sum over tensor-parallel ranks that follows it.
+        nothing, and the result summed over tensor-parallel ranks.
         """
         names = self.copies if blocks else self._outer
         return [place for name in names for place in self._outer.get(name, ())]
@@ -211,7 +212,7 @@ def split(
         recording: of it.
         cut: into stages, the same on every rank.
         owned: indices of this rank's stages.
-        device: where the model computes; None for where its parameters are.
+        device: where the model computes; None for that of its parameters.
 
     Raises:
         UsageError: a stage does not exist.
@@ -276,15 +277,15 @@ class _Pass:
     """Decides which blocks compute in one forward of a stage.
 
     Args:
-        parts: what the stages of the rank share.
+        parts: shared by the stages of the rank.
         own: the blocks that are computed.
-        metas: of what each block returns.
-        received: what the block before the first own one returned.
+        metas: of the tensors that each block returns.
+        received: the output of the block before the first own one.
         inputs: leaves of the inputs of the model.
 
     Attributes:
         before: contexts that end where the phases of the own blocks begin.
-        sent: what goes to the next stage.
+        sent: the tensors for the next stage.
     """
 
     def __init__(

@@ -2,8 +2,7 @@
 
 Traces are for chrome://tracing and ui.perfetto.dev. The format is the JSON object form of the Trace
 Event Format: complete events (phase ``X``) with begin and duration in microseconds. The pipeline is
-one process of the trace and each rank one of its threads, so that ranks are rows under each
-other.
+a process of the trace and each rank a thread, so that ranks are rows under each other.
 """
 
 import json
@@ -18,13 +17,7 @@ from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When an action ran.
-
-    Attributes:
-        action: the action.
-        start: seconds, or units of time, since the step began.
-        stop: when it ended.
-    """
+    """When an action ran, in seconds or units of time since the step began."""
 
     action: Action
     start: float
@@ -33,11 +26,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The times of every rank's actions: worked out by ``simulate``, or measured.
-
-    Attributes:
-        ranks: the spans of each rank, in order. A measured one may lack actions.
-    """
+    """The spans of every rank's actions, in order: worked out by ``simulate``, or measured."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
@@ -80,12 +69,7 @@ _MICROSECONDS = 1e6
 
 
 def to_trace(timeline: Timeline, *, name: str = "pipeline") -> dict[str, Any]:
-    """Return a timeline as a trace, begun at 0.
-
-    Args:
-        timeline: measured, in seconds; of a simulated one a unit of time becomes a second.
-        name: the title above the ranks.
-    """
+    """Return a timeline with a title as a trace; a simulated unit of time is a second."""
     return {"traceEvents": list(_events(timeline, name)), "displayTimeUnit": "ms"}
 
 

@@ -1,8 +1,8 @@
 """Messages between the ranks of a pipeline: the outputs of stages one way, gradients the other.
 
-A message is known by the stage that it goes to, its direction and its micro-batch. Messages for one
-stage in one direction arrive in the order in which they were sent, so each such stream has a tag of
-its own. Sends do not wait; what was sent lives until it is through.
+Receiving stage, direction and micro-batch identify a message. Messages for one stage in one
+direction arrive in the order in which they were sent, so each such stream has a tag of its own.
+Sends do not wait; a tensor that is sent lives until the send is through.
 """
 
 from collections import deque
@@ -40,8 +40,8 @@ class Message:
 
     Attributes:
         direction: its content.
-        source: the stage that it comes from.
-        stage: the stage that it goes to.
+        source: the stage that sends.
+        stage: the stage that receives.
         number: of the micro-batch, or of the parameter that stages share.
     """
 
@@ -86,14 +86,7 @@ class Meta(NamedTuple):
 
 
 class Arrival:
-    """Tensors on their way to this rank.
-
-    Args:
-        message: what they are.
-        tensors: where they arrive.
-        works: the receives under way, one per tensor.
-        link: knows who sends, and how long to wait.
-    """
+    """Tensors on their way to this rank, with a receive under way for each."""
 
     def __init__(
         self, message: Message, tensors: Sequence[Tensor], works: Sequence[Any], link: "Link"

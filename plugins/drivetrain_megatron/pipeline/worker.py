@@ -27,12 +27,7 @@ Send = Callable[[Sequence[Tensor]], None]
 
 @dataclass(slots=True)
 class _InFlight:
-    """The tensors of a micro-batch that are kept until its backward.
-
-    Attributes:
-        received: leaves that stand for the inputs.
-        roots: tensors that backward begins at.
-    """
+    """The tensors of a micro-batch that are kept until its backward, which begins at the roots."""
 
     received: tuple[Tensor, ...]
     roots: tuple[Tensor, ...]
@@ -50,10 +45,10 @@ class StageWorker:
         device: where it computes.
 
     Attributes:
-        outputs: what the model returned, by micro-batch: real on the last stage only.
-        final: the micro-batch whose backward is the rank's last one and synchronises gradients;
-            None while gradients stay local.
-        final_weight: the same, where the half for the weights is the last one.
+        outputs: of the model, by micro-batch: real on the last stage only.
+        final: the micro-batch whose backward is the rank's last and synchronises gradients; None
+            while gradients stay local.
+        final_weight: the same, where the half for the weights is the last.
     """
 
     def __init__(
@@ -214,12 +209,7 @@ class StageWorker:
 
 
 class _Sender:
-    """Sends the gradients of leaves when the last has come; zeros for leaves without any.
-
-    Args:
-        leaves: what a stage received.
-        send: sends the gradients of those that require one.
-    """
+    """Sends the gradients of received leaves when the last has come; zeros for others."""
 
     def __init__(self, leaves: Sequence[Tensor], send: Send) -> None:
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
@@ -250,11 +240,7 @@ class _Sender:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """Return the loss in a model's output: ``output.loss``, or the output itself if 0-d.
-
-    Returns:
-        A 0-d floating point tensor; None if the model makes none.
-    """
+    """Return the loss in a model's output, ``output.loss`` or a 0-d output; else None."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None:
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -267,12 +253,8 @@ def seeded(tensors: Sequence[Tensor], gradients: list[Tensor], device: torch.dev
     """Return a 0-d loss whose backward gives these tensors these gradients.
 
     A data-parallel strategy runs backward from a loss; a stage has the gradients of its outputs.
-
-    Args:
-        tensors: outputs, or parameters; without any, the loss reaches nothing.
-        gradients: of the same shapes; emptied in backward, since a gradient that nobody else holds
-            becomes a parameter's own instead of being copied.
-        device: of the loss.
+    Without any tensors the loss reaches nothing. The list of gradients is emptied in backward,
+    since a gradient that nobody else holds becomes a parameter's own instead of being copied.
     """
     if not tensors:
         return torch.zeros((), device=device, requires_grad=True)

@@ -22,11 +22,9 @@ from drivetrain_megatron.tensor.shared_input import enter_group
 
 
 class SizeAttribute(NamedTuple):
-    """Where a module keeps a size that its code counts with.
+    """A size that the block's code counts with: the module's name, and the attribute.
 
-    Attributes:
-        module: name of the module in the block.
-        attribute: its attribute, or ``config.NAME``: that of the configuration that it keeps.
+    The attribute may be that of a configuration in the module: ``config.NAME``.
     """
 
     module: str
@@ -41,11 +39,10 @@ class GroupPlan:
         columns: how the output features of each column-parallel layer are cut, by its name.
         row: name of the row-parallel layer.
         inputs: how its input features are cut.
-        entrance: name of the module whose input becomes that of all ranks; "" where the columns'
-            own inputs do.
-        numbers: what sizes that the code counts with are on each rank.
-        sizes: sizes that reshapes may ask for, and what they are on each rank.
-        place: which of the sizes that would do a reshape means, see ``resize``; None to leave
+        entrance: name of the module whose input enters all ranks; "" for the columns' own inputs.
+        numbers: sizes of attributes that the code counts with, on each rank.
+        sizes: sizes that reshapes may ask for, and their values on each rank.
+        place: tells several fitting sizes of a reshape apart, see ``local_sizes``; None to leave
             reshapes alone.
     """
 
@@ -60,12 +57,12 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """How a block is divided.
+    """How a block is divided; names are names inside of the block.
 
     Attributes:
-        groups: its groups of layers; names are those inside of the block.
-        attentions: names of its ``nn.MultiheadAttention``, which are divided by heads.
-        partial: names of parameters that stay whole and whose gradients are summed over ranks.
+        groups: its groups of layers.
+        attentions: its ``nn.MultiheadAttention``, which are divided by heads.
+        partial: parameters that stay whole and whose gradients are summed over ranks.
     """
 
     groups: tuple[GroupPlan, ...] = ()
@@ -97,13 +94,7 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
 
 
 def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, ParameterFacts]:
-    """Return the facts of every parameter of a divided block, by its name in the block.
-
-    Args:
-        block: with whole parameters; it is not changed.
-        plan: of this block.
-        ranks: over how many ranks.
-    """
+    """Return the facts of every parameter of a divided block, by its name; nothing is changed."""
     facts = {
         name: ParameterFacts(tuple(parameter.shape), partial=name in plan.partial)
         for name, parameter in block.named_parameters()
@@ -182,10 +173,6 @@ class ModuleEntrance:
 
     Where layers get the very activation that entered, the gradients of their weights are computed
     while the sum of its gradient travels.
-
-    Args:
-        edges: how it comes in.
-        layers: the column-parallel layers that it is for.
     """
 
     def __init__(self, edges: Edges, layers: Sequence[nn.Module]) -> None:
@@ -204,12 +191,7 @@ class ModuleEntrance:
 
 
 class SharedEntrance(ModuleEntrance):
-    """The same for several layers with one input: it enters once, so backward sums it once.
-
-    Args:
-        edges: how it comes in.
-        layers: those that take it.
-    """
+    """The same for several layers with one input: it enters once, so backward sums it once."""
 
     def __init__(self, edges: Edges, layers: Sequence[nn.Module]) -> None:
         super().__init__(edges, layers)

@@ -33,9 +33,9 @@ class LinearUse:
         inputs: its input features.
         outputs: its output features.
         fed_by: the linear layers whose outputs have gone into its input.
-        heads: the dims that its output's features, or those of one part, are reshaped to, such as
-            (heads, features of one) or (3, heads, features of one); empty when they are not.
-        parts: (start, stop) of the parts that its output is cut into; empty when it is not.
+        heads: the dims to which its output's features, or those of a part, are reshaped, such as
+            (heads, features of a head) or (3, heads, features of a head); else empty.
+        parts: (start, stop) of the parts into which its output is cut; else empty.
         calls: how often it is called in one forward of the block.
     """
 
@@ -104,7 +104,7 @@ class _Notes:
         self._features[made] = _Features(name, 0, self._facts(made).shape[-1])
 
     def follow(self, operation: ModelOperation) -> None:
-        """Tag what an operation returns."""
+        """Tag the results of an operation."""
         given = operation.inputs
         sources = frozenset[str]().union(*(self._sources.get(n, frozenset()) for n in given))
         if sources:
@@ -117,7 +117,7 @@ class _Notes:
         return self._look.tensors[number].facts
 
     def _reshape(self, source: int, made: int, operation: ModelOperation) -> None:
-        """Note what an operation did to features: kept, cut, or reshaped to heads."""
+        """Note how an operation changed features: kept, cut, or reshaped to heads."""
         features = self._features.get(source)
         if features is None or made == source:
             return
@@ -146,12 +146,7 @@ class _Notes:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that are divided together.
-
-    Attributes:
-        columns: names of the column-parallel layers, in the order of their calls.
-        row: name of the row-parallel layer.
-    """
+    """Layers that are divided together: columns in the order of their calls, and a row."""
 
     columns: tuple[str, ...]
     row: str
@@ -164,8 +159,8 @@ class GroupDivision:
     Attributes:
         columns: how the output features of each column-parallel layer are divided.
         row: how the input features of the row-parallel layer are divided.
-        numbers: sizes that the block's own code may count with, such as its number of heads, and
-            what they are on each rank.
+        numbers: sizes with which the block's own code may count, such as the number of heads, and
+            their values on each rank.
     """
 
     columns: Mapping[str, Partition]
@@ -176,10 +171,10 @@ class GroupDivision:
 def find_groups(uses: Mapping[str, LinearUse]) -> list[LayerGroup]:
     """Return the groups of a block.
 
-    A layer that others feed becomes their row, unless one of them, or it, is in a group already.
-    Layers that more of them feed come first, then the order of calls decides: what is added to a
-    query (LoRA) is a column with it, not a pair by itself. Layers that are called more than once in
-    a block stay whole.
+    A layer that others feed becomes their row, unless a member of the group is in a group already.
+    Layers with more feeding layers come first, then the order of calls decides: a summand of a
+    query (LoRA) is a column with the query, not a pair by itself. Layers that are called more than
+    once in a block stay whole.
     """
     groups: list[LayerGroup] = []
     taken: set[str] = set()
@@ -206,12 +201,7 @@ def ways(group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A part of a column-parallel layer's output that stands for one projection.
-
-    Attributes:
-        layer: name of the layer.
-        size: its features.
-    """
+    """A part of a column-parallel layer's output that stands for one projection."""
 
     layer: str
     size: int

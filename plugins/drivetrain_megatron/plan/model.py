@@ -1,8 +1,8 @@
 """Divides a whole model over the tensor-parallel axis: its blocks, its vocabulary, its gradients.
 
 Blocks of one kind are divided alike; the first of them is tried. Outside of the blocks, the layer
-that makes logits and the embeddings with as many rows are divided by words; a weight that both
-share stays one.
+that makes logits and the embeddings with as many rows are divided by words, also where both share a
+weight.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,9 +51,9 @@ class ModelPlan:
     """How a model is divided.
 
     Attributes:
-        blocks: what came of each block, by its name; "" is the model itself, if nothing repeats.
+        blocks: the outcome for each block, by its name; "" is the model itself, if nothing repeats.
         vocabulary: names of the embeddings and linear layers that are divided by words.
-        layouts: how what blocks drop elements of is divided.
+        layouts: how the inputs of dropouts in blocks are divided.
         sharded: whether activations between the groups of layers are shards of the sequence.
     """
 
@@ -69,7 +69,8 @@ class TensorParallel:
     Args:
         ranks: the axis ``tp``.
         sequence_parallel: whether activations between the groups of layers are shards.
-        named: the plan that says what may be divided; None for what the structure allows.
+        named: the plan that says which layers may be divided; None for all that the structure
+            allows.
         strict: whether a layer of that plan that cannot be divided is an error.
     """
 
@@ -91,14 +92,10 @@ class TensorParallel:
         self._uncompiled = Uncompiled()
 
     def plan(self, model: nn.Module, inputs: ExampleInputs | None) -> ModelPlan:
-        """Return how a model is divided; it is not changed.
-
-        Args:
-            model: the user's, whole, also on the meta device.
-            inputs: with which it can be called; None leaves it whole.
+        """Return how a model, also on the meta device, is divided: without inputs not at all.
 
         Raises:
-            ConfigError: what the plan names cannot be divided so, or sequence parallelism is asked
+            ConfigError: a layer cannot be divided as a plan says, or sequence parallelism is asked
                 for and a repeated block cannot work on shards.
         """
         model = uncompiled(model)
@@ -118,7 +115,7 @@ class TensorParallel:
         """Cut a model's parameters to this rank's share and let its layers compute in parts.
 
         Returns:
-            What is known of every parameter, by its name.
+            The facts of every parameter, by its name.
         """
         facts = self.facts(model, plan)
         edges = Edges(self._ranks, self._tokens if plan.sharded else None)
@@ -141,12 +138,7 @@ class TensorParallel:
         return facts
 
     def facts(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
-        """Return the facts that ``divide`` returns; the model is left as it is.
-
-        Args:
-            model: whole.
-            plan: of it.
-        """
+        """Return the facts that ``divide`` returns; the model is whole and stays so."""
         names = {parameter: name for name, parameter in named_parameters(model).items()}
         facts = {name: ParameterFacts(tuple(p.shape)) for p, name in names.items()}
         for name, derivation in plan.blocks.items():
@@ -236,8 +228,8 @@ class TensorParallel:
     def _of_whole(self, model: nn.Module, inputs: ExampleInputs) -> ModelPlan:
         """Return how a model is divided in which nothing repeats: as one block, if that works.
 
-        Sequence parallelism is about what lies between groups of layers: without them, or where no
-        activation comes in, there is nothing to cut into shards.
+        Sequence parallelism is about activations between groups of layers: without them, or where
+        no activation comes in, there is nothing to cut into shards.
         """
         layers, call = self._layers_of(""), Call(inputs.args, inputs.kwargs)
         uses = linear_uses(inputs.look, model, model, range(len(inputs.look.operations)))
@@ -278,11 +270,7 @@ class TensorParallel:
         return {name.removeprefix(prefix) for name in named if name.startswith(prefix)}
 
     def _words(self, plan: ModelPlan) -> Callable[[str], bool]:
-        """Return whether a layer may be divided by words: the named plan lets it, no group has it.
-
-        Args:
-            plan: how the blocks are divided.
-        """
+        """Return whether the named plan lets a layer be divided by words, and no group has it."""
         whole = plan.blocks[""].plan if "" in plan.blocks else BlockPlan()
         taken = {name for group in whole.groups for name in (*group.columns, group.row)}
         if self._named is None:

@@ -1,9 +1,9 @@
 """Plans in words, of users and of models: how names are matched, and whether a plan was fulfilled.
 
 Hugging Face models bring such plans (``base_model_tp_plan`` of their configuration); they load as
-they are. A plan says which layers may be divided, and as what; which of them belong together, and
-where heads begin, is found from the structure. A layer that a user's plan names is divided as the
-plan says, or the run ends (``check_fulfilled``); a model's own plan only allows.
+they are. A plan says which layers may be divided, and in which style. Which layers belong together,
+and where heads begin, is found from the structure. A user's plan is fulfilled, or the run ends
+(``check_fulfilled``); a model's own plan only allows.
 """
 
 import difflib
@@ -54,12 +54,7 @@ STYLES = COLUMN | ROW | VOCABULARY | WHOLE | ATTENTION
 
 @dataclass(frozen=True, slots=True)
 class NamedPlan:
-    """A plan by names of modules.
-
-    Attributes:
-        source: who made it, for messages.
-        styles: the style of each module that the plan names, by its full name.
-    """
+    """A plan by names of modules: a style for each, and who made the plan, for messages."""
 
     source: str
     styles: Mapping[str, str] = field(default_factory=dict)
@@ -159,9 +154,9 @@ def check_fulfilled(
 
     Args:
         model: the user's.
-        named: what the user wants, by names of modules.
+        named: the user's plan.
         vocabulary: names of the layers that are divided by words.
-        blocks: what came of each block, by its name.
+        blocks: the outcome for each block, by its name.
 
     Raises:
         ConfigError: names the first layer that is not divided as the plan says, and why.

@@ -13,14 +13,7 @@ SHOWN = 3
 def describe(
     plan: ModelPlan, facts: Mapping[str, ParameterFacts], nbytes: Mapping[str, int], ranks: int
 ) -> Iterator[str]:
-    """Yield lines for the user.
-
-    Args:
-        plan: how the model was divided.
-        facts: of its parameters, by name.
-        nbytes: of the whole parameters, by name.
-        ranks: how many share it.
-    """
+    """Yield lines for the user, who sees bytes of whole parameters and their facts, by name."""
     whole = [name for name, known in facts.items() if known.partition is None]
     total, kept = sum(nbytes.values()), sum(nbytes[name] for name in whole)
     yield (

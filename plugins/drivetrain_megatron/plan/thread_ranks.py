@@ -1,7 +1,7 @@
 """Ranks as threads of one process, to try a division of a model before any rank is started.
 
 Each thread runs the code of one rank, forward and backward: autograd runs backward on the CPU in
-the thread that asks for it. A collective is a meeting of all threads.
+the calling thread. A collective is a meeting of all threads.
 """
 
 import contextlib
@@ -30,13 +30,7 @@ PATIENCE = timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The data that one rank brings to a collective.
-
-    Attributes:
-        call: which collective, and how.
-        where: the label, or the line of the call.
-        flat: the data, 1-D; the others only read it.
-    """
+    """The data that one rank brings to a collective: 1-D, only read by the others."""
 
     call: Request
     where: str
@@ -57,12 +51,7 @@ class Offer:
 
 
 class Meeting:
-    """A barrier at which the threads of all ranks see each other's data.
-
-    Args:
-        size: how many ranks there are.
-        timeout: how long one waits for the others.
-    """
+    """A barrier at which the threads of all ranks see each other's data."""
 
     def __init__(self, size: int, timeout: timedelta) -> None:
         self._offers: list[Offer | None] = [None] * size
@@ -108,12 +97,6 @@ class EmulatedCommunicator(Communicator):
     """Collectives among threads; every operation is over when it is submitted.
 
     The ledger gets the bytes that the ring algorithm sends.
-
-    Args:
-        axis: the axis, as one rank sees it.
-        traffic: the rank's ledger.
-        timeout: how long one operation may take.
-        meeting: where the ranks meet.
     """
 
     def __init__(self, axis: Axis, traffic: Traffic, timeout: timedelta, meeting: Meeting) -> None:
@@ -185,12 +168,9 @@ def run_emulated(
 ) -> list[Result]:
     """Run a function as each of several ranks, one thread per rank, and return the results by rank.
 
-    Grad mode is the caller's. The random number generator is common to all threads.
-
-    Args:
-        size: how many ranks.
-        function: what a rank does; gets its communicator, on an axis named ``tp``.
-        timeout: how long a rank waits for the others in one operation.
+    The function gets the rank's communicator, on an axis named ``tp``. Grad mode is the caller's.
+    The random number generator is common to all threads. A rank waits for the others in one
+    operation until the timeout.
 
     Raises:
         Exception: the first exception that a rank raised; the other ranks are stopped at their next

@@ -52,10 +52,7 @@ have the next one: they must not be the values of some parameter."""
 class Trial:
     """A whole block with random fp64 values, the arguments of a call, and its results.
 
-    Attributes:
-        block: in evaluation mode, so that nothing is dropped.
-        call: its arguments, fp64.
-        results: of the whole block, with which those of ranks are compared.
+    The block is in evaluation mode, so that nothing is dropped.
     """
 
     block: nn.Module
@@ -69,8 +66,8 @@ class Results:
 
     Attributes:
         outputs: its floating point outputs.
-        given: the gradient of the activation that came in; None when none did.
-        parameters: the gradient of each parameter, by name; None where it got none.
+        given: the gradient of the activation that came in; None without such an activation.
+        parameters: the gradient of each parameter, by name; None for a parameter without gradient.
     """
 
     outputs: list[Tensor]
@@ -105,13 +102,7 @@ def make_trial(block: nn.Module, call: Call) -> Trial:
 def verify(
     trial: Trial, plan: BlockPlan, ranks: int, *, sequence_parallel: bool
 ) -> tuple[frozenset[str] | None, str]:
-    """Try a plan.
-
-    Args:
-        trial: of the block.
-        plan: what to try; its ``partial`` is not looked at.
-        ranks: how many ranks.
-        sequence_parallel: whether activations between groups are shards.
+    """Try a plan, but for its ``partial``.
 
     Returns:
         Names of the whole parameters whose gradients must be summed over ranks, and ""; or None,
@@ -259,11 +250,7 @@ def find_layouts(
 ) -> dict[Site, DropoutLayout]:
     """Return how the ranks divide each dropout's input, by site inside of the block.
 
-    Args:
-        trial: of the block.
-        plan: how it is divided.
-        ranks: how many ranks.
-        tokens: how activations between groups are shards; None if they are whole.
+    Activations between groups are whole where ``tokens`` is None.
 
     Raises:
         ConfigError: it is not to be told.

@@ -1,4 +1,4 @@
-"""The user's model looked at without values: its blocks, their calls, what follows from what.
+"""The user's model looked at without values: its blocks, their calls, where each tensor comes from.
 
 Whoever plans reads one look (``drivetrain.model``), and runs nothing. From the bottom:
 

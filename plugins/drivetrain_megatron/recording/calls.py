@@ -24,13 +24,7 @@ _ROWS, _LENGTH = 2, 8
 
 @dataclass(frozen=True, slots=True)
 class ExampleInputs:
-    """ExampleInputs of a model's forward, and what a forward in training did with them.
-
-    Attributes:
-        args: positional.
-        kwargs: by name.
-        look: at the model, as it was before it was compiled.
-    """
+    """Inputs of a model's forward, and a look at a forward in training with them."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -40,13 +34,9 @@ class ExampleInputs:
 def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None:
     """Return the example inputs that dividing a model takes.
 
-    Args:
-        config: how it is to be divided.
-        model: with or without values, not changed.
-
     Returns:
-        None where it is not divided, or need not be: no inputs are found, nothing in it repeats,
-        and no plan or pipeline asks for it.
+        None where the model is not divided, or need not be: no inputs are found, nothing in it
+        repeats, and no plan or pipeline asks for it.
 
     Raises:
         UsageError: as ``example_inputs``, for a model that has to be divided.
@@ -65,11 +55,11 @@ def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None
 def example_inputs(model: nn.Module, *, isolated: bool = False) -> ExampleInputs:
     """Return inputs that a model's forward accepts, and the look at the model with them.
 
-    ``model.dummy_inputs`` (a Hugging Face convention) is what the model's author says, so it comes
-    first and an error in it is raised. Else the model's first layer in the order of registration
-    tells what goes in: an embedding takes tokens; a transformer takes sequences of its width; a
-    convolution takes images of its channels; a linear layer takes rows, or sequences of rows when
-    the model handles only those. A guess counts when the forward of a look accepts it.
+    ``model.dummy_inputs`` (a Hugging Face convention) is the word of the model's author, so it
+    comes first and an error in it is raised. Else the model's first layer in the order of
+    registration tells the kind of input: an embedding takes tokens; a transformer takes sequences
+    of its width; a convolution takes images of its channels; a linear layer takes rows, or
+    sequences of rows for models of sequences. A guess counts when the forward of a look accepts it.
 
     Args:
         model: with or without values, not changed.
@@ -157,13 +147,9 @@ def _numbers(weight: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[str, Tens
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a block is called: the first activation among the arguments is what blocks pass on.
+    """The arguments of a block; blocks pass on the first activation among them.
 
     A whole model may get none: tokens are no activation.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: arguments by name.
     """
 
     args: tuple[Any, ...]
@@ -180,11 +166,11 @@ class Call:
 
 @dataclass(slots=True)
 class Calls:
-    """What one forward showed.
+    """The blocks of a model in one forward.
 
     Attributes:
         blocks: the model's repeated blocks, in the order of their first calls.
-        arguments: how each was called first, by name; activations are placeholders.
+        arguments: of each block's first call, by name; activations are placeholders.
         uses: how many functions of torch took each parameter outside of blocks, by its first name.
     """
 
@@ -194,12 +180,7 @@ class Calls:
 
 
 def calls_in(look: Look, model: nn.Module) -> Calls:
-    """Return what a look shows of a model's blocks.
-
-    Args:
-        look: at the model.
-        model: the user's, as it was before it was compiled.
-    """
+    """Return the calls of a model's blocks in a look at the model, as it was before compilation."""
     modules = dict(repeated_blocks(model))
     calls = Calls()
     for name, call in look.first_calls().items():

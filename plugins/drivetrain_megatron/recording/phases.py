@@ -1,10 +1,10 @@
-"""Divides one look at a model into phases: its blocks in order, and what is used where.
+"""Divides one look at a model into phases: its blocks in order, and the uses of each parameter.
 
-The model's repeated blocks divide a forward into phases: phase 0 is what happens before the first
-block, phase ``k`` the rest up to and with block ``k``, phase ``n`` what follows the last of ``n``
-blocks. Every tensor that follows from parameters has phases: those that its values come from. A
-stage holds whole phases and gets the output of the block before them; whatever else reaches over a
-boundary is a dependency that keeps phases together.
+The model's repeated blocks divide a forward into phases: phase 0 comes before the first block,
+phase ``k`` is the rest up to and with block ``k``, phase ``n`` follows the last of ``n`` blocks.
+Every tensor that follows from parameters has phases: the sources of its values. A stage holds whole
+phases and gets the output of the block before them; any other tensor that reaches over a boundary
+is a dependency that keeps phases together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ class Block:
     Attributes:
         name: of the module, as in the user's uncompiled model.
         arguments: names of the leaves of its arguments.
-        output: what it returned.
-        like: for each carried tensor of the output, the argument that has the same shape and
-            dtype, by its place; None for one that has none.
+        output: the structure of its result.
+        like: for each carried tensor of the output, the place of an argument of the same shape and
+            dtype; None without such an argument.
         work: floating point operations of its matrix products, for the recorded inputs.
     """
 
@@ -44,10 +44,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """Something that a phase needs of an earlier one, besides what the block before it returns.
+    """A tensor that a phase needs of an earlier one, besides the output of the last block.
 
     Attributes:
-        source: the phase that it comes from.
+        source: the phase of its values.
         consumer: the phase that needs it.
         what: the block and its argument, in words.
     """
@@ -62,11 +62,10 @@ class Use:
     """Where a parameter or buffer is used.
 
     Attributes:
-        names: all its names in the model; the first is the one in checkpoints.
-        phases: where it is used; a parameter of a block is used in the phase of the block. Empty
-            when nothing uses it.
-        ambient: whether outside of blocks something follows from it that needs no parameter, so
-            that every stage computes it; only for buffers.
+        names: all its names in the model; checkpoints have the first.
+        phases: of its uses, if there are any; a parameter of a block is used in the block's phase.
+        ambient: of a buffer, whether every stage computes with it outside of blocks, without
+            parameters.
     """
 
     names: tuple[str, ...]
@@ -76,14 +75,14 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one forward of a model showed.
+    """The phases of one forward of a model.
 
     Attributes:
-        blocks: in the order in which they are called.
+        blocks: in the order of their calls.
         parameters: the distinct parameters by their first name.
         buffers: the buffers by name.
         between: floating point operations outside of blocks, for each phase.
-        dependencies: what keeps phases together.
+        dependencies: the tensors that keep phases together.
     """
 
     blocks: tuple[Block, ...]
@@ -93,7 +92,7 @@ class Recording:
     dependencies: tuple[Dependency, ...]
 
     def costs(self) -> list[float]:
-        """Return the estimated cost of each block, with what happens between it and the one before.
+        """Return the estimated cost of each block, with the operations since the block before.
 
         The cost before the first block and after the last is in ``between[0]`` and ``between[-1]``.
         """
@@ -105,12 +104,7 @@ class Recording:
 
 
 def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-    """Look at a model once and divide the look into phases.
-
-    Args:
-        model: the user's model, also one on the meta device, in train or eval mode.
-        args: example inputs as in training.
-        kwargs: the same by name.
+    """Look once at a model, also on the meta device, and divide the look into phases.
 
     Raises:
         UsageError: the model has no repeated blocks, calls one twice, or depends on values.
@@ -121,11 +115,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def recording_of(model: nn.Module, look: Look) -> Recording:
-    """Divide a look at a model into phases.
-
-    Args:
-        model: the user's.
-        look: at the model, as it was before it was compiled, with its blocks isolated.
+    """Divide a look, with the model's blocks isolated, into phases.
 
     Raises:
         UsageError: the model has no repeated blocks, leaves one out, or calls one twice or inside
@@ -153,11 +143,7 @@ def _check_repeats(model: nn.Module) -> None:
 
 
 class _Replay:
-    """Follows the operations of a look and keeps the phases of each tensor.
-
-    Args:
-        look: with its blocks isolated.
-    """
+    """Follows a look with blocks isolated, and keeps the phases of each tensor."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
@@ -265,7 +251,7 @@ class _Replay:
         return tuple(found)
 
     def _finish(self) -> None:
-        """Check that no block was left out, and what the model's output needs."""
+        """Check that no block was left out, and note the needs of the model's output."""
         called = {call.name for call in self._look.blocks}
         missing = [name for name in self._look.candidates if name not in called]
         if missing:
@@ -279,11 +265,7 @@ class _Replay:
                 self._depend(number, f"the model's output {name!r}")
 
     def recording(self, prefix: str) -> Recording:
-        """Return what was found.
-
-        Args:
-            prefix: that the names of parameters and buffers get.
-        """
+        """Return the recording; names of parameters and buffers get a prefix."""
         aliases = self._look.aliases
         for phase, block in enumerate(self._blocks):
             inside = block.name + "."
@@ -308,7 +290,7 @@ class _Replay:
 
 
 def _check_calls(calls: Sequence[BlockCall]) -> None:
-    """Check that blocks are called one after another, and none twice."""
+    """Check that blocks are called in turn, and none twice."""
     seen: set[str] = set()
     for call in calls:
         if call.caller is not None:

@@ -1,9 +1,9 @@
 """A tensor whose values exist on another pipeline stage.
 
-A parameter that lives on another stage is a proxy, and whatever it touches is a proxy: a tensor
-without values (``drivetrain.model``) that says so. After backward the loss of the last stage
-reaches every rank. Until then the script's further operations on the loss, such as
-``loss.detach() / 4``, are kept as an expression (``LazyValue``).
+A parameter of another stage is a proxy, and so is whatever it touches: a tensor without values
+(``drivetrain.model``) with errors of its own. After backward the loss of the last stage reaches
+every rank. Until then the script's further operations on the loss, such as ``loss.detach() / 4``,
+are kept as an expression (``LazyValue``).
 """
 
 import operator
@@ -56,12 +56,12 @@ class LazyValue:
             self._function, self._args, self._kwargs, self._depth = None, (), {}, 1
 
     def settle(self, value: Tensor) -> None:
-        """Give the value; what it was to be computed from is let go."""
+        """Give the value, and let the expression go."""
         self._value = value
         self._function, self._args, self._kwargs, self._depth = None, (), {}, 1
 
     def value(self) -> Any:
-        """Return the value, or None while something that it follows from is still to come."""
+        """Return the value, or None while a value inside of the expression is still to come."""
         if self._value is None and self._function is not None:
             args, kwargs = _valued(self._args), _valued(self._kwargs)
             if not any(leaf is _MISSING for leaf in _leaves((args, kwargs))):
@@ -102,14 +102,14 @@ def _copied(found: Any) -> Any:
 
 
 def slope(of: LazyValue, by: LazyValue) -> Tensor:
-    """Return the derivative of a value to come by another one that it follows from.
+    """Return the derivative of a value to come by another value inside of its expression.
 
     Args:
         of: the value.
         by: 0-d, still to come; where it stands does not matter if the expression is linear.
 
     Raises:
-        UsageError: it follows from something else, too, or is not linear.
+        UsageError: something else is in the expression, too, or it is not linear.
     """
     slopes = []
     for point in (1.0, 2.0):
@@ -186,7 +186,7 @@ class StageProxy(ValuelessTensor):
         return value
 
     def derived_from(self, tensors: Sequence[Tensor]) -> None:
-        """Note where the gradient of what is made of tensors would go."""
+        """Note where the gradient of a result of tensors would go."""
         if torch.is_grad_enabled() and (self.requires_grad or any(t is self for t in tensors)):
             self.origins |= _origins(tensors)
 
@@ -297,7 +297,7 @@ def proxy_like(
 
 
 def slope_of(proxy: StageProxy, by: StageProxy) -> Tensor:
-    """Return the derivative of a 0-d proxy by one that it follows from linearly, fp64.
+    """Return the derivative of a 0-d proxy by another proxy, fp64.
 
     Raises:
         UsageError: it is no multiple of the other.
@@ -311,11 +311,7 @@ def slope_of(proxy: StageProxy, by: StageProxy) -> Tensor:
 
 
 def resolve(proxy: StageProxy, value: Tensor) -> None:
-    """Give a proxy its value; what was derived from it by pure operations has its value then, too.
-
-    Args:
-        proxy: a proxy.
-        value: of the proxy's shape; kept detached, in the proxy's dtype.
+    """Give a proxy its value, detached and in its dtype; results of pure operations on it follow.
 
     Raises:
         UsageError: the shapes differ.
@@ -335,7 +331,7 @@ def value_of(proxy: StageProxy) -> Tensor | None:
 
 
 def _origins(tensors: Sequence[Tensor]) -> frozenset[object]:
-    """Return where the gradient of what is made of tensors would go."""
+    """Return where the gradient of a result of tensors would go."""
     other = frozenset[object]({OTHER})
     wanting = [t for t in tensors if t.requires_grad]
     return frozenset().union(*(t.origins if isinstance(t, StageProxy) else other for t in wanting))

@@ -25,7 +25,7 @@ _TRUSTED = 2
 
 
 class Shapes:
-    """Answers what every block returns for given inputs of the model.
+    """Answers with the metas of every block's output, for given inputs of the model.
 
     A new combination of shapes costs a forward on proxies. Once every block has returned its
     input's shape for two combinations, that forward leaves the blocks out.
@@ -49,10 +49,6 @@ class Shapes:
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
         """Return the metas of the tensors that each block returns.
 
-        Args:
-            args: inputs of the model.
-            kwargs: the same by name.
-
         Raises:
             UsageError: a block returns another structure than when it was recorded.
         """
@@ -65,7 +61,7 @@ class Shapes:
         return self._known[key]
 
     def _mode(self) -> Any:
-        """Return what dtypes depend on besides the inputs."""
+        """Return the state on which dtypes depend besides the inputs."""
         casts = tuple(
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             for kind in sorted({"cpu", self._device.type})
@@ -101,7 +97,7 @@ class _Shaper:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Note what a block returns."""
+        """Note the output of a block."""
         block = self._blocks[index]
         leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
         likes = [leaves[place] if place is not None else None for place in block.like]

@@ -1,8 +1,8 @@
-"""What a block returns: which tensors travel to the next block, and what is the same everywhere.
+"""The result of a block: which tensors travel to the next block, and which values stay everywhere.
 
 A result is a tree. Of its leaves, tensors that the block made are *carried*: they exist where the
-block ran. What the block only handed through and that every stage has, such as a mask, is *passed*:
-the argument of the call takes its place. Plain values such as None are *constants*.
+block ran. A leaf that the block only handed through and that every stage has, such as a mask, is
+*passed*: the argument of the call takes its place. Plain values such as None are *constants*.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,9 @@ PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, Enum)
 
 
 class TensorMeta(NamedTuple):
-    """What the receiver of a tensor must know before it comes.
+    """The facts of a tensor that the receiver must know in advance.
 
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        requires_grad: whether a gradient goes back for it.
+    The last says whether a gradient goes back.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +32,7 @@ class TensorMeta(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """A tensor that the block made, by its place among those of the result."""
+    """A tensor that the block made, by its place among the carried tensors of the result."""
 
     place: int
 
@@ -61,7 +58,7 @@ class Structure:
 
     Attributes:
         tree: the shape of the tree.
-        leaves: what its leaves are.
+        leaves: the kinds of its leaves.
         arguments: how many leaves the arguments of the call had.
         metas: of the carried tensors, in order.
     """
@@ -72,11 +69,7 @@ class Structure:
     metas: tuple[TensorMeta, ...]
 
     def carried(self, block: str, result: Any) -> tuple[Tensor, ...]:
-        """Return the tensors of a result that travel, in order.
-
-        Args:
-            block: name of the block that returned it.
-            result: what it returned.
+        """Return the tensors of a result of a block that travel, in order.
 
         Raises:
             UsageError: the result is another tree than the recorded one.
@@ -95,12 +88,7 @@ class Structure:
         return tuple(chosen)
 
     def build(self, block: str, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
-        """Return the tree with given tensors.
-
-        Args:
-            block: name of the block whose place is taken.
-            tensors: the carried ones.
-            arguments: the leaves of the arguments of this call.
+        """Return the tree with given tensors, and with leaves of the arguments of this call.
 
         Raises:
             UsageError: the call has another number of arguments than the recorded one.
@@ -117,7 +105,7 @@ class Structure:
 
 
 def changed(block: str, found: str, expected: str) -> UsageError:
-    """Return the error for a block that is called in another way than when it was recorded."""
+    """Return the error for a block that is not called as when the model was recorded."""
     return UsageError(
         f"expected block {block!r} to be called as in the recording of the model, with {expected}, "
         f"found {found}: the stages of a pipeline need the same structure in every forward; call "
@@ -126,12 +114,7 @@ def changed(block: str, found: str, expected: str) -> UsageError:
 
 
 def described(call: BlockCall, look: Look, everywhere: Callable[[int], bool]) -> Structure:
-    """Return the structure of a block's result.
-
-    Args:
-        call: of the block.
-        look: of which the call is a part.
-        everywhere: whether every stage has a tensor itself, by its number.
+    """Return the structure of a block's result; ``everywhere`` tells the tensors of all stages.
 
     Raises:
         UsageError: the result holds an object that other stages cannot have.

@@ -1,15 +1,15 @@
 """Tensor parallelism: each rank computes with its share of the heads, features and vocabulary.
 
-Shoeybi et al. 2019 (arXiv 1909.08053) cut a block's first matrix by columns and its second one by
-rows, so that nothing need be sent between them; Korthikanti et al. 2022 (arXiv 2205.05198) cut
+Shoeybi et al. 2019 (arXiv 1909.08053) cut a block's first matrix by columns and the second by rows,
+so that nothing need be sent between them; Korthikanti et al. 2022 (arXiv 2205.05198) cut
 activations between the blocks along the sequence (sequence parallelism). From the bottom:
 
 ================= =================================================================================
 ``partition``     which ranges of a dim each rank holds
-``operators``     the conjugate pairs: what forward sends, and what backward sends for it
+``operators``     the conjugate pairs: a collective in forward, its counterpart in backward
 ``behavior``      gives one module of the user another forward, and takes it away again
 ``weight_grad``   the gradient of a layer's weight, perhaps later than that of its input
-``products``      matrix products with what they send inside of them
+``products``      matrix products with collectives inside of them
 ``shared_input``  layers that share an input, which enters once, overlapped
 ``embedding``     embeddings cut by words
 ``cross_entropy`` the loss of logits that are cut over the vocabulary

@@ -36,12 +36,7 @@ class AttentionCall(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadAttention(Behavior):
-    """Multi-head attention with this rank's heads.
-
-    Attributes:
-        edges: what comes in and goes out.
-        heads: how the heads are cut.
-    """
+    """Multi-head attention with this rank's heads."""
 
     edges: Edges
     heads: Partition
@@ -184,7 +179,7 @@ def keep_padded(model: nn.Module) -> list[nn.TransformerEncoder]:
     """Stop encoders from packing padded batches into nested tensors, which nothing here can cut.
 
     Returns:
-        The encoders that did so in eval mode; set their ``use_nested_tensor`` to undo it.
+        These encoders; set their ``use_nested_tensor`` to undo it.
     """
     found = [
         each

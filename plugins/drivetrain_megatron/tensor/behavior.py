@@ -45,11 +45,7 @@ class Own(Behavior):
 
 
 class Surrounding(Behavior):
-    """Adds something to the forward of a module.
-
-    Args:
-        inner: how it computes otherwise.
-    """
+    """Adds something to the forward of a module, which has another behavior inside."""
 
     def __init__(self, inner: Behavior) -> None:
         self.inner = inner
@@ -81,12 +77,9 @@ class Parallel:
 
 
 def attach(module: nn.Module, behavior: Behavior, **members: Any) -> None:
-    """Let a module compute by a behavior.
+    """Let a module, whose parameters are cut by somebody else, compute by a behavior.
 
-    Args:
-        module: the user's module; its parameters are cut by somebody else.
-        behavior: what it does from now on.
-        members: further members of the class, such as properties that hide attributes.
+    Its class gets further members, such as properties that hide attributes.
 
     Raises:
         UsageError: the module has a behavior already.
@@ -125,12 +118,7 @@ def exchange(module: nn.Module, behavior: Behavior) -> None:
 
 
 def surround(module: nn.Module, make: Callable[[Behavior], Surrounding]) -> None:
-    """Add to the forward of a module, with or without a behavior; ``release`` undoes this.
-
-    Args:
-        module: the user's module.
-        make: returns what it does from now on; gets what it did.
-    """
+    """Surround a module's behavior, or its own forward, with another; ``release`` undoes this."""
     inner = behavior_of(module)
     if inner is None:
         attach(module, make(Own()))
@@ -181,8 +169,8 @@ class Uncompiled:
 
         Args:
             model: the user's.
-            modules: of it that shall run as written; None for all.
-            reason: what the user is told.
+            modules: those to run as written; None for all.
+            reason: for the user.
         """
         for module in model.modules() if modules is None else modules:
             inner = uncompiled(module)

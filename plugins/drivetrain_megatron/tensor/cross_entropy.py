@@ -26,10 +26,10 @@ class Terms(NamedTuple):
 
     Attributes:
         ranks: the axis.
-        partition: how the classes are cut; its dim does not matter.
+        partition: of the classes; its dim does not matter.
         weight: of each class, shape (classes,), the same on all ranks; None: ones.
         ignore_index: targets that do not count.
-        reduction: what becomes of the losses of single targets.
+        reduction: of the losses of single targets.
         label_smoothing: how much of a target is spread evenly over all classes, from 0 to 1.
     """
 
@@ -47,7 +47,7 @@ def cross_entropy(logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
     Statistics are kept in fp32 for logits of less precision. The logits are not changed.
 
     Args:
-        logits: this rank's classes of them, shape (N, classes, ...) or (classes,).
+        logits: of this rank's classes, shape (N, classes, ...) or (classes,).
         target: a class each, shape (N, ...) or ().
         terms: the rest.
 

@@ -17,12 +17,7 @@ from drivetrain_megatron.tensor.partition import Partition, check_words
 
 @dataclass(frozen=True)
 class VocabularyEmbedding(Behavior):
-    """An embedding with this rank's words, the rows of the weight.
-
-    Attributes:
-        edges: what goes out.
-        words: how the vocabulary is cut, in dim 0 of the weight.
-    """
+    """An embedding with this rank's words, the rows of the weight."""
 
     edges: Edges
     words: Partition
@@ -53,7 +48,7 @@ def attach_vocabulary(module: nn.Module, edges: Edges, words: Partition) -> None
     """Let an embedding with this rank's rows compute as such.
 
     Raises:
-        ConfigError: the module is no embedding, or one with an option that needs the whole weight.
+        ConfigError: the module is no embedding, or has an option that needs the whole weight.
     """
     words.range_of(edges.ranks.rank)
     _check(module)

@@ -60,11 +60,11 @@ class ColumnLinear(Behavior):
     """A linear layer with this rank's output features, of weight and bias.
 
     Attributes:
-        edges: what comes in.
+        edges: the way in.
         outputs: how the output features are cut, in dim -1 of the output.
-        transposed: whether the weight is (in, out), as that of ``Conv1D``.
-        logits: whether the output is a tensor of global shape that knows its loss, see ``logits``.
-        keeper: who may want gradients of weight and bias later.
+        transposed: whether the weight is (in, out), as in ``Conv1D``.
+        logits: whether the output is a tensor of global shape, see ``logits``.
+        keeper: may take gradients of weight and bias later.
     """
 
     edges: Edges
@@ -94,10 +94,10 @@ class RowLinear(Behavior):
     """A linear layer with this rank's input features of the weight, and the whole bias.
 
     Attributes:
-        edges: what goes out.
+        edges: the way out.
         inputs: how the input features are cut, in dim -1 of the input.
-        transposed: whether the weight is (in, out), as that of ``Conv1D``.
-        keeper: who may want the gradient of the weight later.
+        transposed: whether the weight is (in, out), as in ``Conv1D``.
+        keeper: may take the gradient of the weight later.
     """
 
     edges: Edges
@@ -116,12 +116,7 @@ class RowLinear(Behavior):
 
 
 class DeferredLinear(Behavior):
-    """A linear layer whose backward may keep its product.
-
-    Args:
-        keeper: where it is kept.
-        transposed: whether the weight is (in, out).
-    """
+    """A linear layer whose backward may leave its product to a keeper."""
 
     def __init__(self, keeper: WeightGradients, transposed: bool) -> None:
         self._keeper = keeper

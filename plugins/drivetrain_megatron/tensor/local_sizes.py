@@ -1,8 +1,8 @@
 """Reshapes of a block whose code counts with the sizes of the whole, on a rank that has a part.
 
 ``x.view(batch, length, 3, heads, dim // heads)`` asks for all heads, and the rank has some of them.
-Where the sizes asked for do not fit the tensor at hand, and would if one of them were the rank's,
-that one is meant. Whether it was is for the trial to say.
+If the sizes do not fit the tensor, and would with the rank's value of one size, this size is
+replaced. The trial tells whether that was meant.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ class LocalSizes(TorchFunctionMode):
     """Puts this rank's sizes into reshapes that do not fit.
 
     Args:
-        numbers: sizes of the whole, and what they are on this rank.
-        place: which of several sizes that would do is meant, counted from the right: 0, 1, …;
-            the leftmost where there are fewer.
-        dim: which dim of activations counts tokens; features and heads stand behind it.
+        numbers: sizes of the whole, and their values on this rank.
+        place: among several sizes that fit, counted from the right: 0, 1, …; the leftmost where
+            there are fewer.
+        dim: of activations that counts tokens; features and heads stand behind it.
         tokens: how many tokens a shard of the sequence has, and how many all have; None where
             activations are whole.
     """
@@ -99,13 +99,7 @@ def _replaced(sizes: Sequence[int], index: int, size: int) -> list[int]:
 
 
 class Resized(Behavior):
-    """A block whose reshapes get this rank's sizes.
-
-    Args:
-        numbers: sizes of the whole, and what they are on this rank.
-        place: see ``LocalSizes``.
-        edges: how activations are cut outside of the block's groups.
-    """
+    """A block whose reshapes get this rank's sizes, see ``LocalSizes``."""
 
     def __init__(self, numbers: Mapping[int, int], place: int, edges: Edges) -> None:
         self._numbers = dict(numbers)

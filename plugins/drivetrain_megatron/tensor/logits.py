@@ -1,12 +1,12 @@
 """The tensor that a head cut over the vocabulary returns: the global shape, this rank's words.
 
-It stays so through the functions that models call on logits before the loss: casts, views, slices
-and transposes that leave the last dim alone, scaling by a number, concatenation along other dims.
-``F.cross_entropy`` of it is computed from the shares. Whatever else is asked of it gathers the
-words first and goes on with a plain tensor; every rank must then ask, as of any collective. What
-writes into it without gradients, as samplers do, writes into the shares: views see it. Its
-gradients are such tensors too, so that everything autograd has to offer (hooks,
-``torch.autograd.grad``, functions of others) works on it.
+Functions that models call on logits before the loss keep them so: casts, views, slices and
+transposes that leave the last dim alone, scaling by a number, concatenation along other dims.
+``F.cross_entropy`` of such logits is computed from the shares. All other functions gather the words
+first and go on with a plain tensor; every rank must then call them, as any collective. Functions
+that write without gradients, as samplers do, write into the shares: views see it. Gradients are
+such tensors too, so that all of autograd (hooks, ``torch.autograd.grad``, functions of others)
+works on them.
 """
 
 import inspect
@@ -60,7 +60,7 @@ class ShardedLogits(Tensor):
         Args:
             local: this rank's words, shape (..., local words).
             ranks: the axis.
-            partition: how the words are cut, in dim -1.
+            partition: of the words, in dim -1.
         """
         if ranks.size == 1:
             return local

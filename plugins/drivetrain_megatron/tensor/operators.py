@@ -57,12 +57,8 @@ def gather(
 ) -> Tensor:
     """Return the whole tensor that the ranks hold shares of.
 
-    Args:
-        tensor: this rank's share.
-        ranks: the axis.
-        partition: how the dim is cut.
-        partial: False: what follows is the same on all ranks, and so are the gradients. True: what
-            follows differs, and the gradient is the sum over ranks of theirs.
+    With ``partial`` the computations that follow differ between ranks, and the gradient is the sum
+    of theirs; else computations are the same on all ranks, and so are gradients.
     """
     if is_outline(tensor):
         return outlined(tensor, partition.dim, partition.size)
@@ -91,12 +87,7 @@ def reduce_scatter(tensor: Tensor, ranks: Communicator, partition: Partition) ->
 
 @dataclass(frozen=True, slots=True)
 class PendingSum:
-    """A tensor that is still on its way.
-
-    Attributes:
-        handle: of the collective.
-        finish: makes the tensor, when the collective is over.
-    """
+    """A tensor on its way; ``finish`` makes it when the collective is over."""
 
     handle: Handle
     finish: Callable[[], Tensor]
@@ -115,13 +106,9 @@ def start_sum(own: Tensor, ranks: Communicator) -> PendingSum:
 def start_scattered_sum(
     tensor: Tensor, ranks: Communicator, partition: Partition, *, own: bool = False
 ) -> PendingSum:
-    """Start to sum over ranks, each of which gets its share.
+    """Start to sum whole tensors over ranks, each of which gets its share.
 
-    Args:
-        tensor: what this rank adds, whole.
-        ranks: the axis.
-        partition: how the sum is cut.
-        own: whether nobody else holds the tensor, so that it may be overwritten.
+    An ``own`` tensor, which nobody else holds, may be overwritten.
     """
     buffer = _in_order_of_ranks(tensor, partition)
     if not own and buffer.data_ptr() == tensor.data_ptr():
@@ -138,11 +125,7 @@ def gathered(
 ) -> Tensor:
     """Return the whole tensor, contiguous.
 
-    Args:
-        share: this rank's share.
-        ranks: the axis.
-        partition: how the whole is cut.
-        add: whether what several ranks hold is added up; otherwise it is equal.
+    Ranges on several ranks are equal, or are added up (``add``).
     """
     first = share.movedim(partition.dim, 0)
     buffer = share.new_empty((sum(partition.local_sizes), *first.shape[1:]))
@@ -164,7 +147,7 @@ def gathered(
 def unviewed(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor, perhaps a view, as a tensor that autograd takes for no view.
 
-    What a function returns could not be changed in place otherwise, by ``ReLU(inplace=True)`` say.
+    The view that a function returns could not be changed in place, by ``ReLU(inplace=True)`` say.
     """
     return torch.ops.aten._unsafe_view.default(tensor, tensor.shape)  # type: ignore[no-any-return]
 
@@ -264,13 +247,7 @@ def is_outline(*tensors: Tensor | None) -> bool:
 
 
 def outlined(tensor: Tensor, dim: int | None = None, size: int = 0) -> Tensor:
-    """Return a tensor without values, of another extent in one dim.
-
-    Args:
-        tensor: whose other facts it has.
-        dim: which dim; None leaves the shape.
-        size: its extent.
-    """
+    """Return a tensor without values, with another size in one dim; dim None leaves the shape."""
     shape = list(tensor.shape)
     if dim is not None:
         shape[dim] = size
@@ -280,11 +257,9 @@ def outlined(tensor: Tensor, dim: int | None = None, size: int = 0) -> Tensor:
 class TokenShards:
     """Along which dim activations are cut into shards, and how long the dim is right now.
 
-    Whoever cuts the first activation of a forward says how long it is; shards may be uneven, so
-    that one rank's shard does not tell. One object serves a whole region of the model.
-
-    Args:
-        dim: of activations, counted from the end; any dim of tokens will do.
+    Whoever cuts the first activation of a forward says the length; shards may be uneven, so a shard
+    does not tell. One object serves a whole region of the model. The dim is counted from the end;
+    any dim of tokens will do.
     """
 
     def __init__(self, dim: int = -2) -> None:
@@ -326,7 +301,7 @@ class Edges:
     Attributes:
         ranks: the axis.
         tokens: None: activations outside are whole; else they are shards of the sequence.
-        prepared: whether what comes in has entered already, for several layers together.
+        prepared: whether inputs have entered already, for several layers together.
     """
 
     ranks: Communicator

@@ -96,12 +96,7 @@ class Partition:
         return self.bounds[rank]
 
     def here(self, words: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the local index of each word, 0 for words of other ranks, and a mask of these.
-
-        Args:
-            words: global indices, of any integer dtype.
-            rank: whose words are local.
-        """
+        """Return the local index of each word, 0 for words of other ranks, and a mask of these."""
         start, stop = self.range_of(rank)
         elsewhere = (words < start) | (words >= stop)
         return (words - start).masked_fill(elsewhere, 0), elsewhere
@@ -228,7 +223,7 @@ def packed(dim: int, segments: Sequence[int], ranks: int, *, unit: int = 1) -> P
         dim: which dim is cut.
         segments: extents of the segments, such as those of q, k and v.
         ranks: how many ranks.
-        unit: each segment is cut at multiples of it.
+        unit: segments are cut at multiples of the unit.
 
     Raises:
         ConfigError: the unit does not divide a segment.

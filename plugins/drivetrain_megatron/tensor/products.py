@@ -33,9 +33,9 @@ class Product(NamedTuple):
 
     Attributes:
         ranks: the axis.
-        transposed: whether the weight is (in, out), as that of ``Conv1D``, and not (out, in).
-        sequence: None: the activation outside is whole on every rank; else how it is cut.
-        deferral: takes the half of backward that nobody waits for, if it wants to.
+        transposed: whether the weight is (in, out), as in ``Conv1D``, and not (out, in).
+        sequence: None: the activation outside is whole on every rank; else its cut.
+        deferral: may take the half of backward that nobody waits for.
     """
 
     ranks: Communicator
@@ -64,14 +64,9 @@ class Product(NamedTuple):
 
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """Return this rank's columns of a product.
+    """Return this rank's columns of a product, of a whole input, or of a shard of the sequence.
 
-    Args:
-        x: the whole input, or this rank's shard of the sequence, which is gathered and kept whole
-            for backward.
-        weight: this rank's outputs of the weight.
-        bias: this rank's part of it.
-        product: how.
+    Shards are gathered, and kept whole for backward.
     """
     if is_outline(x, weight):
         if product.sequence is not None:
@@ -81,13 +76,7 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Prod
 
 
 def row_product(x: Tensor, weight: Tensor, product: Product) -> Tensor:
-    """Return the whole product, or this rank's shard of its sequence; a bias is added after it.
-
-    Args:
-        x: this rank's features of the input.
-        weight: this rank's inputs of the weight.
-        product: how.
-    """
+    """Return the whole product of this rank's features, or this rank's shard of its sequence."""
     if is_outline(x, weight):
         out = product.of(x, weight, None)
         if product.sequence is None:

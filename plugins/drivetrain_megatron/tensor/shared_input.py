@@ -3,12 +3,13 @@
 Layers such as q, k and v read one activation, whose gradient is summed over ranks once, when the
 last of them has given its part. Nothing would be left to compute meanwhile if each layer computed
 the gradient of its weight together with that of its input. So these are two nodes of the graph, and
-those of weights are made before the sum's: autograd runs, of what is ready, what was made last::
+the nodes of weights are made before the node of the sum: of the nodes that are ready, autograd runs
+the youngest::
 
     forward:   x -> wait -> (weight nodes of q, k, v) -> start -> products of q, k, v
     backward:  inputs' gradients of v, k, q -> start the sum -> weights' gradients -> wait for it
 
-The order only decides what is hidden, never a result.
+The order decides which computation hides the sum, never a result.
 """
 
 from collections.abc import Sequence
@@ -35,11 +36,9 @@ _KEY = "_drivetrain_later"
 
 
 class DeferredProduct(NamedTuple):
-    """A layer's product whose weight gradient is computed later.
+    """A layer's product whose weight gradient is computed later, by the node behind the token.
 
-    Attributes:
-        token: of the product's shape, without memory; the node behind it computes the gradient.
-        product: how the layer multiplies.
+    The token has the product's shape, and no memory.
     """
 
     token: Tensor
@@ -58,16 +57,9 @@ class _Sum:
 def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
     """Return the common input of layers cut by columns, as ``Edges.enter`` does, but overlapped.
 
-    The layers' own edges must be ``prepared``. A layer that is given anything else than the
-    returned tensor, or that does not run, is not disturbed.
-
-    Args:
-        x: the activation outside.
-        edges: what lies around the layers.
-        layers: each a ``ColumnLinear``, with its local parameters.
-
-    Returns:
-        The whole input, with the layers' products attached.
+    The layers are ``ColumnLinear`` with local parameters; their own edges must be ``prepared``. A
+    layer that is given anything else than the returned tensor, or that does not run, is not
+    disturbed.
     """
     trained = [layer for layer in layers if layer.weight.requires_grad]
     has_gradients = x.requires_grad and torch.is_grad_enabled() and trained

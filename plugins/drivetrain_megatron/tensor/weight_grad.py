@@ -21,7 +21,7 @@ class WeightHalf(NamedTuple):
     """The half of a layer's backward that nobody waits for: the gradients of weight and bias.
 
     Attributes:
-        x: the factors of the product.
+        x: the input of the product.
         grad: the gradient of the product.
         transposed: whether the weight is (in, out).
         for_weight: whether the weight wants a gradient.
@@ -75,8 +75,8 @@ class WeightGradients:
     def roots(self, micro_batch: int) -> list[Tensor]:
         """Return a 0-d tensor for each product of a micro-batch, whose backward computes the rest.
 
-        Gradients are computed one layer at a time, so that one is in memory besides those of
-        parameters, and that a data-parallel strategy reduces one while the next is computed.
+        Gradients are computed one layer at a time: memory holds a single gradient besides those of
+        parameters, and a data-parallel strategy reduces each while the next is computed.
         """
         found: list[Tensor] = []
         for module, half in self._kept.pop(micro_batch, []):
@@ -105,12 +105,8 @@ def linear(
 ) -> Tensor:
     """Return x times the weight, plus the bias, on this rank alone.
 
-    Args:
-        x: the input.
-        weight: (out, in), or (in, out) if transposed.
-        bias: shape (out,).
-        transposed: which of the two.
-        deferral: takes the half of backward that nobody waits for, if it wants to.
+    The weight is (out, in), or (in, out) if transposed; the bias (out,). A deferral may take the
+    half of backward that nobody waits for.
     """
     if deferral is None:
         return nn.functional.linear(x, weight.t() if transposed else weight, bias)

@@ -19,7 +19,7 @@ class TorchCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the function or method; of the attribute, for what reads or writes one."""
+        """The name of the function or method; for access to an attribute, the attribute's."""
         return name_of(self.func)
 
     @property
