@@ -14,7 +14,6 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import StageCut, chosen_cut
 from drivetrain_megatron.pipeline.other_stages import Tie, is_local, ties
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
-from drivetrain_megatron.plan.named import models_plan, users_plan
 from drivetrain_megatron.recording.calls import inputs_for
 from drivetrain_megatron.recording.phases import Recording, recording_of
 
@@ -79,7 +78,9 @@ class CellLayout:
             cut = chosen_cut(chosen, model, recording, found.look)
             pipeline = Pipelined(recording, cut, config.pp, run.mesh["pp"].rank)
         if config.tp > 1:
-            tensor = _tensor_parallel(config, model, run)
+            # Planning only asks how many ranks there are: nothing is sent.
+            ranks = SoloCommunicator(run.mesh["tp"], run.traffic, run.world.timeout)
+            tensor = TensorParallel.of(config, model, ranks)
             plan = tensor.plan(model, found)
             facts = tensor.facts(model, plan)
         owners = {} if pipeline is None else {t.name: owner for t, owner, _ in pipeline.lent()}
@@ -128,14 +129,3 @@ def _is_summed(facts: ParameterFacts) -> bool:
     partition = facts.partition
     shared = partition is not None and len(set(partition.ranges)) < len(partition.ranges)
     return facts.partial or shared
-
-
-def _tensor_parallel(config: MegatronConfig, model: nn.Module, run: Run) -> TensorParallel:
-    own = users_plan(model, config.plan) if config.plan else None
-    return TensorParallel(
-        # Planning only asks how many ranks there are: nothing is sent.
-        SoloCommunicator(run.mesh["tp"], run.traffic, run.world.timeout),
-        sequence_parallel=config.sequence_parallel,
-        named=own or models_plan(model),
-        strict=own is not None,
-    )

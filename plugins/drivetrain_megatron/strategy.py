@@ -28,7 +28,6 @@ from drivetrain_megatron.dropout.chain import Dropout, MaskSource
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.plan.model import TensorParallel
-from drivetrain_megatron.plan.named import models_plan, users_plan
 from drivetrain_megatron.plan.report import describe
 from drivetrain_megatron.recording.calls import ExampleInputs, inputs_for
 from drivetrain_megatron.state import (
@@ -258,13 +257,7 @@ class Megatron(DataParallelCell):
     def _divide_layers(
         self, model: nn.Module, optimizers: Sequence[Optimizer], inputs: ExampleInputs | None
     ) -> None:
-        own = users_plan(model, self.config.plan) if self.config.plan else None
-        self._tensor = TensorParallel(
-            self._tp,
-            sequence_parallel=self.config.sequence_parallel,
-            named=own or models_plan(model),
-            strict=own is not None,
-        )
+        self._tensor = TensorParallel.of(self.config, model, self._tp)
         plan = self._tensor.plan(model, inputs)
         before = {name: p.nbytes for name, p in named_parameters(model).items()}
         self._dropout.layouts = plan.layouts

@@ -43,10 +43,10 @@ class Dropping(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a function of torch, or its substitute."""
-        substitute = _SUBSTITUTES.get(func)
-        if substitute is None:
+        arguments = _ARGUMENTS.get(func)
+        if arguments is None:
             return func(*args, **(kwargs or {}))
-        return substitute(self._drop, *args, **(kwargs or {}))
+        return arguments(*args, **(kwargs or {})).dropped(self._drop)
 
 
 class _Dropout(NamedTuple):
@@ -68,19 +68,6 @@ class _Dropout(NamedTuple):
             return F.dropout(*self)
         result = drop(self.input, self.p)
         return self.input.copy_(result) if self.inplace else result
-
-
-class _NativeDropout(NamedTuple):
-    """The arguments of ``torch.dropout`` and ``torch.dropout_``."""
-
-    input: Tensor
-    p: float
-    train: bool
-
-    @property
-    def draws(self) -> bool:
-        """Whether a mask is drawn."""
-        return _Dropout(*self).draws
 
 
 class Attention(NamedTuple):
@@ -143,33 +130,18 @@ def drops_elements(operation: ModelOperation) -> bool:
     return arguments is not None and arguments(*operation.args, **operation.kwargs).draws
 
 
-def _functional(drop: Drop, *args: Any, **kwargs: Any) -> Tensor:
-    return _Dropout(*args, **kwargs).dropped(drop)
+def _native(input: Tensor, p: float, train: bool) -> _Dropout:  # noqa: A002 - as torch.dropout
+    return _Dropout(input, p, train)
 
 
-def _native(drop: Drop, *args: Any, **kwargs: Any) -> Tensor:
-    return _Dropout(*_NativeDropout(*args, **kwargs)).dropped(drop)
+def _native_in_place(input: Tensor, p: float, train: bool) -> _Dropout:  # noqa: A002
+    return _Dropout(input, p, train, inplace=True)
 
 
-def _native_in_place(drop: Drop, *args: Any, **kwargs: Any) -> Tensor:
-    return _Dropout(*_NativeDropout(*args, **kwargs), inplace=True).dropped(drop)
-
-
-def _attention(drop: Drop, *args: Any, **kwargs: Any) -> Tensor:
-    return Attention(*args, **kwargs).dropped(drop)
-
-
-_SUBSTITUTES: dict[Any, Callable[..., Tensor]] = {
-    F.dropout: _functional,
+_ARGUMENTS: dict[Any, Callable[..., _Dropout | Attention]] = {
+    F.dropout: _Dropout,
     torch.dropout: _native,
     torch.dropout_: _native_in_place,
-    F.scaled_dot_product_attention: _attention,
-}
-
-_ARGUMENTS: dict[Any, type[_Dropout | _NativeDropout | Attention]] = {
-    F.dropout: _Dropout,
-    torch.dropout: _NativeDropout,
-    torch.dropout_: _NativeDropout,
     F.scaled_dot_product_attention: Attention,
 }
 

@@ -35,7 +35,7 @@ from drivetrain_megatron.pipeline.loss import (
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.worker import LossOf, find_loss
-from drivetrain_megatron.recording.proxy import StageProxy, resolve, value_of
+from drivetrain_megatron.recording.proxy import StageProxy, resolve
 
 logger = get_logger(__name__)
 
@@ -338,7 +338,7 @@ class PipelinedModel:
         Within an accumulation window values wait for its end: no stage may wait for the last one
         before.
         """
-        known = isinstance(loss, StageProxy) and value_of(loss) is not None
+        known = isinstance(loss, StageProxy) and loss.value() is not None
         if self.stages.ranks == 1 or known:
             return
         self._unpublished.append(loss.detach() if type(loss) is Tensor else loss)

@@ -26,7 +26,7 @@ from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind, make_schedule
 from drivetrain_megatron.pipeline.worker import LossOf, find_loss
-from drivetrain_megatron.recording.proxy import OTHER, StageProxy, proxy_like, resolve, slope_of
+from drivetrain_megatron.recording.proxy import OTHER, StageProxy, resolve, slope_of
 
 _KEY = "drivetrain_megatron.call"
 """Under which a node of autograd's graph keeps the call that it came out of."""
@@ -236,7 +236,7 @@ class PromisedLoss:
         self._loss_of = functools.partial(self._made, loss_of) if loss_of else _loss_in
         self._made_outside = loss_of is not None
         self._autocast = _autocast(stages.device)
-        self.loss: StageProxy = proxy_like((), dtype, stages.device, requires_grad=True)
+        self.loss: StageProxy = StageProxy.like((), dtype, stages.device, requires_grad=True)
         self.origin = LossOrigin()
         self.origin.mark(self.loss)
 

@@ -21,7 +21,7 @@ from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
 from drivetrain_megatron.recording.phases import Recording, Use
-from drivetrain_megatron.recording.proxy import StageProxy, proxy_of
+from drivetrain_megatron.recording.proxy import StageProxy
 
 _HOOKS = (
     "_forward_hooks",
@@ -98,7 +98,7 @@ def place_of(model: nn.Module, full_name: str, device: torch.device) -> ProxyPla
     """Return where a proxy can stand for a parameter or buffer."""
     prefix, _, name = full_name.rpartition(".")
     module = model.get_submodule(prefix)
-    return ProxyPlace(module, name, proxy_of(getattr(module, name), device))
+    return ProxyPlace(module, name, StageProxy.of(getattr(module, name), device))
 
 
 def take_away(places: Iterable[ProxyPlace]) -> None:

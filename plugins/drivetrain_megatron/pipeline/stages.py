@@ -32,7 +32,7 @@ from drivetrain_megatron.pipeline.other_stages import (
     ties,
 )
 from drivetrain_megatron.recording.phases import Recording, block_order
-from drivetrain_megatron.recording.proxy import StageProxy, proxy_like
+from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Metas, Shapes
 from drivetrain_megatron.recording.structure import PLAIN, TensorMeta, changed
 
@@ -346,7 +346,7 @@ class _Pass:
 
     def _proxies(self, index: int) -> list[StageProxy]:
         return [
-            proxy_like(shape, dtype, self._parts.device, requires_grad and self._grad)
+            StageProxy.like(shape, dtype, self._parts.device, requires_grad and self._grad)
             for shape, dtype, requires_grad in self._metas[index]
         ]
 

@@ -79,11 +79,6 @@ class Meta(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Meta":
-        """Return the facts of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
 
 class Arrival:
     """Tensors on their way to this rank, with a receive under way for each."""

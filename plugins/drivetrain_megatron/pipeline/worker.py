@@ -106,17 +106,12 @@ class StageWorker:
         views = tuple(t.view_as(t) if t.requires_grad else t for t in received)
         with self._dropout.forward(batch.number), self._inner.running():
             found = self.stage.run(batch.args, batch.kwargs, views)
-        roots = found.sent
-        if self.stage.is_last:
-            self.outputs[micro_batch] = found.output
-            roots = ()
-            if self.loss_of is not None:
-                loss = self.loss_of(found.output, batch.targets)
-                self.losses[micro_batch] = loss.detach()
-                self.outputs[micro_batch] = None
-                roots = (loss,)
-        else:
-            self.outputs[micro_batch] = found.output
+        self.outputs[micro_batch], roots = found.output, found.sent
+        if self.stage.is_last and self.loss_of is not None:
+            loss = self.loss_of(found.output, batch.targets)
+            self.losses[micro_batch] = loss.detach()
+            self.outputs[micro_batch] = None
+            roots = (loss,)
         if grad:
             # Dtypes depend on autocast, and backward runs outside of it.
             self._returned[micro_batch] = self.output_metas(micro_batch)

@@ -18,6 +18,7 @@ from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain_megatron.cell import ParameterFacts
+from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout.dropouts import DropoutLayout, Layouts, Site, open_attentions
 from drivetrain_megatron.plan.derive import Derivation, derive
 from drivetrain_megatron.plan.divide import BlockPlan, SequenceRegion, cut, divide, facts_of
@@ -30,6 +31,8 @@ from drivetrain_megatron.plan.named import (
     WHOLE,
     NamedPlan,
     check_fulfilled,
+    models_plan,
+    users_plan,
 )
 from drivetrain_megatron.plan.trial import find_layouts, make_trial
 from drivetrain_megatron.recording.calls import Call, Calls, ExampleInputs, calls_in
@@ -90,6 +93,17 @@ class TensorParallel:
         self._handles: list[RemovableHandle] = []
         self._model: nn.Module | None = None
         self._uncompiled = Uncompiled()
+
+    @classmethod
+    def of(cls, config: MegatronConfig, model: nn.Module, ranks: Communicator) -> "TensorParallel":
+        """Return the side of a model with the user's plan, or else with the model's own.
+
+        Raises:
+            ConfigError: the user's plan has an unknown style, or a pattern that matches nothing.
+        """
+        own = users_plan(model, config.plan) if config.plan else None
+        named, strict = own or models_plan(model), own is not None
+        return cls(ranks, sequence_parallel=config.sequence_parallel, named=named, strict=strict)
 
     def plan(self, model: nn.Module, inputs: ExampleInputs | None) -> ModelPlan:
         """Return how a model, also on the meta device, is divided: without inputs not at all.

@@ -44,11 +44,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """A tensor that a phase needs of an earlier one, besides the output of the last block.
+    """A tensor that an earlier phase makes and a later one needs, besides the outputs of blocks.
 
     Attributes:
         source: the phase of its values.
-        consumer: the phase that needs it.
+        consumer: the phase with the need.
         what: the block and its argument, in words.
     """
 

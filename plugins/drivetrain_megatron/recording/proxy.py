@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.model.look import tensors_in
@@ -45,9 +46,8 @@ class LazyValue:
         self._depth: int
         self._function = function
         self._args, self._kwargs = tuple(args), dict(kwargs or {})
-        parents = [
-            leaf for leaf in _leaves((self._args, self._kwargs)) if isinstance(leaf, LazyValue)
-        ]
+        leaves = tree_leaves((self._args, self._kwargs))
+        parents = [leaf for leaf in leaves if isinstance(leaf, LazyValue)]
         for parent in parents:
             if parent._depth > _LOOK:
                 parent.value()
@@ -63,41 +63,31 @@ class LazyValue:
     def value(self) -> Any:
         """Return the value, or None while a value inside of the expression is still to come."""
         if self._value is None and self._function is not None:
-            args, kwargs = _valued(self._args), _valued(self._kwargs)
-            if not any(leaf is _MISSING for leaf in _leaves((args, kwargs))):
-                with torch.no_grad():
-                    self.settle(self._function(*args, **kwargs))
+            try:
+                args, kwargs = tree_map(_known, (self._args, self._kwargs))
+            except _MissingError:
+                return None
+            with torch.no_grad():
+                self.settle(self._function(*args, **kwargs))
         return self._value
 
 
-class _Missing:
-    """Stands for a value that is still to come."""
+class _MissingError(Exception):
+    """A value inside of an expression is still to come."""
 
 
-_MISSING = _Missing()
+def _known(leaf: Any) -> Any:
+    """Return an argument of an expression.
 
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in _leaves(item)]
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _leaves(item)]
-    return [value]
-
-
-def _valued(value: Any) -> Any:
-    if isinstance(value, LazyValue):
-        found = value.value()
-        # A copy, since an operation in place must not change what others follow from.
-        return _MISSING if found is None else _copied(found)
-    if isinstance(value, list | tuple):
-        return type(value)(_valued(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _valued(item) for key, item in value.items()}
-    return value
-
-
-def _copied(found: Any) -> Any:
+    Raises:
+        _MissingError: it is still to come.
+    """
+    if not isinstance(leaf, LazyValue):
+        return leaf
+    found = leaf.value()
+    if found is None:
+        raise _MissingError
+    # A copy, since an operation in place must not change what others follow from.
     return found.clone() if isinstance(found, Tensor) else found
 
 
@@ -130,22 +120,20 @@ def _at(of: LazyValue, by: LazyValue, point: Tensor) -> Any:
         return point
     if of._function is None:
         return of._value
-    missing = False
 
-    def valued(value: Any) -> Any:
-        nonlocal missing
-        if isinstance(value, LazyValue):
-            found = _at(value, by, point)
-            missing = missing or found is None
-            return found
-        if isinstance(value, list | tuple):
-            return type(value)(valued(item) for item in value)
-        if isinstance(value, dict):
-            return {key: valued(item) for key, item in value.items()}
-        return value
+    def assumed(leaf: Any) -> Any:
+        if not isinstance(leaf, LazyValue):
+            return leaf
+        found = _at(leaf, by, point)
+        if found is None:
+            raise _MissingError
+        return found
 
-    args, kwargs = valued(of._args), valued(of._kwargs)
-    return None if missing else of._function(*args, **kwargs)
+    try:
+        args, kwargs = tree_map(assumed, (of._args, of._kwargs))
+    except _MissingError:
+        return None
+    return of._function(*args, **kwargs)
 
 
 def _no_slope(found: str) -> UsageError:
@@ -201,7 +189,7 @@ class StageProxy(ValuelessTensor):
                     return
             elif tensor.numel() > _SMALL:
                 return
-        later = LazyValue(function, _stand_in(tuple(args)), _stand_in(dict(kwargs)))
+        later = LazyValue(function, *tree_map(_stand_in, (tuple(args), dict(kwargs))))
         if isinstance(result, StageProxy):
             result._later = later
         elif isinstance(result, list | tuple):
@@ -272,30 +260,6 @@ class StageProxy(ValuelessTensor):
         raise self.values_needed(f"format(tensor, {spec!r})")
 
 
-def proxy_of(tensor: Tensor, device: torch.device | None = None) -> StageProxy:
-    """Return a proxy with the facts of a tensor, which is let go.
-
-    Args:
-        tensor: a strided tensor, on any device.
-        device: what the proxy says of its device; None for the tensor's.
-    """
-    return StageProxy.of(tensor, device)
-
-
-def proxy_like(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool = False
-) -> StageProxy:
-    """Return a contiguous proxy.
-
-    Args:
-        shape: its shape.
-        dtype: its dtype.
-        device: the device that the values would be on.
-        requires_grad: whether a loss made from it can be differentiated.
-    """
-    return StageProxy.like(shape, dtype, device, requires_grad)
-
-
 def slope_of(proxy: StageProxy, by: StageProxy) -> Tensor:
     """Return the derivative of a 0-d proxy by another proxy, fp64.
 
@@ -325,11 +289,6 @@ def resolve(proxy: StageProxy, value: Tensor) -> None:
     later.settle(value.detach().to(proxy.facts.dtype).clone())
 
 
-def value_of(proxy: StageProxy) -> Tensor | None:
-    """Return the value of a proxy, or None as long as it is not known here."""
-    return proxy.value()
-
-
 def _origins(tensors: Sequence[Tensor]) -> frozenset[object]:
     """Return where the gradient of a result of tensors would go."""
     other = frozenset[object]({OTHER})
@@ -337,14 +296,8 @@ def _origins(tensors: Sequence[Tensor]) -> frozenset[object]:
     return frozenset().union(*(t.origins if isinstance(t, StageProxy) else other for t in wanting))
 
 
-def _stand_in(value: Any) -> Any:
-    """Return arguments with values to come in place of proxies and copies of real tensors."""
-    if isinstance(value, StageProxy):
-        return value._later
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, list | tuple):
-        return type(value)(_stand_in(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _stand_in(item) for key, item in value.items()}
-    return value
+def _stand_in(leaf: Any) -> Any:
+    """Return a value to come in place of a proxy, and a copy of a real tensor."""
+    if isinstance(leaf, StageProxy):
+        return leaf._later
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 from drivetrain.model.substitution import without_values
 from drivetrain.parts.blocks import BlockHooks
 from drivetrain_megatron.recording.phases import Block, Recording
-from drivetrain_megatron.recording.proxy import StageProxy, proxy_like
+from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.structure import TensorMeta
 
 Metas: TypeAlias = tuple[tuple[TensorMeta, ...], ...]
@@ -116,7 +116,7 @@ class _Shaper:
             for facts, recorded in zip(found, block.output.metas, strict=True)
         )
         self.metas.append(metas)
-        made = [proxy_like(m.shape, m.dtype, self._device, m.requires_grad) for m in metas]
+        made = [StageProxy.like(m.shape, m.dtype, self._device, m.requires_grad) for m in metas]
         return block.output.build(block.name, made, leaves)
 
 

@@ -107,11 +107,11 @@ class ShardedLogits(Tensor):
         if written:
             return _write(call, written)
         if name in _KEPT and args and isinstance(args[0], ShardedLogits):
-            kept = _KEPT[name](func, args[0], args[1:], kwargs)
+            kept = _KEPT[name](call, args[0])
             if kept is not None:
                 return kept
         if name in _JOINING and args and isinstance(args[0], list | tuple):
-            joined = _joined(func, args[0], args[1:], kwargs)
+            joined = _joined(call, args[0])
             if joined is not None:
                 return joined
         args, kwargs = tree_map(_gathered, (tuple(args), dict(kwargs)))
@@ -209,7 +209,7 @@ def _write(call: TorchCall, written: Sequence[ShardedLogits]) -> Any:
     if call.is_recorded or call.replaces:
         raise _unwritable(call.name)
     if call.is_by_element:
-        call.func(written[0]._local, *call.args[1:])
+        call.func(written[0]._local, *call.rest)
         return written[0]
     wholes = {id(each): _plain(each) for each in written}
     args, kwargs = tree_map(
@@ -234,50 +234,38 @@ def _unwritable(name: str) -> UsageError:
     )
 
 
-KeptDivided = Callable[[Any, ShardedLogits, Sequence[Any], Mapping[str, Any]], Tensor | None]
-"""Computes a function of logits from shares: (function, logits, arguments, options), or None."""
+KeptDivided = Callable[[TorchCall, ShardedLogits], Tensor | None]
+"""Computes a call with logits as the first argument from shares, or returns None."""
 
 
-def _on_shares(
-    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor:
+def _on_shares(call: TorchCall, logits: ShardedLogits) -> Tensor:
     """Apply a function of single elements."""
-    out = func(logits.local(), *args, **kwargs)
-    return ShardedLogits.of(out, *logits._cut)
+    return ShardedLogits.of(call.func(logits.local(), *call.rest, **call.kwargs), *logits._cut)
 
 
-def _new(
-    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor:
+def _new(call: TorchCall, logits: ShardedLogits) -> Tensor:
     """Make a plain tensor of the same dtype and device."""
-    made: Tensor = func(logits._local, *args, **kwargs)
+    made: Tensor = call.func(logits._local, *call.rest, **call.kwargs)
     return made
 
 
-def _cast(
-    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor:
+def _cast(call: TorchCall, logits: ShardedLogits) -> Tensor:
     """Convert dtype or device; a tensor to take them from may be cut itself."""
-    args = [each._local if isinstance(each, ShardedLogits) else each for each in args]
-    return _on_shares(func, logits, args, kwargs)
+    args = [each._local if isinstance(each, ShardedLogits) else each for each in call.args]
+    return _on_shares(call._replace(args=args), logits)
 
 
-def _scaled(
-    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | None:
-    numbers = all(isinstance(each, int | float) for each in args) and not kwargs
-    return _on_shares(func, logits, args, kwargs) if numbers else None
+def _scaled(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
+    return _on_shares(call, logits) if call.has_only_numbers else None
 
 
-def _viewed(
-    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | None:
+def _viewed(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
     """Regroup leading dims; the last dim is as long before and after, so nothing crosses it."""
-    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+    if any(isinstance(each, torch.dtype) for each in (*call.rest, *call.kwargs.values())):
         return None
     meta = [torch.empty(each.shape, device="meta") if isinstance(each, Tensor) else each
-            for each in (logits, *args)]  # fmt: skip
-    shape = func(*meta, **kwargs).shape
+            for each in call.args]  # fmt: skip
+    shape = call.func(*meta, **call.kwargs).shape
     if shape == logits.shape:
         return _Same.apply(logits)  # type: ignore[no-any-return,no-untyped-call]
     if not shape or shape[-1] != logits.shape[-1]:
@@ -286,22 +274,19 @@ def _viewed(
     return ShardedLogits.of(local.reshape(*shape[:-1], local.shape[-1]), *logits._cut)
 
 
-def _permuted(
-    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | None:
+def _permuted(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
     """Permute leading dims."""
     # Dims by number as lengths, of a tensor without storage: (1, 2, 3) becomes (2, 1, 3), say.
     names = torch.empty([dim + 1 for dim in range(logits.dim())], device="meta")
-    if func(names, *args, **kwargs).shape[-1] != logits.dim():
+    if call.func(names, *call.rest, **call.kwargs).shape[-1] != logits.dim():
         return None
-    return _on_shares(func, logits, args, kwargs)
+    return _on_shares(call, logits)
 
 
-def _indexed(
-    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | None:
+def _indexed(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
     """Index leading dims."""
-    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    (given,) = call.rest
+    index = given if isinstance(given, tuple) else (given,)
     if any(each is None or isinstance(each, bool | list) for each in index):
         return None
     dims = [_dims_of(each) for each in index]
@@ -309,24 +294,22 @@ def _indexed(
     reaches_last = sum(dims) == logits.dim() if after == 0 else sum(dims[after:]) > 0
     if reaches_last and not (isinstance(index[-1], slice) and index[-1] == slice(None)):
         return None
-    return _on_shares(func, logits, args, kwargs)
+    return _on_shares(call, logits)
 
 
-def _joined(
-    func: Any, parts: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | None:
+def _joined(call: TorchCall, parts: Sequence[Any]) -> Tensor | None:
     """Concatenate logits that are cut alike along a leading dim."""
-    dims = [*args, *kwargs.values()]
+    dims = [*call.rest, *call.kwargs.values()]
     first = parts[0]
     alike = all(
         isinstance(part, ShardedLogits) and part.dim() == first.dim() and part._cut == first._cut
         for part in parts
     )
-    if not alike or len(dims) > 1 or not kwargs.keys() <= {"dim"}:
+    if not alike or len(dims) > 1 or not call.kwargs.keys() <= {"dim"}:
         return None
     if dims and dims[0] in (-1, first.dim() - 1):
         return None
-    return ShardedLogits.of(func([part.local() for part in parts], *dims), *first._cut)
+    return ShardedLogits.of(call.func([part.local() for part in parts], *dims), *first._cut)
 
 
 def _dims_of(index: Any) -> int:
@@ -336,11 +319,9 @@ def _dims_of(index: Any) -> int:
     return index.dim() if isinstance(index, Tensor) and index.dtype is torch.bool else 1
 
 
-def _lost(
-    func: Any, logits: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | None:
+def _lost(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
     """Compute the cross entropy from shares, when the classes are the last dim."""
-    given = inspect.signature(torch.nn.functional.cross_entropy).bind(logits, *args, **kwargs)
+    given = inspect.signature(torch.nn.functional.cross_entropy).bind(*call.args, **call.kwargs)
     given.apply_defaults()
     options = given.arguments
     is_legacy = options["size_average"] is not None or options["reduce"] is not None

@@ -26,7 +26,7 @@ whole on every rank, or a shard of the sequence (sequence parallelism).
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.errors import UsageError
-from drivetrain_megatron.recording.proxy import StageProxy, proxy_like
+from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.partition import Partition, even
 
 
@@ -42,7 +42,9 @@ def copy(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the tensor; backward sums its gradients over ranks."""
     if is_outline(tensor):
         return tensor
-    return tensor if ranks.size == 1 else _Copy.apply(tensor, ranks)  # type: ignore[no-untyped-call]
+    if ranks.size == 1:
+        return tensor
+    return _conjugate(tensor, lambda x: x.view_as(x), lambda grad: _summed(grad, ranks))
 
 
 def reduce(tensor: Tensor, ranks: Communicator) -> Tensor:
@@ -64,7 +66,16 @@ def gather(
         return outlined(tensor, partition.dim, partition.size)
     if _is_alone(ranks, partition):
         return tensor
-    return _Gather.apply(tensor, ranks, partition, partial)  # type: ignore[no-any-return,no-untyped-call]
+
+    def share_of(grad: Tensor) -> Tensor:
+        if partial:
+            share = start_scattered_sum(grad, ranks, partition).result()
+        else:
+            share = partition.take(grad, ranks.rank)
+        # Forward took what several ranks hold from the first of them.
+        return partition.disown(share, ranks.rank)
+
+    return _conjugate(tensor, lambda x: gathered(x, ranks, partition), share_of)
 
 
 def scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
@@ -73,7 +84,11 @@ def scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor
         return outlined(tensor, partition.dim, partition.local_size(ranks.rank))
     if _is_alone(ranks, partition):
         return tensor
-    return _Scatter.apply(tensor, ranks, partition)  # type: ignore[no-any-return,no-untyped-call]
+    return _conjugate(
+        tensor,
+        lambda x: partition.take(x, ranks.rank),
+        lambda grad: gathered(grad, ranks, partition, add=True),
+    )
 
 
 def reduce_scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
@@ -82,7 +97,11 @@ def reduce_scatter(tensor: Tensor, ranks: Communicator, partition: Partition) ->
         return outlined(tensor, partition.dim, partition.local_size(ranks.rank))
     if _is_alone(ranks, partition):
         return tensor
-    return _ReduceScatter.apply(tensor, ranks, partition)  # type: ignore[no-any-return,no-untyped-call]
+    return _conjugate(
+        tensor,
+        lambda x: start_scattered_sum(x, ranks, partition).result(),
+        lambda grad: gathered(grad, ranks, partition, add=True),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +188,25 @@ def _chunks(buffer: Tensor, partition: Partition) -> list[tuple[int, int]]:
     return [(start * each, stop * each) for start, stop in partition.bounds]
 
 
-class _Copy(torch.autograd.Function):
+Way: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def _conjugate(tensor: Tensor, forward: Way, backward: Way) -> Tensor:
+    return _Conjugate.apply(tensor, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Conjugate(torch.autograd.Function):
+    """One function of the tensor in forward, another one of its gradient in backward."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Communicator) -> Tensor:
-        ctx.ranks = ranks
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, tensor: Tensor, forward: Way, backward: Way) -> Tensor:
+        ctx.way_back = backward
+        return forward(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.ranks), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.way_back(grad), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -189,50 +217,6 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, ranks: Communicator, partition: Partition, partial: bool
-    ) -> Tensor:
-        ctx.ranks, ctx.partition, ctx.partial = ranks, partition, partial
-        return gathered(tensor, ranks, partition)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        partition, ranks = ctx.partition, ctx.ranks
-        if ctx.partial:
-            share = start_scattered_sum(grad, ranks, partition).result()
-        else:
-            share = partition.take(grad, ranks.rank)
-        # Forward took what several ranks hold from the first of them.
-        return partition.disown(share, ranks.rank), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
-        ctx.ranks, ctx.partition = ranks, partition
-        return partition.take(tensor, ranks.rank)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(grad, ctx.ranks, ctx.partition, add=True), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
-        ctx.ranks, ctx.partition = ranks, partition
-        return start_scattered_sum(tensor, ranks, partition).result()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(grad, ctx.ranks, ctx.partition, add=True), None, None
 
 
 def _summed(tensor: Tensor, ranks: Communicator) -> Tensor:
@@ -251,7 +235,7 @@ def outlined(tensor: Tensor, dim: int | None = None, size: int = 0) -> Tensor:
     shape = list(tensor.shape)
     if dim is not None:
         shape[dim] = size
-    return proxy_like(shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    return StageProxy.like(shape, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 class TokenShards:

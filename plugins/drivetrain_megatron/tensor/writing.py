@@ -47,8 +47,17 @@ class TorchCall(NamedTuple):
     @property
     def is_by_element(self) -> bool:
         """Whether each element of the first argument becomes a function of itself alone."""
-        numbers = all(isinstance(each, int | float) for each in self.args[1:])
-        return self.name in _BY_ELEMENT and numbers and not self.kwargs
+        return self.name in _BY_ELEMENT and self.has_only_numbers
+
+    @property
+    def rest(self) -> Sequence[Any]:
+        """The positional arguments behind the first."""
+        return self.args[1:]
+
+    @property
+    def has_only_numbers(self) -> bool:
+        """Whether the arguments behind the first are numbers."""
+        return all(isinstance(each, int | float) for each in self.rest) and not self.kwargs
 
     @property
     def _asks_in_place(self) -> bool:

@@ -12,13 +12,13 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.recording.proxy import StageProxy, proxy_like, proxy_of, resolve, value_of
+from drivetrain_megatron.recording.proxy import StageProxy, resolve
 
 CPU = torch.device("cpu")
 
 
 def proxy(*shape, dtype=torch.float64, requires_grad=True):
-    return proxy_like(shape, dtype, CPU, requires_grad and dtype.is_floating_point)
+    return StageProxy.like(shape, dtype, CPU, requires_grad and dtype.is_floating_point)
 
 
 def real(*shape):
@@ -70,7 +70,7 @@ def test_facts_are_those_of_the_real_result(name):
     values = real(2, 4, 6).requires_grad_()
     expected = OPERATIONS[name](values)
     state = torch.get_rng_state()
-    found = OPERATIONS[name](proxy_of(values))
+    found = OPERATIONS[name](StageProxy.of(values))
     assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
     assert type(found) is StageProxy
     assert (found.shape, found.dtype, found.device) == (
@@ -263,7 +263,7 @@ def test_an_unresolved_running_sum_stays_short():
     total = proxy()
     for _ in range(1500):
         total = total + proxy()
-    assert value_of(total) is None
+    assert total.value() is None
 
 
 def test_a_wrong_shape_does_not_resolve():
