@@ -6,7 +6,7 @@ ranks divide the blocks (Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023
 The parameters that are left on a rank are trained by any data-parallel strategy, found by name.
 
 ``volumes`` has the bytes that a rank sends for activations. It holds 1/tp of every divided tensor,
-and the tensors of its stages only. Each of these folders imports those above it alone:
+and the tensors of its stages only. A folder of this table imports only the folders above it:
 
 ============= =====================================================================================
 ``recording`` the model looked at without values: example inputs, blocks, stand-ins of tensors

@@ -125,7 +125,7 @@ def globally(
 class GlobalShards:
     """Puts the shards that a cell's strategy saves into global coordinates.
 
-    Tensors without facts are replicated.
+    Tensors without facts are replicated. The rank is that of the tensor-parallel axis.
     """
 
     def __init__(self, facts: Mapping[str, ParameterFacts], rank: int) -> None:
@@ -158,11 +158,7 @@ class GlobalShards:
 class LocalReader:
     """Shows a checkpoint of the whole model as if it had this rank's part of each tensor only.
 
-    Args:
-        reader: the checkpoint of the whole model.
-        facts: of the cell's parameters, by name.
-        names: of the cell's parameters and buffers; others are not shown.
-        rank: this rank's index on the tensor-parallel axis.
+    Only the cell's parameters and buffers (``names``) are shown.
     """
 
     def __init__(

@@ -73,11 +73,8 @@ def group(
 ) -> Counter[str]:
     """Return the bytes by operation of a column-parallel and the row-parallel layer after it.
 
-    Args:
-        entering: the input of the column-parallel layers, which is the same.
-        leaving: the output of the row-parallel layer.
-        line: the tensor-parallel ranks.
-        sharded: whether both are shards of the sequence outside of the group.
+    Column-parallel layers with the same input count once. ``sharded`` activations are shards of the
+    sequence outside of the group.
     """
     if not sharded:
         return whole(entering, line) + whole(leaving, line)

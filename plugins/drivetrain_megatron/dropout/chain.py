@@ -42,7 +42,6 @@ from drivetrain_megatron.tensor.behavior import Behavior, Surrounding, release, 
 
 logger = get_logger(__name__)
 
-
 _CHECK_BITS = 16
 
 

@@ -170,13 +170,7 @@ class _Chart:
 
 
 def save_picture(timeline: Timeline, path: Path, *, title: str = "", unit: str = "") -> None:
-    """Write a timeline as a picture.
-
-    Args:
-        timeline: simulated or measured.
-        path: the file; its ending, ``.png`` or ``.svg``, chooses the format.
-        title: above the chart.
-        unit: of the times, at the axis.
+    """Write a timeline as a picture; the file's ending, ``.png`` or ``.svg``, chooses the format.
 
     Raises:
         ConfigError: the ending is another one, matplotlib is not installed, or the file cannot be

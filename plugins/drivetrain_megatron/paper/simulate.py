@@ -27,12 +27,9 @@ def simulate(
     *,
     travel: float = 0.0,
 ) -> Timeline:
-    """Run a schedule on paper.
+    """Run a schedule on paper, on stages of equal durations by kind of action.
 
-    Args:
-        schedule: the actions of every rank.
-        durations: how long an action of each kind takes, on every stage.
-        travel: how long a message between two ranks is under way.
+    A message between two ranks is under way for ``travel``.
 
     Raises:
         UsageError: the schedule is not one: the ranks wait for each other for ever, or an action is

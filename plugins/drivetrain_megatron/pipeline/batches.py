@@ -1,7 +1,7 @@
 """Cuts a model's inputs into micro-batches along dim 0, and joins their outputs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,14 +14,9 @@ from drivetrain.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The inputs of one pass through the pipeline.
+    """The inputs of one pass through the pipeline, and the targets for a loss function.
 
-    Attributes:
-        args: positional inputs of the model.
-        kwargs: inputs by name.
-        rows: how many rows of the batch it has.
-        targets: the targets with which a loss function compares the output.
-        number: of this forward of the model, counted over all calls, also for its dropouts.
+    The number is that of this forward of the model, counted over all calls, also for its dropouts.
     """
 
     args: tuple[Any, ...]
@@ -29,10 +24,6 @@ class MicroBatch:
     rows: int
     targets: Any = None
     number: int = 0
-
-    def numbered(self, number: int) -> "MicroBatch":
-        """Return it as another forward of the model."""
-        return replace(self, number=number)
 
 
 def cut_batch(

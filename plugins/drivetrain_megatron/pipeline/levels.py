@@ -14,7 +14,7 @@ On every stage but the last a loss is a proxy; after backward it has the last st
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,11 +42,6 @@ logger = get_logger(__name__)
 
 class WholeBatch:
     """A call of the model whose backward has not come.
-
-    Args:
-        stages: of this rank.
-        batches: the micro-batches of the call.
-        first: number of the first among the micro-batches that wait.
 
     Attributes:
         output: the result of the call: real on the last stage, proxies before it.
@@ -129,12 +124,9 @@ class AccumulationWindow:
         return output
 
     def backward(self, loss: Tensor, origins: frozenset[LossOrigin], synchronize: bool) -> None:
-        """Run the next backwards of 1F1B.
+        """Run the next backwards of 1F1B, for a loss made of some calls.
 
-        Args:
-            loss: made of the output of a call.
-            origins: the calls of which the loss was made.
-            synchronize: whether the window ends, and gradients are averaged over dp.
+        To synchronize ends the window, and averages gradients over data-parallel ranks.
 
         Raises:
             UsageError: the loss is not that of the first call that waits.
@@ -251,7 +243,7 @@ class PipelinedModel:
         count = count or self._plan.micro_batches or self.stages.ranks
         batches = cut_batch(args, kwargs, count, targets)
         first = self.stages.dropout.take(len(batches))
-        return [batch.numbered(first + index) for index, batch in enumerate(batches)]
+        return [replace(batch, number=first + index) for index, batch in enumerate(batches)]
 
     def _forward_all(self, batches: list[MicroBatch]) -> Any:
         call = WholeBatch(self.stages, batches, self._started)
@@ -268,12 +260,9 @@ class PipelinedModel:
     # --- backward ---
 
     def backward(self, loss: Tensor, *, synchronize: bool, **options: Any) -> None:
-        """Run the backward of calls on all stages.
+        """Run the backward of calls on all stages, for a loss made of their outputs.
 
-        Args:
-            loss: made of the output of a call, or of several.
-            synchronize: whether gradients are averaged over data-parallel ranks now.
-            options: of ``Tensor.backward``.
+        To synchronize averages gradients over data-parallel ranks now.
 
         Raises:
             UsageError: no such call waits, or the loss or the options ask for more than a pipeline

@@ -25,13 +25,7 @@ from drivetrain_megatron.tensor.weight_grad import WeightGradients
 
 
 class Interpreter:
-    """Runs schedules on this rank.
-
-    Args:
-        stages: this rank's stages, by index.
-        count: how many stages there are on all ranks.
-        link: this rank's end of the pipeline.
-    """
+    """Runs schedules on this rank, of ``count`` stages on all ranks."""
 
     def __init__(self, stages: Mapping[int, StageWorker], count: int, link: Link) -> None:
         self._stages = stages
@@ -117,15 +111,7 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """The connections between the stages of a pipeline, and their shared parameters.
-
-    Attributes:
-        link: this rank's end of the pipeline.
-        axis: collectives over the axis ``pp``.
-        shared: parameters that several stages use.
-        weights: products whose weights' gradients are computed later.
-        dropout: the masks of the model; they number the forwards.
-    """
+    """The connections between the stages of a pipeline, and the objects that stages share."""
 
     link: Link
     axis: Communicator
@@ -139,8 +125,6 @@ class LocalStages:
 
     Attributes:
         workers: by index of the stage.
-        ranks: how many ranks the pipeline has.
-        rank: this one.
         count: how many stages there are on all ranks.
         spans: when the actions of this step ran.
     """

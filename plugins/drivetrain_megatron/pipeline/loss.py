@@ -213,11 +213,7 @@ class _Counter(TorchFunctionMode):
 class PromisedLoss:
     """A batch of which nothing has been computed.
 
-    Args:
-        stages: of this rank.
-        batches: the micro-batches.
-        dtype: of the loss.
-        loss_of: makes the loss of the model's output (L3); None if the output has the loss (L2).
+    ``loss_of`` makes the loss of the model's output (L3); without it the output has the loss (L2).
 
     Attributes:
         loss: stands for the mean over the batch.

@@ -136,15 +136,7 @@ def take_hooks(block: nn.Module) -> None:
 
 
 class SharedParameters:
-    """The parameters that stages of this rank share with stages of other ranks.
-
-    Args:
-        model: the model, split.
-        tied: the parameters that several stages use, of all stages.
-        owned: indices of this rank's stages.
-        ranks: how many ranks the pipeline has.
-        link: this rank's end of the pipeline.
-    """
+    """The parameters that stages of this rank share with stages of other ranks."""
 
     def __init__(
         self, model: nn.Module, tied: Iterable[Tie], owned: Sequence[int], ranks: int, link: Link

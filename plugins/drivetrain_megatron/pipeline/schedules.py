@@ -94,37 +94,13 @@ def needs(action: Action, stages: int) -> list[Action]:
 
 def gpipe(p: int, m: int) -> Schedule:
     """Return all forwards, then all backwards."""
-    return Schedule(
-        "gpipe",
-        p,
-        m,
-        tuple(
-            (
-                *(Action(ActionKind.FORWARD, rank, i) for i in range(m)),
-                *(Action(ActionKind.BACKWARD, rank, i) for i in range(m)),
-            )
-            for rank in range(p)
-        ),
-    )
+    return Schedule("gpipe", p, m, tuple(_alternate(rank, p, [m], ahead=m) for rank in range(p)))
 
 
 def one_forward_one_backward(p: int, m: int) -> Schedule:
     """Return 1F1B: rank r runs p - r - 1 forwards ahead of the first backward."""
-    return Schedule(
-        "1f1b",
-        p,
-        m,
-        tuple(
-            tuple(
-                _alternate(
-                    [Action(ActionKind.FORWARD, rank, i) for i in range(m)],
-                    [Action(ActionKind.BACKWARD, rank, i) for i in range(m)],
-                    ahead=p - rank - 1,
-                )
-            )
-            for rank in range(p)
-        ),
-    )
+    ranks = (_alternate(rank, p, [m], ahead=p - rank - 1) for rank in range(p))
+    return Schedule("1f1b", p, m, tuple(ranks))
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
@@ -135,27 +111,9 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     """
     count = max(1, m // p)
     groups = [m // count + (index < m % count) for index in range(count)]
-    return Schedule(
-        "interleaved",
-        p * v,
-        m,
-        tuple(
-            tuple(
-                _alternate(
-                    [
-                        Action(ActionKind.FORWARD, c * p + rank, i)
-                        for c, i in _rounds(groups, range(v))
-                    ],
-                    [
-                        Action(ActionKind.BACKWARD, c * p + rank, i)
-                        for c, i in _rounds(groups, range(v - 1, -1, -1))
-                    ],
-                    ahead=(v - 1) * groups[0] + 2 * (p - rank - 1),
-                )
-            )
-            for rank in range(p)
-        ),
-    )
+    first = (v - 1) * groups[0]
+    ranks = (_alternate(rank, p, groups, v, ahead=first + 2 * (p - rank - 1)) for rank in range(p))
+    return Schedule("interleaved", p * v, m, tuple(ranks))
 
 
 def zero_bubble(p: int, m: int) -> Schedule:
@@ -208,13 +166,19 @@ def _rounds(groups: Sequence[int], chunks: range) -> Iterator[tuple[int, int]]:
         first += size
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int) -> Iterator[Action]:
-    """Yield some forwards, then a forward and a backward in turn, then the other backwards."""
-    rest = iter(forwards)
-    yield from islice(rest, ahead)
-    for backward in backwards:
-        yield from islice(rest, 1)
-        yield backward
+def _alternate(
+    rank: int, p: int, groups: Sequence[int], v: int = 1, *, ahead: int
+) -> tuple[Action, ...]:
+    """Return a rank's actions: some forwards, then each backward with a forward before, if any.
+
+    First come ``ahead`` forwards. The micro-batches of a group pass through all v chunks together.
+    """
+    forwards = iter(_rounds(groups, range(v)))
+    actions = [(ActionKind.FORWARD, *each) for each in islice(forwards, ahead)]
+    for backward in _rounds(groups, range(v - 1, -1, -1)):
+        actions += [(ActionKind.FORWARD, *each) for each in islice(forwards, 1)]
+        actions.append((ActionKind.BACKWARD, *backward))
+    return tuple(Action(kind, chunk * p + rank, i) for kind, chunk, i in actions)
 
 
 class _ZeroBubble:

@@ -121,10 +121,7 @@ class Stage:
     ) -> StageOutput:
         """Run the model's forward with the blocks of this stage alone.
 
-        Args:
-            args: inputs of the model, the same on every stage.
-            kwargs: the same by name.
-            received: the tensors that ``receives`` describes.
+        Inputs are the same on every stage; ``receives`` describes the received tensors.
 
         Raises:
             UsageError: the blocks are called in another way than when the model was recorded, or
@@ -276,12 +273,8 @@ def _device(model: nn.Module) -> torch.device:
 class _Pass:
     """Decides which blocks compute in one forward of a stage.
 
-    Args:
-        parts: shared by the stages of the rank.
-        own: the blocks that are computed.
-        metas: of the tensors that each block returns.
-        received: the output of the block before the first own one.
-        inputs: leaves of the inputs of the model.
+    The metas are those of each block's tensors; the block before the first own block returned the
+    received tensors.
 
     Attributes:
         before: contexts that end where the phases of the own blocks begin.

@@ -20,13 +20,8 @@ _COLUMNS = 5  # kind, stage, micro-batch, start, stop
 class StepTrace:
     """Collects the spans of all ranks of a pipeline after a step, and writes one file.
 
-    Times of ranks on several hosts are as comparable as the wall clocks of these hosts.
-
-    Args:
-        folder: where files go; made if it is not there.
-        name: begins the names of the files: one writer, the first pipeline rank, for each.
-        axis: collectives over the axis ``pp``.
-        device: on which these run.
+    Times of ranks on several hosts are as comparable as the wall clocks of these hosts. The folder
+    is made if it is not there. Names of files begin with ``name``; the first pipeline rank writes.
 
     Raises:
         ConfigError: the folder cannot be made.

@@ -103,14 +103,9 @@ class Arrival:
 
 
 class Link:
-    """This rank's end of the pipeline.
+    """This rank's end of the pipeline, whose stage ``s`` is on rank ``s`` modulo the axis' size.
 
-    Args:
-        axis: the mesh axis ``pp``, with a started group unless its size is 1.
-        traffic: the ledger.
-        device: where tensors live.
-        timeout: how long to wait for one message.
-        stages: how many stages there are; stage ``s`` is on rank ``s`` modulo the axis' size.
+    The axis has a started group unless its size is 1. One message may take until the timeout.
     """
 
     def __init__(

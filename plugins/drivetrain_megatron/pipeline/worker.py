@@ -36,14 +36,6 @@ class _InFlight:
 class StageWorker:
     """A stage during one step.
 
-    Args:
-        stage: the stage.
-        inner: the data-parallel strategy of the cell.
-        shared: the parameters that are shared with other stages.
-        weights: products whose weights' gradients are computed later.
-        dropout: the masks of the model, which depend on the number of the forward.
-        device: where it computes.
-
     Attributes:
         outputs: of the model, by micro-batch: real on the last stage only.
         final: the micro-batch whose backward is the rank's last and synchronises gradients; None

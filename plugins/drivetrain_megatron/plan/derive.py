@@ -18,7 +18,6 @@ from drivetrain_megatron.tensor.linear import is_linear
 _CONFIGURATIONS = ("config", "cfg", "args")
 """Under which names modules keep the configuration of their model."""
 
-
 _MOST_MIXED = 8
 """How many choices of attributes are tried together with reshapes: every trial takes time."""
 
@@ -55,14 +54,9 @@ def derive(
     sequence_parallel: bool,
     layers: Iterable[str] | None = None,
 ) -> Derivation:
-    """Return the plan for a block.
+    """Return the plan for a block, from its linear layers in the order of their first calls.
 
-    Args:
-        trial: of the block.
-        uses: its linear layers, in the order of their first calls.
-        ranks: how many ranks.
-        sequence_parallel: whether activations between groups are shards.
-        layers: names of the layers that may be divided, or of modules around them; None for all.
+    Layers may be divided that ``layers`` names, or modules around them; None lets all.
     """
     allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
     tryout = _Tryout(trial, ranks, sequence_parallel)

@@ -73,10 +73,7 @@ class BlockPlan:
 def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, ParameterFacts]:
     """Cut a block's parameters to this rank's share and let its layers compute in parts.
 
-    Args:
-        block: with whole parameters, on any device; changed in place.
-        plan: of this block.
-        edges: the ranks, and how activations are cut outside of its groups.
+    Edges say how activations are cut outside of the block's groups. The block is changed in place.
 
     Returns:
         The facts of every parameter, by its name in the block.

@@ -62,11 +62,7 @@ def linear_uses(
 ) -> dict[str, LinearUse]:
     """Return the linear layers of a block by name, in the order of their first calls.
 
-    Args:
-        look: at the model.
-        model: the user's.
-        block: of the model, or the model itself.
-        operations: of one call of the block.
+    The operations are those of one call of the block, which may be the model itself.
     """
     names = {id(module): name for name, module in model.named_modules()}
     linear = {names[id(m)]: name for name, m in block.named_modules() if is_linear(m)}

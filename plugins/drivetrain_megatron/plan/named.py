@@ -22,16 +22,12 @@ from drivetrain_megatron.tensor.linear import is_linear
 
 logger = get_logger(__name__)
 
-
 COLUMN = frozenset({"colwise", "packed_colwise"})
-
 
 ROW = frozenset({"rowwise", "packed_rowwise"})
 
-
 VOCABULARY = frozenset({"vocab", "embedding_rowwise", "colwise_gather_output", "colwise_rep"})
 """The rows of embeddings, and of the layer that makes logits, which stay divided until needed."""
-
 
 WHOLE = frozenset(
     {
@@ -44,10 +40,8 @@ WHOLE = frozenset(
 )
 """What stays whole on every rank. Whether gradients must be summed is found by the trial."""
 
-
 ATTENTION = frozenset({"attention"})
 """``nn.MultiheadAttention``, by heads."""
-
 
 STYLES = COLUMN | ROW | VOCABULARY | WHOLE | ATTENTION
 
@@ -150,13 +144,7 @@ def check_fulfilled(
     vocabulary: Collection[str],
     blocks: Mapping[str, Derivation],
 ) -> None:
-    """Refuse a plan of which something cannot be done.
-
-    Args:
-        model: the user's.
-        named: the user's plan.
-        vocabulary: names of the layers that are divided by words.
-        blocks: the outcome for each block, by its name.
+    """Refuse a user's plan of which something cannot be done.
 
     Raises:
         ConfigError: names the first layer that is not divided as the plan says, and why.

@@ -22,7 +22,6 @@ from drivetrain.model.valueless import ValuelessTensor
 _DEPTH = 100
 """Operations in a row that an expression keeps; a running sum that is never read stops there."""
 
-
 _LOOK = 4
 """Operations in a row after which it is worth a look whether the values have come by now."""
 

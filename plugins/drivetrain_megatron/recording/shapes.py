@@ -19,7 +19,6 @@ Metas: TypeAlias = tuple[tuple[TensorMeta, ...], ...]
 _KEPT = 512
 """Combinations of input shapes that are remembered."""
 
-
 _TRUSTED = 2
 """Combinations after which blocks that kept their input's shape are taken to always do."""
 
@@ -28,13 +27,8 @@ class Shapes:
     """Answers with the metas of every block's output, for given inputs of the model.
 
     A new combination of shapes costs a forward on proxies. Once every block has returned its
-    input's shape for two combinations, that forward leaves the blocks out.
-
-    Args:
-        recording: of the model.
-        model: the model, whole or split.
-        gates: before its blocks, in the order of the recording.
-        device: where the model computes.
+    input's shape for two combinations, that forward leaves the blocks out. The model may be whole
+    or split; its blocks have the gates, in the order of the recording.
     """
 
     def __init__(

@@ -149,7 +149,6 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 logger = get_logger(__name__)
 
-
 _COMPILED_CALL = "_compiled_call_impl"
 
 

@@ -44,12 +44,9 @@ class Terms(NamedTuple):
 def cross_entropy(logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
     """Return the value of ``torch.nn.functional.cross_entropy`` for whole logits, on every rank.
 
-    Statistics are kept in fp32 for logits of less precision. The logits are not changed.
-
-    Args:
-        logits: of this rank's classes, shape (N, classes, ...) or (classes,).
-        target: a class each, shape (N, ...) or ().
-        terms: the rest.
+    Logits are those of this rank's classes, (N, classes, ...) or (classes,); they are not changed.
+    Targets are a class each, (N, ...) or (). Statistics are kept in fp32 for logits of less
+    precision.
 
     Raises:
         UsageError: the targets are no classes, or of the wrong shape.

@@ -55,12 +55,9 @@ class ShardedLogits(Tensor):
 
     @classmethod
     def of(cls, local: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
-        """Return the logits of which this rank holds the words ``local``; on one rank, these.
+        """Return logits of which this rank has the words ``local``, (..., local words).
 
-        Args:
-            local: this rank's words, shape (..., local words).
-            ranks: the axis.
-            partition: of the words, in dim -1.
+        On one rank these are the logits.
         """
         if ranks.size == 1:
             return local

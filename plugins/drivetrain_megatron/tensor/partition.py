@@ -219,11 +219,8 @@ def joined(parts: Sequence[Partition]) -> Partition:
 def packed(dim: int, segments: Sequence[int], ranks: int, *, unit: int = 1) -> Partition:
     """Return the cut of a packed dim where every rank holds an even part of each segment.
 
-    Args:
-        dim: which dim is cut.
-        segments: extents of the segments, such as those of q, k and v.
-        ranks: how many ranks.
-        unit: segments are cut at multiples of the unit.
+    Segments are given by their extents, such as those of q, k and v, and cut at multiples of the
+    unit.
 
     Raises:
         ConfigError: the unit does not divide a segment.

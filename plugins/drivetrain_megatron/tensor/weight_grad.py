@@ -20,12 +20,7 @@ from torch.autograd.function import once_differentiable
 class WeightHalf(NamedTuple):
     """The half of a layer's backward that nobody waits for: the gradients of weight and bias.
 
-    Attributes:
-        x: the input of the product.
-        grad: the gradient of the product.
-        transposed: whether the weight is (in, out).
-        for_weight: whether the weight wants a gradient.
-        for_bias: whether the bias does.
+    The factors are the product's input x and its gradient. A transposed weight is (in, out).
     """
 
     x: Tensor
