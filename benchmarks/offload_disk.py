@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from drivetrain_offload.resources.buffers import aligned_empty
+from drivetrain_offload.buffers import aligned_empty
 from drivetrain_offload.stores.files import DiskFile
 
 MIB = 2**20

@@ -18,6 +18,7 @@ time when others had the processor. Two ratios are given: of the clock, and of t
 import argparse
 import contextlib
 import io
+import itertools
 import random
 import statistics
 import time
@@ -64,10 +65,10 @@ def tiled(shard: Shard, tiler: Tiler, factor: float = 1.0) -> Update:
     group = optimizer.param_groups[0]
     rule: Rule | None = update_rule(optimizer)
     assert rule is not None
-    taken = rule.taken({})
     states = {name: torch.zeros_like(shard.master) for name in rule.states(group)}
     piece = Piece(shard.master, shard.gradient, states, shard.out)
-    return lambda: tiler.update(rule.step(group, taken, factor=factor), piece)
+    taken = itertools.count()
+    return lambda: tiler.update_all([(rule.step(group, next(taken), factor), piece)])
 
 
 def copy(numel: int) -> Update:
@@ -159,7 +160,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for threads in options.threads:
         torch.set_num_threads(threads)
-        with Tiler(threads) as tiler:
+        with contextlib.closing(Tiler(threads)) as tiler:
             for size in options.sizes:
                 made = ways(size * MI, tiler, peer=not options.no_peer)
                 report(measure(made, options.rounds), size * MI, threads)

@@ -24,10 +24,9 @@ from torch.optim import AdamW
 
 from drivetrain.store import ShardSpec, ShardStep
 from drivetrain_offload import NvmeConfig, NvmeStore
-from drivetrain_offload.steps import steppers
-from drivetrain_offload.steps.pipeline import SETS, Tile, TileBuffers, cut
+from drivetrain_offload.steps import pipeline as disk_steps
+from drivetrain_offload.steps.pipeline import SETS, NvmeStepper, Tile, TileBuffers, cut
 from drivetrain_offload.steps.rules import update_rule
-from drivetrain_offload.steps.steppers import NvmeStepper
 from drivetrain_offload.steps.stepping import ShardBlock, ShardWork
 from drivetrain_offload.steps.tiles import Tiler
 
@@ -150,12 +149,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[64], help="in Mi elements")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 100], help="in the block")
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
-    parser.add_argument("--tile-mib", type=float, default=steppers.TILE_BYTES / MI)
+    parser.add_argument("--tile-mib", type=float, default=disk_steps.TILE_BYTES / MI)
     parser.add_argument("--request-mib", type=float, default=NvmeConfig().request_mib)
     parser.add_argument("--requests", type=int, default=NvmeConfig().threads, help="at once")
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
-    steppers.TILE_BYTES = int(options.tile_mib * MI)
+    disk_steps.TILE_BYTES = int(options.tile_mib * MI)
     config = NvmeConfig(
         path=options.path, request_mib=options.request_mib, threads=options.requests
     )

@@ -18,31 +18,29 @@ engine.py                submits an update per unit; forward waits per unit
 masters.py               the parameters whose state a store keeps, and their new values
 stored.py                the stores that options name, and the shards in them
 tiers.py, tier_bytes.py  the bytes of each tier, compared with the room of the machine
-strategy.py, options.py  the strategy ``offload``: another strategy by name, with stores chosen
+strategy.py              the strategy ``offload``: another strategy by name, with stores chosen
 disk_bench.py            the command ``drivetrain disk-bench``; disk_speed.py measures for it
 steps/rules.py           the states that torch's optimizers keep, and the kernel that updates them
 steps/tiles.py           such an update over tiles that stay in the cache, on threads of its own
 steps/stepping.py        steps of shards in a store: blocks, counters, what both steppers share
-steps/pipeline.py        reads tile i + 1, updates tile i, writes tile i - 1
-steps/steppers.py        the two steppers: states in host memory, and states on a disk
-stores/host.py           the store ``cpu``
+steps/pipeline.py        the stepper on a disk: reads tile i + 1, updates tile i, writes tile i - 1
+stores/host.py           the store ``cpu``, and the stepper in host memory
 stores/nvme.py           the store ``nvme``
 stores/files.py          a file without a name, read and written by several requests at once
 stores/directory.py      the checks of the directory in which such a file lies
-resources/buffers.py     aligned and page-locked memory, and its way back to the system
-resources/threads.py     threads that serve as long as the process lives
+buffers.py               aligned and page-locked memory, and its way back to the system
+threads.py               threads that serve as long as the process lives
 =======================  =========================================================================
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drivetrain_offload.options import OffloadConfig
-    from drivetrain_offload.resources.buffers import aligned_empty
+    from drivetrain_offload.buffers import aligned_empty
     from drivetrain_offload.stores.files import Transfer
     from drivetrain_offload.stores.host import HostConfig, HostStore
     from drivetrain_offload.stores.nvme import NvmeConfig, NvmeStore
-    from drivetrain_offload.strategy import Offload
+    from drivetrain_offload.strategy import Offload, OffloadConfig
 
 __all__ = [
     "HostConfig",
@@ -61,9 +59,9 @@ _HOMES = {
     "NvmeConfig": "stores.nvme",
     "NvmeStore": "stores.nvme",
     "Offload": "strategy",
-    "OffloadConfig": "options",
+    "OffloadConfig": "strategy",
     "Transfer": "stores.files",
-    "aligned_empty": "resources.buffers",
+    "aligned_empty": "buffers",
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drivetrain_offload.resources.buffers import ALIGNMENT, aligned_empty
+from drivetrain_offload.buffers import ALIGNMENT, aligned_empty
 from drivetrain_offload.stores.files import DiskFile, Transfer
 from drivetrain_offload.stores.nvme import MIB
 

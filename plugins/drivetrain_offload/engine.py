@@ -6,10 +6,10 @@ SC 2021, section 5.
 ::
 
     optimizer.step()   one update per unit is submitted, in the order in which forward needs them;
-                       the optimizer itself finds gradients of what is not offloaded only
+                       the optimizer itself finds gradients of other parameters only
     next forward       each unit waits for its own update, the others go on meanwhile
 
-With ``delayed``, the values that an update makes are taken over at the following step instead
+With ``delayed``, the results of an update are taken over at the following step instead
 (ZeRO-Offload's one-step delayed update). Clipping costs no pass over the gradients: its factor goes
 with the update.
 """
@@ -33,7 +33,7 @@ from drivetrain.sharding.unit import FlatTensor, Unit
 from drivetrain.store import Pending, ShardStep
 from drivetrain.strategy import Run
 from drivetrain_offload.masters import OffloadedParameter, OffloadedParameters, PendingValues
-from drivetrain_offload.stored import OpenedStores, ShardInStore
+from drivetrain_offload.stored import ShardInStore, open_stores
 from drivetrain_offload.tier_bytes import TierPlan
 from drivetrain_offload.tiers import announce_tiers, held_by_kind, plan_of
 
@@ -53,8 +53,8 @@ class OffloadEngine(OnDevice):
 
     def __init__(self, options: OffloadOptions, device: torch.device) -> None:
         super().__init__(options, device)
-        self._stores = OpenedStores(options)
-        self._kept = OffloadedParameters(options, self._stores.opened[options.optimizer])
+        self._stores = open_stores(options)
+        self._kept = OffloadedParameters(options, self._stores[options.optimizer])
         self._offloaded = self._kept.parameters
         self._factors: dict[ParameterSlot, float] = {}
         self._hidden: dict[nn.Parameter, Tensor] = {}
@@ -69,7 +69,7 @@ class OffloadEngine(OnDevice):
     def held(
         cls, estimate: Estimate, model: ModelSpec, config: ShardedConfig, run: Run
     ) -> dict[str, int]:
-        """Return the bytes that one rank keeps between steps; on a disk, kinds say so."""
+        """Return the bytes that a rank keeps between steps, by kind; a kind may be on disk."""
         lent = config.lent_buffers * estimate.lent_bytes() if config.lent_buffers else 0
         plan = TierPlan(
             model=model,
@@ -95,7 +95,7 @@ class OffloadEngine(OnDevice):
     ) -> None:
         """Show the table of tiers, and refuse a model that does not fit. Collective over ``dp``."""
         plan = plan_of(model, optimizers, units, run, rank=rank, lent=lent)
-        announce_tiers(plan, self.options, self._stores.opened, run)
+        announce_tiers(plan, self.options, self._stores, run)
 
     def shard(self, flat: FlatTensor, label: str) -> ShardHome:
         """Keep the shard of a freed flat tensor in the store of parameters, if any."""
@@ -278,7 +278,8 @@ class OffloadEngine(OnDevice):
         """End submitted updates, and release memory and files."""
         for stepper in self._kept.steppers.values():
             stepper.close()
-        self._stores.close()
+        for store in self._stores.values():
+            store.close()
 
 
 def _one_dim(slot: ParameterSlot, grad: Tensor) -> Tensor:

@@ -29,15 +29,15 @@ class OffloadedParameter:
     """A parameter whose optimizer state a store keeps and steps.
 
     Attributes:
-        slot: the parameter.
-        fragment: what the optimizer holds in its place.
-        flat: the flat tensor that it lies in.
-        unit: the unit that it is gathered with.
-        stepper: steps it.
-        block: the block that it is part of.
-        index: its place there.
+        slot: the parameter's place.
+        fragment: the tensor that the optimizer holds in the parameter's place.
+        flat: the flat tensor around the slot.
+        unit: the unit of the flat tensor.
+        stepper: steps the parameter.
+        block: the parameter's block in the stepper.
+        index: the parameter's place in the block.
         master: whether the store keeps the master, too.
-        in_memory: whether it lies in memory; otherwise what is read is a copy.
+        in_memory: whether the state lies in memory; otherwise a state that is read is a copy.
     """
 
     slot: ParameterSlot
@@ -92,13 +92,13 @@ class OffloadedParameters:
     """The parameters of one model whose optimizer state a store keeps.
 
     Args:
-        options: which state lies in stores.
-        store: the store that keeps optimizer state, and steps it.
+        options: say which state lies in stores.
+        store: keeps and steps optimizer state.
 
     Attributes:
-        units: the units that were chosen, in the order in which backward usually reaches them.
-        parameters: those whose state the store keeps.
-        steppers: step them, one for each optimizer.
+        units: the chosen units, in the order in which backward usually reaches them.
+        parameters: by slot.
+        steppers: of the parameters, by optimizer.
     """
 
     def __init__(self, options: OffloadOptions, store: SteppingStore) -> None:
@@ -252,8 +252,8 @@ class PendingValues:
     Memory for them is taken when a step comes to them.
 
     Attributes:
-        parameters: those whose values are new.
-        awaited: steps that are still to write some of them.
+        parameters: the parameters with new values.
+        awaited: how many steps are still to write values.
     """
 
     def __init__(self) -> None:
@@ -262,11 +262,11 @@ class PendingValues:
         self._buffers: dict[FlatTensor, Tensor] = {}
 
     def of(self, one: OffloadedParameter, *, in_place: bool) -> Tensor | Callable[[], Tensor]:
-        """Return where a step writes a parameter's new values, 1-D, on the CPU.
+        """Return the tensor for a parameter's new values, 1-D, on the CPU.
 
         Args:
             one: the parameter.
-            in_place: whether that may be the very place where forward reads them.
+            in_place: whether forward may read that very tensor.
         """
         place = one.flat.shard.place(one.slot)
         if in_place and place is not None and place.device.type == "cpu":
@@ -311,9 +311,7 @@ class StoredState:
     """
 
     def __init__(
-        self,
-        bound: BoundOptimizer,
-        offloaded: Mapping[ParameterSlot, OffloadedParameter],
+        self, bound: BoundOptimizer, offloaded: Mapping[ParameterSlot, OffloadedParameter]
     ) -> None:
         self._bound = bound
         self._offloaded = offloaded

@@ -1,6 +1,6 @@
 """The stores that options name, and the shards of flat tensors that lie in them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -19,11 +19,11 @@ class ShardInStore(ShardHome):
     """A shard that lies in a store and comes for every use, as the same tensor as in memory.
 
     Args:
-        numel: how many elements.
-        dtype: their dtype.
-        own: where they belong among the values.
-        store: the store.
-        key: its name there.
+        numel: as in ``ShardHome``.
+        dtype: as in ``ShardHome``.
+        own: as in ``ShardHome``.
+        store: keeps the shard.
+        key: of the shard there.
     """
 
     in_store: ClassVar[bool] = True
@@ -93,47 +93,25 @@ class ShardInStore(ShardHome):
         return self._store.fetch(self._key) if self._fresh is None else self._fresh
 
 
-class OpenedStores:
-    """The stores that the options of one model name, each opened once.
-
-    Args:
-        options: which ones, and their options.
+def open_stores(options: OffloadOptions) -> dict[str, SteppingStore]:
+    """Open the stores that the options of one model name, each once; return them by name.
 
     Raises:
         UnknownPluginError: no store of this name is installed.
         ConfigError: a store cannot keep optimizer state, or has no option of a name.
     """
-
-    def __init__(self, options: OffloadOptions) -> None:
-        self._stores: dict[str, SteppingStore] = {}
-        names = sorted({options.optimizer, options.params} - {""})
-        kinds = {name: stores().load(name) for name in names}
-        settings = dict(options.store_options)
-        if options.path:
-            settings["path"] = options.path
-        known = {name: _knobs(kind) for name, kind in kinds.items()}
-        unknown = [key for key in settings if not any(key in knobs for knobs in known.values())]
-        if unknown and names:
-            described = "; ".join(
-                f"{name} has {', '.join(sorted(knobs)) or 'none'}" for name, knobs in known.items()
-            )
-            raise ConfigError(f"expected options of the stores, found {unknown}: {described}")
-        for name, kind in kinds.items():
-            self._stores[name] = _open(name, kind, settings)
-
-    @property
-    def opened(self) -> Mapping[str, SteppingStore]:
-        """All of them, by name."""
-        return self._stores
-
-    def get(self, name: str) -> SteppingStore | None:
-        """Return the store of a name; None for no name."""
-        return self._stores[name] if name else None
-
-    def close(self) -> None:
-        """Release memory and files."""
-        for store in self._stores.values():
-            store.close()
+    kinds = {n: stores().load(n) for n in sorted({options.optimizer, options.params} - {""})}
+    settings = dict(options.store_options)
+    if options.path:
+        settings["path"] = options.path
+    known = {name: _knobs(kind) for name, kind in kinds.items()}
+    unknown = [key for key in settings if not any(key in knobs for knobs in known.values())]
+    if unknown and kinds:
+        described = "; ".join(
+            f"{name} has {', '.join(sorted(knobs)) or 'none'}" for name, knobs in known.items()
+        )
+        raise ConfigError(f"expected options of the stores, found {unknown}: {described}")
+    return {name: _open(name, kind, settings) for name, kind in kinds.items()}
 
 
 def _knobs(kind: Any) -> set[str]:

@@ -4,21 +4,49 @@ Paper: Ren et al., "ZeRO-Offload", USENIX ATC 2021, section 4.2: ZeRO-2 on sever
 shards of optimizer state lie in host memory.
 """
 
-import dataclasses
 from abc import ABC
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from drivetrain.config.option import options_of
+from drivetrain.config.option import NestedStrategy, nested_strategy, option, options_of
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Strategy, find_strategy
-from drivetrain_offload.options import OffloadConfig
 
 SECTION = "offload"
 """The section of strategies that can keep state in stores."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig(OffloadOptions):
+    """Options of the strategy ``offload``."""
+
+    optimizer: str = option(
+        "cpu",
+        help="store that keeps optimizer state and master weights, and steps them: cpu, nvme, or "
+        "another installed one",
+        question="Which store keeps optimizer state: cpu, or nvme?",
+    )
+    path: str = option(
+        "",
+        help="directory on a local disk, for stores that keep files",
+        question="Which directory, for a store that keeps files? (none for cpu)",
+    )
+    data_parallel: NestedStrategy = nested_strategy(
+        "zero2",
+        help="the strategy that divides the model over ranks, by name, with its options; one with "
+        "a section offload",
+    )
+
+    @property
+    def options(self) -> OffloadOptions:
+        """The section ``offload`` of the strategy beneath."""
+        return OffloadOptions(
+            **{field.name: getattr(self, field.name) for field in fields(OffloadOptions)}
+        )
 
 
 class Offload(Strategy[OffloadConfig], ABC):
@@ -59,4 +87,4 @@ class Offload(Strategy[OffloadConfig], ABC):
                 f"strategy.data_parallel.{SECTION}: expected nothing, found options; the strategy "
                 "offload sets them: write them beside data_parallel"
             )
-        return find_strategy(name, dataclasses.replace(options, **{SECTION: config.options}))
+        return find_strategy(name, replace(options, **{SECTION: config.options}))

@@ -48,10 +48,10 @@ class TierChoice:
 
     Attributes:
         device: of whole parameters and of units in use; ``host`` on ranks without an accelerator.
-        optimizer: of what the store of the optimizer keeps.
-        parameters: of this rank's share of parameters that are divided, if a store keeps them.
+        optimizer: of masters and states in the store of the optimizer.
+        parameters: of this rank's share of divided parameters, if a store keeps them.
         ratio: the share of parameters whose state stores keep, in whole units.
-        delayed: whether updates are taken over one step late.
+        delayed: whether updates are taken over a step late.
     """
 
     device: Tier
@@ -67,12 +67,12 @@ class TierPlan:
 
     Attributes:
         model: its parameters and buffers.
-        units: those of its parameters that lie in units.
+        units: its units.
         precision: dtypes of gradients.
-        rank: this rank among those that share units.
-        states: how many tensors like itself an optimizer keeps for a parameter, by name; none for
-            what is not named.
-        lent: bytes of the buffers that gradients pass through; 0: whole ones are kept.
+        rank: this rank among the ranks of a unit.
+        states: how many tensors of its size an optimizer keeps for a parameter, by name; 0 where
+            there is no name.
+        lent: bytes of the buffers that gradients pass through; 0 where whole gradients are kept.
     """
 
     model: ModelSpec
@@ -109,7 +109,7 @@ def offloaded(units: Sequence[UnitLayout], ratio: float) -> int:
 
     Args:
         units: in the order in which backward usually reaches them.
-        ratio: of the parameters that are trained; with 1, what is frozen may train later.
+        ratio: of the trained parameters; with 1, also of frozen ones, which may train later.
     """
     if ratio == 1 or not units:
         return len(units)
@@ -123,10 +123,10 @@ class _Account:
     """The bytes of one flat tensor, tier by tier.
 
     Args:
-        plan: what it is part of.
-        tiers: where things lie.
-        flat: the tensor.
-        sharded: whether it is freed between uses.
+        plan: the model.
+        tiers: the tier of each kind of state.
+        flat: the layout of the tensor.
+        sharded: whether the values are freed between uses.
     """
 
     def __init__(

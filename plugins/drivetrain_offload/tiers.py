@@ -1,11 +1,11 @@
 """Compares the bytes that a rank will keep with the room of the machine, before laying out."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from drivetrain.communication import gather_object
@@ -18,8 +18,12 @@ from drivetrain.runtime.room import device_room, disk_room, host_room
 from drivetrain.runtime.world import World
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.options import OffloadOptions
+from drivetrain.store import SteppingStore
 from drivetrain.strategy import Run
 from drivetrain_offload.tier_bytes import TIERS, Tier, TierBytes, TierChoice, TierPlan, held
+
+Store: TypeAlias = SteppingStore | type[SteppingStore]
+"""A store that steps, or the class: both know whether kept tensors lie in memory."""
 
 _NAMES: Mapping[Tier, str] = {"device": "the device", "host": "host memory", "disk": "the disk"}
 
@@ -35,27 +39,15 @@ _WAYS_OUT: Mapping[Tier, str] = {
 _logger = get_logger(__name__)
 
 
-class Residence(Protocol):
-    """A store that steps, or its class."""
-
-    @property
-    def working_bytes(self) -> int:
-        """About how much host memory stepping takes beside the kept tensors."""
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether kept tensors lie in host memory."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiers:
     """The bytes that a rank keeps between steps, by tier, and the room of each tier.
 
     Attributes:
         needed: bytes of one rank, by tier and kind.
-        room: bytes that there are by tier, for all ranks that share it; absent where unknown.
+        room: bytes of each tier, for all ranks that share the tier; absent where unknown.
         sharing: how many ranks share host memory and disk.
-        path: the directory that lies on the disk.
+        path: the directory on the disk.
     """
 
     needed: TierBytes
@@ -98,7 +90,7 @@ class Tiers:
         """Refuse a model that does not fit.
 
         Raises:
-            PreflightError: says what is needed where, and what to change.
+            PreflightError: names the bytes needed in each tier, and the way out.
         """
         shortages = self.shortages()
         if shortages:
@@ -115,20 +107,20 @@ class Tiers:
 
 
 def announce_tiers(
-    plan: TierPlan, options: OffloadOptions, opened: Mapping[str, Residence], run: Run
+    plan: TierPlan, options: OffloadOptions, opened: Mapping[str, Store], run: Run
 ) -> None:
     """Show the table of tiers, and refuse a model that does not fit. Collective over ``dp``.
 
-    To be called before the model is laid out: it counts as memory that will be used again.
+    To be called before the model is laid out: its memory counts as free, to be used again.
 
     Args:
         plan: the model as this rank will keep it.
-        options: what lies in stores.
+        options: name the stores of each kind of state.
         opened: the stores, by name.
         run: the ranks.
 
     Raises:
-        PreflightError: on every rank, where one of them has too little.
+        PreflightError: on every rank, where a rank has too little.
     """
     chosen = tiers_of(options, opened, run.world)
     needed = held(plan, chosen)
@@ -152,16 +144,7 @@ def plan_of(
     rank: int,
     lent: int,
 ) -> TierPlan:
-    """Describe a model that was not laid out yet.
-
-    Args:
-        model: as the user has it.
-        optimizers: they hold its own parameters.
-        units: the plan.
-        run: dtypes.
-        rank: this rank among those that share units.
-        lent: bytes of the buffers that gradients pass through; 0: whole ones are kept.
-    """
+    """Describe a model that was not laid out yet; arguments as in ``Home.announce``."""
     parameters = named_parameters(model)
     spec = ModelSpec(
         tuple(TensorSpec.of(name, parameter) for name, parameter in parameters.items()),
@@ -181,14 +164,8 @@ def plan_of(
     )
 
 
-def tiers_of(options: OffloadOptions, opened: Mapping[str, Residence], world: World) -> TierChoice:
-    """Return where things lie.
-
-    Args:
-        options: what lies in stores.
-        opened: the stores, or their classes, by name.
-        world: this rank's device.
-    """
+def tiers_of(options: OffloadOptions, opened: Mapping[str, Store], world: World) -> TierChoice:
+    """Return the tier of each kind of state; stores are given by name."""
 
     def tier(name: str) -> Tier:
         return "host" if opened[name].in_memory else "disk"
@@ -205,7 +182,7 @@ def tiers_of(options: OffloadOptions, opened: Mapping[str, Residence], world: Wo
 
 
 def held_by_kind(plan: TierPlan, options: OffloadOptions, world: World) -> dict[str, int]:
-    """Return the bytes that one rank keeps between steps; on a disk, kinds say so."""
+    """Return the bytes that a rank keeps between steps, by kind; a kind may be on disk."""
     kinds = {name: stores().load(name) for name in {options.optimizer, options.params} - {""}}
     total: Counter[str] = Counter()
     for tier, held_there in held(plan, tiers_of(options, kinds, world)).items():
@@ -242,18 +219,13 @@ def _room(model: nn.Module | None, tiers: TierChoice, path: str, world: World) -
 
 def _present(model: nn.Module | None, device_type: str) -> int:
     """Return the bytes of memory that a model takes on a kind of device."""
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
     storages = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for tensor in _tensors(model)
+        for tensor in tensors
         if tensor.device.type == device_type
     }
     return sum(storages.values())
-
-
-def _tensors(model: nn.Module | None) -> Iterator[Tensor]:
-    if model is not None:
-        yield from model.parameters()
-        yield from model.buffers()
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:

@@ -16,8 +16,7 @@ from drivetrain.sharding.options import OffloadOptions
 from drivetrain.store import ShardStepper, SteppingStore, TensorStore
 from drivetrain_offload import HostConfig, NvmeConfig, OffloadConfig
 from drivetrain_offload.disk_speed import ADAM_BYTES
-from drivetrain_offload.steps.pipeline import SETS
-from drivetrain_offload.steps.steppers import TILE_BYTES
+from drivetrain_offload.steps.pipeline import SETS, TILE_BYTES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/strategies/offload.md"

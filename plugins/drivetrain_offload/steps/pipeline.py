@@ -17,17 +17,31 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from drivetrain.errors import StorageError
 from drivetrain.store import Pending
-from drivetrain_offload.resources.buffers import aligned_empty, padded
-from drivetrain_offload.resources.threads import ThreadPool, computing_pool
-from drivetrain_offload.steps.rules import GroupStep
-from drivetrain_offload.steps.stepping import ShardWork, Then
+from drivetrain_offload.buffers import ALIGNMENT, aligned_empty, padded
+from drivetrain_offload.steps.rules import GroupStep, Rule
+from drivetrain_offload.steps.stepping import (
+    MASTER,
+    ShardBlock,
+    ShardWork,
+    SteppedShard,
+    Stepper,
+    Then,
+)
 from drivetrain_offload.steps.tiles import Piece, Tiler
+from drivetrain_offload.threads import ThreadPool, computing_pool
 
 SETS = 3
 """Of buffers: one is read, one updated, one written."""
+
+TILE_BYTES = 8 << 20
+"""Of each state and of masters in a tile on its way from and to a disk."""
+
+WORKING_BYTES = SETS * 3 * TILE_BYTES
+"""Sets of buffers for the masters and two states of Adam."""
 
 
 class TileStore(Protocol):
@@ -38,6 +52,9 @@ class TileStore(Protocol):
 
     def check(self) -> None:
         """Return when the store can be used; raises otherwise."""
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the room of tensors, by key, whose values come later."""
 
     def read_into(self, key: str, buffer: Tensor, start: int, stop: int) -> Pending:
         """Start to read the elements start to stop of a tensor into a buffer."""
@@ -67,10 +84,10 @@ class Tile:
     """A range of a block's tensors on the disk: whole shards, and parts of the first and last.
 
     Attributes:
-        kept: whether it has masters.
-        start: its first byte, a multiple of 4096.
-        stop: the byte after its last one, a multiple of 4096.
-        parts: the ranges of shards that lie in it.
+        kept: whether the tile has masters.
+        start: first byte, a multiple of 4096.
+        stop: the byte behind the last, a multiple of 4096.
+        parts: the ranges of shards within.
     """
 
     kept: bool
@@ -160,32 +177,24 @@ class TileBuffers:
         return part.work.step, part.work.piece(tensors, where)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PipelinedStep:
     """A step of one block on its way through the pipeline.
 
-    Args:
+    Attributes:
         keys: the keys of the tensors in the store, by their names; for tiles without masters
             (False) and with masters (True).
         tiles: the tiles of the block.
         after: the block's step before this one, if there is one; its writes come before our reads.
         then: called when masters and outputs in memory are there.
-
-    Attributes:
         future: ends when ``then`` has returned.
     """
 
-    def __init__(
-        self,
-        keys: Mapping[bool, Mapping[str, str]],
-        tiles: Iterable[Tile],
-        after: "Future[None] | None",
-        then: Then,
-    ) -> None:
-        self.keys = keys
-        self.tiles = tiles
-        self.after = after
-        self.then = then
-        self.future: Future[None] = Future()
+    keys: Mapping[bool, Mapping[str, str]]
+    tiles: Iterable[Tile]
+    after: "Future[None] | None"
+    then: Then
+    future: "Future[None]" = field(default_factory=Future)
 
     def fail(self, error: BaseException) -> None:
         """End the step with an error; the first error counts."""
@@ -310,3 +319,73 @@ def await_end(transfers: Iterable[Pending]) -> None:
 def _goes_on(tile: Tile, at: int, kept: bool, tile_bytes: int) -> bool:
     """Whether a shard at the byte ``at`` can go on in a tile."""
     return at == tile.stop and kept is tile.kept and at - tile.start < tile_bytes
+
+
+class NvmeStepper(Stepper):
+    """Keeps states, and masters if asked, in the file of a store.
+
+    A step reads and writes them once: 12 bytes per parameter each way for AdamW with fp32 masters,
+    8 bytes where masters stay in memory, and the padding of every shard to 4096 bytes. A step is
+    over when memory holds its results; the writes go on.
+
+    Args:
+        rule: how the optimizer updates.
+        store: the store whose file it is.
+        prefix: of the stepper's keys there; no other keys begin so.
+        request_bytes: of one request to the disk.
+        threads: how many compute; None means as many as torch uses in the calling thread.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        store: TileStore,
+        prefix: str,
+        request_bytes: int,
+        threads: int | None = None,
+    ) -> None:
+        super().__init__(rule, ALIGNMENT)
+        self._store = store
+        self._prefix = prefix
+        # A tile is whole requests; a request that is longer than a tile is cut to the tile.
+        self._tile_bytes = TILE_BYTES // request_bytes * request_bytes or TILE_BYTES
+        self._pipeline = TilePipeline(store, self._tile_bytes, threads)
+
+    @override
+    def _take_room(self, block: ShardBlock) -> None:
+        room = {
+            self._key(block, name): torch.empty(nbytes, dtype=torch.uint8, device="meta")
+            for name, nbytes in block.nbytes.items()
+        }
+        self._store.reserve(room)
+        self._pipeline.provide([name for name, nbytes in block.nbytes.items() if nbytes])
+
+    @override
+    def _start(self, block: ShardBlock, works: Sequence[ShardWork], then: Then) -> "Future[None]":
+        states = {name: self._key(block, name) for name in sorted(block.states)}
+        keys = {False: states, True: states | {MASTER: self._key(block, MASTER)}}
+        step = PipelinedStep(keys, cut(works, self._tile_bytes), block.last, then)
+        self._pipeline.submit(step)
+        return step.future
+
+    @override
+    def _fetch(self, block: ShardBlock, shard: SteppedShard, name: str) -> Tensor:
+        buffer = aligned_empty(padded(shard.nbytes), torch.uint8)
+        stop = shard.offset + len(buffer)
+        self._store.read_into(self._key(block, name), buffer, shard.offset, stop).wait()
+        return buffer[: shard.nbytes].view(shard.spec.dtype)
+
+    @override
+    def _keep(self, block: ShardBlock, shard: SteppedShard, name: str, values: Tensor) -> None:
+        buffer = aligned_empty(padded(shard.nbytes), torch.uint8)
+        copy = buffer[: shard.nbytes].view(shard.spec.dtype)
+        copy.copy_(values.detach().reshape(-1))
+        stop = shard.offset + len(buffer)
+        self._store.write_from(self._key(block, name), buffer, shard.offset, stop).wait()
+
+    @override
+    def _release(self) -> None:
+        self._pipeline.close()
+
+    def _key(self, block: ShardBlock, name: str) -> str:
+        return f"{self._prefix}/{block.name}/{name}"

@@ -1,8 +1,7 @@
 """The states that torch's optimizers keep for a parameter, and the kernel that updates them.
 
 A rule belongs to a class of optimizers, not to an object, and holds nothing. ``Rule.step`` reads a
-param group and returns a ``GroupStep`` with the hyperparameters of one optimizer step. So a
-scheduler may change the group while pieces of the step are still being updated elsewhere.
+param group, so that a scheduler may change the group while the step is still under way elsewhere.
 
 An update does for every element, in this order:
 
@@ -12,11 +11,10 @@ An update does for every element, in this order:
    elsewhere;
 4. cast the new parameter into the output.
 
-The factor both unscales and clips. Without offload these are multiplications, too, and one of the
-two is by a power of two, which is exact: so the bits are equal. The kernels' own ``grad_scale`` is
-not used. It divides, so that its result may differ in the last bit; it stores the gradient again;
-and it costs 0.10 ns per element, where a multiplication of the scratch in the cache costs 0.04
-(AVX-512, one thread).
+The factor both unscales and clips. Without offload these are multiplications, too, and the first
+is by a power of two, which is exact: so the bits are equal. The kernels' own ``grad_scale`` is not
+used: a division may differ in the last bit, stores the gradient again, and costs 0.10 ns per
+element, where a multiplication of the scratch in the cache costs 0.04 (AVX-512, one thread).
 """
 
 from abc import ABC, abstractmethod
@@ -36,8 +34,6 @@ ParamGroup = Mapping[str, Any]
 """A param group of a torch optimizer."""
 Kernel = Callable[[Tensor, Tensor, Mapping[str, Tensor]], None]
 """Updates (master, gradient, states) in place; all 1-D, of equal length and dtype."""
-Moments = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""First, second and largest second moments, as torch's functions take them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +41,12 @@ class GroupStep:
     """One optimizer step of one param group, for any number of pieces of its shards.
 
     Attributes:
-        kernel: updates a piece; None in a step that is skipped.
+        kernel: updates a piece.
         states: the names of the state tensors that the kernel updates.
         factor: multiplies the gradient, after its cast.
     """
 
-    kernel: Kernel | None
+    kernel: Kernel
     states: frozenset[str]
     factor: float = 1.0
 
@@ -68,41 +64,20 @@ class Rule(ABC):
     def states(self, group: ParamGroup) -> dict[str, float]:
         """Return the initial value of each state of a parameter in this group, by torch's key."""
 
-    def taken(self, state: Mapping[str, Any]) -> Tensor:
-        """Return the number of steps that a parameter has taken.
+    def taken(self, state: Mapping[str, Any]) -> float:
+        """Return how many steps a parameter has taken, by its state as ``torch.optim`` keeps it."""
+        return float(state.get("step", 0.0))
 
-        Args:
-            state: of the parameter, as ``torch.optim`` keeps it; empty before the first step.
-
-        Returns:
-            0-D, fp32, on the CPU: a counter to pass to ``step``.
-        """
-        return torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
-
-    def step(
-        self,
-        group: ParamGroup,
-        taken: Tensor,
-        *,
-        factor: float | Tensor = 1.0,
-        skip: Tensor | None = None,
-    ) -> GroupStep:
-        """Begin a step: count it and read the group's hyperparameters.
+    def step(self, group: ParamGroup, taken: float, factor: float = 1.0) -> GroupStep:
+        """Begin a step: read the group's hyperparameters; shards of equal counters may share it.
 
         Args:
             group: a param group; learning rate and betas may be tensors.
-            taken: 0-D, fp32, CPU: the steps before; grows by one unless this step is skipped.
-                Shards that are updated together may share a counter, and then a ``GroupStep``.
-            factor: multiplies gradients: 1 / loss scale, times the clip factor. A tensor on a
-                device is waited for.
-            skip: 0-D; not zero when some gradient is infinite: then masters, states and the
-                counter stay as they are.
+            taken: the steps before.
+            factor: multiplies gradients: 1 / loss scale, times the clip factor.
         """
-        if skip is not None and bool(skip):
-            return GroupStep(None, frozenset(self.states(group)))
-        taken.add_(1)
-        kernel = self._kernel(group, taken.clone())
-        return GroupStep(kernel, frozenset(self.states(group)), float(factor))
+        kernel = self._kernel(group, torch.tensor(taken + 1, dtype=torch.float32))
+        return GroupStep(kernel, frozenset(self.states(group)), factor)
 
     @abstractmethod
     def _kernel(self, group: ParamGroup, number: Tensor) -> Kernel:
@@ -119,39 +94,30 @@ class AdamRule(Rule):
 
     @override
     def _kernel(self, group: ParamGroup, number: Tensor) -> Kernel:
-        decoupled = group["decoupled_weight_decay"]
-        beta1, beta2 = map(float, group["betas"])
-        amsgrad = bool(group["amsgrad"])
+        amsgrad, betas = bool(group["amsgrad"]), group["betas"]
         settings: dict[str, Any] = dict(
             **_numbers(group, "lr", "weight_decay", "eps"),
-            beta1=beta1,
-            beta2=beta2,
+            beta1=float(betas[0]),
+            beta2=float(betas[1]),
             amsgrad=amsgrad,
             maximize=group["maximize"],
         )
+        decoupled, fused = group["decoupled_weight_decay"], is_fused(group)
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         # The loop computes in the dtype of a hyperparameter that is a tensor: it stays a tensor.
-        given = {"lr": _as_it_is(group["lr"])}
-        given["beta1"], given["beta2"] = map(_as_it_is, group["betas"])
+        names = ("lr", "beta1", "beta2")
+        given = zip(names, map(_as_it_is, (group["lr"], *betas)), strict=True)
+        loop = {**_LOOP, **settings, **dict(given), "decoupled_weight_decay": decoupled}
 
-        def fused(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
-            kernel([master], [gradient], *moments(states), [number], **settings)
-
-        def loop(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
-            before = [number - 1]  # the loop itself adds the 1
-            how: dict[str, Any] = {
-                **_LOOP,
-                **settings,
-                **given,
-                "decoupled_weight_decay": decoupled,
-            }
-            adam([master], [gradient], *moments(states), before, **how)
-
-        def moments(states: Mapping[str, Tensor]) -> Moments:
+        def update(master: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
             largest = [states["max_exp_avg_sq"]] if amsgrad else []
-            return [states["exp_avg"]], [states["exp_avg_sq"]], largest
+            tensors = [master], [gradient], [states["exp_avg"]], [states["exp_avg_sq"]], largest
+            if fused:
+                kernel(*tensors, [number], **settings)
+            else:
+                adam(*tensors, [number - 1], **loop)  # the loop itself adds the 1
 
-        return fused if is_fused(group) else loop
+        return update
 
 
 class SgdRule(Rule):
@@ -164,9 +130,9 @@ class SgdRule(Rule):
         return {"momentum_buffer": 0.0} if group["momentum"] else {}
 
     @override
-    def taken(self, state: Mapping[str, Any]) -> Tensor:
+    def taken(self, state: Mapping[str, Any]) -> float:
         # Only the first step differs from the others: it fills the buffer.
-        return torch.tensor(float(state.get("momentum_buffer") is not None), dtype=torch.float32)
+        return float(state.get("momentum_buffer") is not None)
 
     @override
     def _kernel(self, group: ParamGroup, number: Tensor) -> Kernel:

@@ -34,11 +34,7 @@ MASTER = "master"
 
 
 class Submission:
-    """A step of a block in the background: a ``Pending`` of the contract.
-
-    Args:
-        future: ends with the step.
-    """
+    """A step of a block in the background, until a future ends: a ``Pending`` of the contract."""
 
     __slots__ = ("_future",)
 
@@ -61,9 +57,9 @@ class SteppedShard:
     Attributes:
         index: its place in the block.
         spec: its length and dtype, and whether the store keeps its master.
-        offset: where it begins in each of the block's tensors, in bytes.
-        taken: the number of steps that it has taken, as torch counts them.
-        fresh: whether it has no states yet.
+        offset: its first byte in each of the block's tensors.
+        taken: the number of its steps, as torch counts them.
+        fresh: whether there are no states yet.
     """
 
     index: int
@@ -113,8 +109,8 @@ class ShardWork:
         shard: the shard.
         wanted: gradient, master and output.
         step: hyperparameters and kernel.
-        initial: the values that states are filled with before a first step, by name; empty later.
-        out: the output, once it is needed.
+        initial: the values that fill states before a first step, by name; empty later.
+        out: the output, once needed.
     """
 
     shard: SteppedShard
@@ -263,7 +259,7 @@ class Stepper(ABC):
                 _check_length(f"{block}: {name}", given[name], shard)
             for name in found.states:
                 self._keep(found, shard, name, given[name])
-        shard.taken = float(self._rule.taken(given))
+        shard.taken = self._rule.taken(given)
         shard.fresh = not given
 
     def set_master(self, block: str, index: int, values: Tensor) -> None:
@@ -331,31 +327,28 @@ class Stepper(ABC):
             _check_step(block, wanted)
         if len({wanted.index for wanted in steps}) < len(steps):
             raise UsageError(f"{block.name}: expected one step per shard, found several for one")
-        begun: dict[tuple[int, float, float], tuple[GroupStep, float]] = {}
+        begun: dict[tuple[int, float, float], GroupStep] = {}
         works = []
         for wanted in steps:
             shard = block.shards[wanted.index]
             alike = (id(wanted.group), shard.taken, wanted.factor)
             if alike not in begun:
                 begun[alike] = self._begin(block, wanted, shard.taken)
-            step, _ = begun[alike]
             initial = self._rule.states(wanted.group) if shard.fresh else {}
-            works.append(ShardWork(shard, wanted, step, initial))
-        for work in works:
-            shard = work.shard
-            _, shard.taken = begun[id(work.wanted.group), shard.taken, work.wanted.factor]
-            shard.fresh = False
+            works.append(ShardWork(shard, wanted, begun[alike], initial))
+        for work in works:  # after the last error that a step may raise
+            work.shard.taken += 1
+            work.shard.fresh = False
         return works
 
-    def _begin(self, block: ShardBlock, wanted: ShardStep, taken: float) -> tuple[GroupStep, float]:
-        """Begin the next step of shards with so many steps; return the step and the new count."""
+    def _begin(self, block: ShardBlock, wanted: ShardStep, taken: float) -> GroupStep:
+        """Begin the next step of shards that have taken so many steps."""
         if self._rule.states(wanted.group).keys() != block.states:
             raise UsageError(
                 f"{block.name}: expected a param group with the states {sorted(block.states)}, as "
                 f"the block was adopted with, found {sorted(self._rule.states(wanted.group))}"
             )
-        counter = torch.tensor(taken, dtype=torch.float32)
-        return self._rule.step(wanted.group, counter, factor=wanted.factor), float(counter)
+        return self._rule.step(wanted.group, taken, wanted.factor)
 
 
 def _close(stepper: "weakref.ref[Stepper]") -> None:

@@ -23,15 +23,14 @@ one torch thread.
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from drivetrain.errors import UsageError
-from drivetrain_offload.resources.threads import computing_pool
 from drivetrain_offload.steps.rules import GroupStep
+from drivetrain_offload.threads import computing_pool
 
 TILE_BYTES = 2 << 20
 """A tile's scratch memory. With the parameter it makes 4 MiB per thread that must outlive one
@@ -51,8 +50,7 @@ class Piece(NamedTuple):
         master: the parameters, updated in place.
         gradient: of any floating dtype; not changed.
         states: by the names of ``Rule.states``, in the master's dtype, updated in place.
-        out: receives the parameters in its own dtype, if there is one: updated, or in a skipped
-            step as they are.
+        out: receives the updated parameters in its own dtype, if there is one.
     """
 
     master: Tensor
@@ -113,26 +111,16 @@ class Tiler:
         self._one_call = threading.Lock()
         self._pool = computing_pool(threads, "drivetrain-tiles")
 
-    def update(self, step: GroupStep, piece: Piece) -> None:
-        """Take a step for a piece; returns when it is done.
-
-        Args:
-            step: of ``Rule.step``.
-            piece: a whole shard, or a range of one that begins at a multiple of ``ALIGNMENT``.
-
-        Raises:
-            UsageError: tensors that do not fit together, or the tiler is closed.
-        """
-        self.update_all([(step, piece)])
-
     def update_all(self, updates: Sequence[tuple[GroupStep, Piece]]) -> None:
         """Take steps for several pieces that share no memory; returns when all are done.
 
         Args:
-            updates: a step and a piece each, as in ``update``.
+            updates: steps, each with a shard, or a range that begins at a multiple of
+                ``ALIGNMENT``.
 
         Raises:
-            UsageError: as in ``update``; then no piece was changed.
+            UsageError: tensors that do not fit together, or the tiler is closed; then no piece was
+                changed.
         """
         for step, piece in updates:
             _check(piece, step.states)
@@ -163,17 +151,6 @@ class Tiler:
             self._pool.shutdown()
             self._scratch.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _cut(self, step: GroupStep, piece: Piece) -> Iterator[tuple[GroupStep, Piece]]:
         numel = piece.master.numel()
         length = self._length(numel, piece.master.itemsize)
@@ -197,9 +174,8 @@ def _drain(parts: Iterator[tuple[GroupStep, Piece]], scratch: Tensor) -> None:
 
 
 def _update_tile(step: GroupStep, tile: Piece, scratch: Tensor) -> None:
-    if step.kernel is not None:
-        gradient = _prepared(tile.gradient, step.factor, scratch[: len(tile.master)])
-        step.kernel(tile.master, gradient, tile.states)
+    gradient = _prepared(tile.gradient, step.factor, scratch[: len(tile.master)])
+    step.kernel(tile.master, gradient, tile.states)
     if tile.out is not None:
         tile.out.copy_(tile.master)
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from drivetrain.errors import PreflightError, StorageError, UsageError
 from drivetrain.log import get_logger
-from drivetrain_offload.resources.buffers import ALIGNMENT, padded
-from drivetrain_offload.resources.threads import ThreadPool
+from drivetrain_offload.buffers import ALIGNMENT, padded
 from drivetrain_offload.stores.directory import check_room, no_room
+from drivetrain_offload.threads import ThreadPool
 
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 """Answers of file systems and kernels that cannot make a file without a name."""

@@ -1,21 +1,36 @@
-"""The store ``cpu``: tensors in host memory (ZeRO-Offload, Ren et al. 2021, section 4).
+"""The store ``cpu``: tensors in host memory, and their steps (ZeRO-Offload, Ren et al. 2021).
 
-Where there is an accelerator the memory is page-locked, so that copies go on beside computation.
+Section 4 of the paper puts optimizer state there; section 5.1 is the CPU optimizer, whose states
+are updated in place by a thread of the stepper. Where there is an accelerator the memory is
+page-locked, so that copies go on beside computation.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from drivetrain.config.option import option
-from drivetrain_offload.resources.buffers import aligned_empty, can_page_lock
-from drivetrain_offload.steps.rules import update_rule
-from drivetrain_offload.steps.steppers import HostStepper
-from drivetrain_offload.steps.tiles import TILE_BYTES
+from drivetrain_offload.buffers import aligned_empty, can_page_lock
+from drivetrain_offload.steps.rules import Rule, update_rule
+from drivetrain_offload.steps.stepping import (
+    MASTER,
+    ShardBlock,
+    ShardWork,
+    SteppedShard,
+    Stepper,
+    Then,
+)
+from drivetrain_offload.steps.tiles import TILE_BYTES, Tiler
+from drivetrain_offload.threads import computing_pool
+
+CACHE_LINE = 64
+"""Bytes; shards in memory begin at multiples, so that no two of them share a line of the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +42,64 @@ class HostConfig:
         help="whether memory is page-locked where there is an accelerator, so that copies do not "
         "wait",
     )
+
+
+class HostStepper(Stepper):
+    """Keeps states in host memory; the first step takes the pages of the states.
+
+    One thread takes the steps in their order and computes, together with the tiler's threads. It
+    ends with the stepper: ``close`` waits for submitted steps.
+
+    Args:
+        rule: how the optimizer updates.
+        page_locked: whether states are in page-locked memory.
+        threads: how many compute; None means as many as torch uses in the calling thread.
+    """
+
+    def __init__(self, rule: Rule, *, page_locked: bool, threads: int | None = None) -> None:
+        super().__init__(rule, CACHE_LINE)
+        self._page_locked = page_locked
+        self._tiler = Tiler(threads)
+        self._thread = computing_pool(1, "drivetrain-step")
+        self._tensors: dict[str, list[dict[str, Tensor]]] = {}
+
+    @override
+    def _take_room(self, block: ShardBlock) -> None:
+        whole = {
+            name: _empty(nbytes, torch.uint8, page_locked=self._page_locked)
+            for name, nbytes in block.nbytes.items()
+        }
+        whole[MASTER].zero_()
+        self._tensors[block.name] = [
+            {name: shard.of(whole[name]) for name in block.names(shard)} for shard in block.shards
+        ]
+
+    @override
+    def _start(self, block: ShardBlock, works: Sequence[ShardWork], then: Then) -> "Future[None]":
+        return self._thread.submit(self._run, block, works, then)
+
+    def _run(self, block: ShardBlock, works: Sequence[ShardWork], then: Then) -> None:
+        tensors = self._tensors[block.name]
+        with torch.no_grad():
+            self._tiler.update_all(
+                [(work.step, work.piece(tensors[work.shard.index], slice(None))) for work in works]
+            )
+        if then is not None:
+            then()
+
+    @override
+    def _fetch(self, block: ShardBlock, shard: SteppedShard, name: str) -> Tensor:
+        return self._tensors[block.name][shard.index][name]
+
+    @override
+    def _keep(self, block: ShardBlock, shard: SteppedShard, name: str, values: Tensor) -> None:
+        self._fetch(block, shard, name).copy_(values.detach().reshape(-1))
+
+    @override
+    def _release(self) -> None:
+        self._thread.shutdown()
+        self._tiler.close()
+        self._tensors.clear()
 
 
 class HostStore:
@@ -72,7 +145,8 @@ class HostStore:
         kept = self._tensors.get(key)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
             self._await_copy(key)  # before the memory that it writes to goes
-            kept = self._tensors[key] = self._empty_like(tensor)
+            empty = _empty(tensor.numel(), tensor.dtype, page_locked=self._page_locked)
+            kept = self._tensors[key] = empty.view(tensor.shape)
         if tensor.device.type == "cpu":
             self._await_copy(key)  # else an older value could come after this one
             kept.copy_(tensor.detach())
@@ -103,12 +177,6 @@ class HostStore:
         self.flush()
         self._tensors.clear()
 
-    def _empty_like(self, tensor: Tensor) -> Tensor:
-        if not self._page_locked:
-            with torch.inference_mode(False):  # else it could be written in inference mode alone
-                return torch.empty(tensor.shape, dtype=tensor.dtype)
-        return aligned_empty(tensor.numel(), tensor.dtype, page_locked=True).view(tensor.shape)
-
     def _copy_from(self, tensor: Tensor, kept: Tensor, key: str) -> None:
         stream = torch.accelerator.current_stream(tensor.device)
         earlier = self._copies.get(key)
@@ -123,3 +191,10 @@ class HostStore:
         event = self._copies.pop(key, None)
         if event is not None:
             event.synchronize()
+
+
+def _empty(numel: int, dtype: torch.dtype, *, page_locked: bool) -> Tensor:
+    if page_locked:
+        return aligned_empty(numel, dtype, page_locked=True)
+    with torch.inference_mode(False):  # else it could be written in inference mode alone
+        return torch.empty(numel, dtype=dtype)

@@ -16,15 +16,15 @@ from torch.optim import Optimizer
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain_offload.resources.buffers import (
+from drivetrain_offload.buffers import (
     ALIGNMENT,
     AlignedPool,
     can_page_lock,
     give_back_memory,
     padded,
 )
+from drivetrain_offload.steps.pipeline import WORKING_BYTES, NvmeStepper
 from drivetrain_offload.steps.rules import update_rule
-from drivetrain_offload.steps.steppers import WORKING_BYTES, NvmeStepper
 from drivetrain_offload.stores.directory import check_directory
 from drivetrain_offload.stores.files import DiskFile, Transfer
 
@@ -143,19 +143,9 @@ class NvmeStore:
         return torch.device("cpu")
 
     @property
-    def direct(self) -> bool:
-        """Whether reads and writes go past the page cache."""
-        return self._file.direct
-
-    @property
     def nbytes(self) -> int:
         """Bytes of disk that are taken."""
         return self._file.nbytes
-
-    @property
-    def request_bytes(self) -> int:
-        """Bytes of one request to the disk."""
-        return self._request_bytes
 
     def stepper(self, optimizer: Optimizer) -> NvmeStepper | None:
         """Return a stepper of an optimizer's shards on this disk; to be closed before the store.
@@ -249,10 +239,10 @@ class NvmeStore:
 
         Args:
             key: of a tensor that was put or reserved.
-            buffer: (>= stop - start,) of its dtype, in host memory at an aligned address, as
-                ``aligned_empty`` makes it.
+            buffer: (>= stop - start,) of its dtype, in host memory at an aligned address, such as
+                ``aligned_empty`` returns.
             start: first element; at a multiple of 4096 bytes.
-            stop: element after the last one; None for the tensor's end.
+            stop: element behind the last; None for the tensor's end.
 
         Returns:
             The handle; the values are there after its ``wait()``.
@@ -271,9 +261,9 @@ class NvmeStore:
 
         Args:
             key: as in ``read_into``.
-            buffer: as in ``read_into``; it must not change until the handle's ``wait()``.
+            buffer: as in ``read_into``; must not change until the handle's ``wait()``.
             start: as in ``read_into``.
-            stop: element after the last one; at a multiple of 4096 bytes, or the tensor's end.
+            stop: element behind the last; at a multiple of 4096 bytes, or the tensor's end.
 
         Raises:
             KeyError: there is no such tensor.

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from drivetrain.errors import StorageError, UsageError
 from drivetrain.store import ShardSpec, ShardStep, ShardStepper, SteppingStore
 from drivetrain_offload import HostStore, NvmeConfig, NvmeStore
-from drivetrain_offload.steps import steppers
+from drivetrain_offload.steps import pipeline
 from drivetrain_offload.stores import files
 
 FACTOR = 0.37109843
@@ -44,7 +44,7 @@ def one_torch_thread():
 
 @pytest.fixture(autouse=True)
 def many_tiles(monkeypatch):
-    monkeypatch.setattr(steppers, "TILE_BYTES", TILE)
+    monkeypatch.setattr(pipeline, "TILE_BYTES", TILE)
 
 
 @pytest.fixture(params=["cpu", "nvme"])
@@ -401,7 +401,7 @@ def test_too_little_room_is_told_when_a_block_is_adopted(on_disk):
 
 @pytest.mark.parametrize(("mib", "tile"), [(4, 8), (3, 6), (8, 8), (64, 8)])
 def test_tiles_are_whole_requests(tmp_path, monkeypatch, mib, tile):
-    monkeypatch.setattr(steppers, "TILE_BYTES", 8 * 2**20)
+    monkeypatch.setattr(pipeline, "TILE_BYTES", 8 * 2**20)
     made = NvmeStore(NvmeConfig(path=str(tmp_path), request_mib=mib))
     stepper = made.stepper(AdamW([torch.nn.Parameter(torch.zeros(1))]))
     assert stepper._tile_bytes == tile * 2**20

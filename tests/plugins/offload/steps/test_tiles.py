@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tiler() -> Iterator[Tiler]:
-    with Tiler(threads=1) as one:
+    with closing(Tiler(threads=1)) as one:
         yield one
 
 
@@ -76,8 +77,9 @@ class Shard:
         self.taken = rule.taken({})
         self.out = None if out is None else torch.full_like(values, -7.0, dtype=out)
 
-    def begin(self, factor: float | Tensor = 1.0, skip: Tensor | None = None) -> GroupStep:
-        return self.rule.step(self.group, self.taken, factor=factor, skip=skip)
+    def begin(self, factor: float | Tensor = 1.0) -> GroupStep:
+        self.taken += 1
+        return self.rule.step(self.group, self.taken - 1, float(factor))
 
     def piece(self, gradient: Tensor) -> Piece:
         return Piece(self.master, gradient, self.states, self.out)
@@ -108,10 +110,10 @@ def test_many_steps_have_the_bits_of_torch(kind, options, numel) -> None:
     values = torch.randn(numel)
     plain, shard = Plain(kind, options, values), Shard(kind, options, values, torch.bfloat16)
     # Tiles of 1024 elements: SMALLEST_TILE does not make them longer than the scratch.
-    with Tiler(threads=1, tile_bytes=4096) as small:
+    with closing(Tiler(threads=1, tile_bytes=4096)) as small:
         for gradient in gradients(numel, torch.bfloat16, 5):
             plain.step(gradient, FACTOR)
-            small.update(shard.begin(FACTOR), shard.piece(gradient))
+            small.update_all([(shard.begin(FACTOR), shard.piece(gradient))])
             assert_same(shard, plain)
 
 
@@ -123,7 +125,7 @@ def test_every_dtype_of_gradient(tiler, dtype, factor) -> None:
     for gradient in wanted:
         before = gradient.clone()
         plain.step(gradient, factor)
-        tiler.update(shard.begin(factor), shard.piece(gradient))
+        tiler.update_all([(shard.begin(factor), shard.piece(gradient))])
         assert same_bits(gradient, before)
     assert_same(shard, plain)
 
@@ -134,7 +136,7 @@ def test_masters_that_are_not_fp32(tiler, dtype) -> None:
     plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
     for gradient in gradients(3001, torch.bfloat16, 3):
         plain.step(gradient, 0.5)  # in bf16, _foreach_mul_ and mul_ round other factors differently
-        tiler.update(shard.begin(0.5), shard.piece(gradient))
+        tiler.update_all([(shard.begin(0.5), shard.piece(gradient))])
     assert_same(shard, plain)
 
 
@@ -145,13 +147,13 @@ def test_threads_change_no_bit(threads, of_torch) -> None:
     values = torch.randn(numel)
     plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
     torch.set_num_threads(of_torch)
-    with Tiler(threads) as several:
+    with closing(Tiler(threads)) as several:
         assert torch.get_num_threads() == of_torch
         for gradient in gradients(numel, torch.bfloat16, 2):
             torch.set_num_threads(1)
             plain.step(gradient, FACTOR)
             torch.set_num_threads(of_torch)
-            several.update(shard.begin(FACTOR), shard.piece(gradient))
+            several.update_all([(shard.begin(FACTOR), shard.piece(gradient))])
     assert_same(shard, plain)
 
 
@@ -163,8 +165,9 @@ def test_each_thread_computes_alone_and_no_other_thread_is_changed() -> None:
 
     shard = Shard(*ADAMW, torch.zeros(2 * SMALLEST_TILE))
     torch.set_num_threads(2)
-    with Tiler(threads=2) as two:
-        two.update(GroupStep(probe, frozenset(shard.states)), shard.piece(shard.master.bfloat16()))
+    with closing(Tiler(threads=2)) as two:
+        step = GroupStep(probe, frozenset(shard.states))
+        two.update_all([(step, shard.piece(shard.master.bfloat16()))])
         later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         later.start()
         later.join()
@@ -177,7 +180,7 @@ def test_masters_may_be_parameters(tiler) -> None:
     plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
     plain.step(gradient)
     parameter = torch.nn.Parameter(shard.master)
-    tiler.update(shard.begin(), shard.piece(gradient)._replace(master=parameter))
+    tiler.update_all([(shard.begin(), shard.piece(gradient)._replace(master=parameter))])
     assert_same(shard, plain)
     assert not shard.out.requires_grad
 
@@ -189,7 +192,7 @@ def test_pieces_of_a_shard_one_by_one(tiler) -> None:
         plain.step(gradient)
         step = shard.begin()
         for where in tiles(5000, 1024):
-            tiler.update(step, shard.piece(gradient).at(where))
+            tiler.update_all([(step, shard.piece(gradient).at(where))])
     assert_same(shard, plain)
 
 
@@ -198,7 +201,7 @@ def test_pieces_of_several_shards_in_one_call() -> None:
     values = [torch.randn(numel) for numel in sizes]
     plains = [Plain(*RULES[i % 3], each) for i, each in enumerate(values)]
     shards = [Shard(*RULES[i % 3], each, torch.bfloat16) for i, each in enumerate(values)]
-    with Tiler(threads=2) as two:
+    with closing(Tiler(threads=2)) as two:
         for _ in range(3):
             wanted = [torch.randn(numel).to(torch.float16) for numel in sizes]
             for plain, gradient in zip(plains, wanted, strict=True):
@@ -219,7 +222,7 @@ def test_threads_share_the_pieces_of_a_call(of_torch) -> None:
 
     shard = Shard(*ADAMW, torch.zeros(64))
     torch.set_num_threads(of_torch)
-    with Tiler(threads=2) as two:
+    with closing(Tiler(threads=2)) as two:
         update = GroupStep(meet, frozenset(shard.states)), shard.piece(shard.master)
         two.update_all([update] * 4)
 
@@ -240,22 +243,8 @@ def test_a_schedule_reaches_the_next_step_not_the_one_under_way(tiler) -> None:
         step = shard.begin()
         shard.group["lr"] = plain.optimizer.param_groups[0]["lr"] = 1e-2 / (i + 2)
         shard.taken += 1  # as a next step that begins early would
-        tiler.update(step, shard.piece(gradient))
+        tiler.update_all([(step, shard.piece(gradient))])
         shard.taken -= 1
-    assert_same(shard, plain)
-
-
-@pytest.mark.parametrize(("kind", "options"), RULES)
-def test_a_skipped_step_leaves_no_trace(tiler, kind, options) -> None:
-    values, wanted = torch.randn(300), gradients(300, torch.bfloat16, 2)
-    plain, shard = Plain(kind, options, values), Shard(kind, options, values, torch.bfloat16)
-    infinite = torch.full_like(wanted[0], float("inf"))
-    for gradient in wanted:
-        shard.out.fill_(-7.0)
-        tiler.update(shard.begin(skip=torch.tensor(1.0)), shard.piece(infinite))
-        assert same_bits(shard.out, shard.master.bfloat16())
-        plain.step(gradient)
-        tiler.update(shard.begin(skip=torch.tensor(0.0)), shard.piece(gradient))
     assert_same(shard, plain)
 
 
@@ -271,7 +260,7 @@ def test_resumes_from_the_state_of_torch(tiler, kind, options) -> None:
         state.copy_(plain.state[name])
     for gradient in wanted[2:]:
         plain.step(gradient)
-        tiler.update(shard.begin(), shard.piece(gradient))
+        tiler.update_all([(shard.begin(), shard.piece(gradient))])
     assert_same(shard, plain)
 
 
@@ -323,7 +312,7 @@ def test_refuses_what_does_not_fit_and_says_what(tiler) -> None:
         (piece._replace(states={}), r"\['exp_avg', 'exp_avg_sq'\], found \[\]"),
     ]:
         with pytest.raises(UsageError, match=words):
-            tiler.update(step, wrong)
+            tiler.update_all([(step, wrong)])
     with pytest.raises(UsageError, match="at least 1 thread.*found 0"):
         Tiler(threads=0)
     with pytest.raises(UsageError, match="at least 512 bytes, found 4"):
@@ -339,7 +328,7 @@ def test_threads_end_with_their_tiler() -> None:
     tiler.close()
     assert own_threads() == before - 2
     with pytest.raises(UsageError, match="closed"):
-        tiler.update(shard.begin(), shard.piece(torch.zeros(128)))
+        tiler.update_all([(shard.begin(), shard.piece(torch.zeros(128)))])
 
 
 def own_threads() -> int:
@@ -358,7 +347,7 @@ def test_an_error_in_a_thread_is_the_callers_and_the_next_piece_goes_on(tiler, o
 
     states = frozenset(shard.states)
     with pytest.raises(RuntimeError, match="kernel broke"):
-        tiler.update(GroupStep(broken, states), shard.piece(gradient))
+        tiler.update_all([(GroupStep(broken, states), shard.piece(gradient))])
     plain.step(gradient)
-    tiler.update(shard.begin(), shard.piece(gradient))
+    tiler.update_all([(shard.begin(), shard.piece(gradient))])
     assert_same(shard, plain)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drivetrain.errors import StorageError, UsageError
-from drivetrain_offload.resources.buffers import ALIGNMENT, AlignedPool, aligned_empty
+from drivetrain_offload.buffers import ALIGNMENT, AlignedPool, aligned_empty
 from drivetrain_offload.stores import files
 from drivetrain_offload.stores.files import DiskFile, Transfer
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drivetrain_offload import HostConfig, HostStore, aligned_empty
-from drivetrain_offload.resources import buffers
+from drivetrain_offload import HostConfig, HostStore, aligned_empty, buffers
 from drivetrain_offload.stores import host
 
 

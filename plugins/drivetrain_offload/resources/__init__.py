@@ -1,1 +1,0 @@
-"""Memory and threads of the host, as stores and steps need them."""
