@@ -1,5 +1,6 @@
 """The knobs of data parallelism, and the compression that they choose."""
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,6 +8,7 @@ import torch
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
+from drivetrain.parts.buckets import MIB, BucketLayout, plan_buckets
 from drivetrain.runtime.precision import Precision
 from drivetrain_ddp.compression import CastHook, CommunicationHook, narrowing
 from drivetrain_ddp.powersgd import PowerSgdHook
@@ -36,6 +38,21 @@ class DdpConfig:
     powersgd_start_step: int = option(
         10, help="optimizer steps with uncompressed gradients before powersgd starts", minimum=0
     )
+
+    def buckets(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        kinds: Sequence[tuple[torch.dtype, Hashable]],
+        order: Sequence[int],
+    ) -> list[BucketLayout]:
+        """Return the buckets of these sizes; see ``plan_buckets``."""
+        return plan_buckets(
+            shapes,
+            kinds,
+            order,
+            bucket_bytes=int(self.bucket_mib * MIB),
+            first_bytes=int(self.first_bucket_mib * MIB),
+        )
 
     def compression(self, precision: Precision) -> CommunicationHook:
         """Return the hook that the options name, or a cast to the policy's dtype.

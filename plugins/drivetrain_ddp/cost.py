@@ -2,9 +2,7 @@
 
 from drivetrain.collectives import sent_elements
 from drivetrain.cost import Cost, ModelSpec
-from drivetrain.parts.buckets import MIB, BucketLayout, plan_buckets
 from drivetrain.runtime.precision import Precision
-from drivetrain_ddp.compression import CommunicationHook
 from drivetrain_ddp.config import DdpConfig
 
 _ADAM_STATES = 2
@@ -24,12 +22,15 @@ def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, size: in
         precision: the dtype of gradients on the wire.
         size: ranks of the data-parallel axis.
     """
-    layouts = _layouts(config, model) if size > 1 else []
-    hook = config.compression(precision)
     trainable = [spec for spec in model.parameters if spec.trainable]
+    shapes, kinds = [spec.shape for spec in trainable], [(spec.dtype, None) for spec in trainable]
+    order = range(len(trainable))[::-1]
+    layouts = config.buckets(shapes, kinds, order) if size > 1 else []
+    hook = config.compression(precision)
     steps = 4 * len(trainable) if model.states >= _ADAM_STATES else 0
+    whole = sum(spec.nbytes for spec in trainable)
     buffers = sum(spec.nbytes for spec in model.buffers)
-    gradients = _gradients(hook, layouts) if size > 1 else sum(spec.nbytes for spec in trainable)
+    gradients = sum(layout.nbytes + hook.held(layout) for layout in layouts)
     broadcast = buffers if config.buffers == "broadcast" else 0
     sent = {
         ("dp", "all_reduce"): sum(hook.sent(layout, size) for layout in layouts),
@@ -38,24 +39,9 @@ def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, size: in
     return Cost(
         held={
             "parameters": sum(spec.nbytes for spec in model.parameters),
-            "gradients": gradients,
-            "optimizer": model.states * sum(spec.nbytes for spec in trainable) + steps,
+            "gradients": gradients if size > 1 else whole,
+            "optimizer": model.states * whole + steps,
             "buffers": buffers,
         },
         sent={key: nbytes for key, nbytes in sent.items() if nbytes},
-    )
-
-
-def _gradients(hook: CommunicationHook, layouts: list[BucketLayout]) -> int:
-    return sum(layout.nbytes + hook.held(layout) for layout in layouts)
-
-
-def _layouts(config: DdpConfig, model: ModelSpec) -> list[BucketLayout]:
-    trainable = [spec for spec in model.parameters if spec.trainable]
-    return plan_buckets(
-        [spec.shape for spec in trainable],
-        [(spec.dtype, None) for spec in trainable],
-        list(reversed(range(len(trainable)))),
-        bucket_bytes=int(config.bucket_mib * MIB),
-        first_bytes=int(config.first_bucket_mib * MIB),
     )

@@ -12,13 +12,13 @@ The end of backward is noticed by a callback of the autograd engine, by ``Ddp.ba
 latest before the optimizer steps; the first of the three ends the round. A round that an exception
 cut short is ended when the next round begins, so that every rank has sent every bucket.
 
-An eager round multiplies each gradient by 1/N in the pass that moves it into its bucket. The first
+An eager round multiplies each gradient by 1/N on the way into its bucket. The first
 round, which observes the order, and every round of a model under reentrant checkpointing, where a
 gradient may come more than once, multiply and send all buckets at the end.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,13 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.parts.buckets import MIB, Bucket, plan_buckets
+from drivetrain.parts.buckets import Bucket
 from drivetrain.parts.rounds import Rounds, on_gradient
 from drivetrain_ddp.compression import CommunicationHook, Finish
 from drivetrain_ddp.config import DdpConfig
 
 
+@dataclass(slots=True, eq=False)
 class BucketSlot:
     """One parameter's place in the buckets; it outlives a change of the buckets.
 
@@ -39,22 +40,19 @@ class BucketSlot:
         index: position in registration order among the trainable parameters.
         name: the parameter's name, for messages.
         parameter: the parameter.
+        round: the round in which its gradient last came.
+        place: index of the view in the bucket.
         view: the range of the bucket that holds its gradient, in the parameter's shape.
         bucket: the bucket of the view.
-        place: index of the view in the bucket.
-        round: the round in which its gradient last came.
     """
 
-    __slots__ = ("bucket", "index", "name", "parameter", "place", "round", "view")
-
-    def __init__(self, index: int, name: str, parameter: nn.Parameter) -> None:
-        self.index = index
-        self.name = name
-        self.parameter = parameter
-        self.round = 0
-        self.place = 0
-        self.view: Tensor
-        self.bucket: _BucketRound
+    index: int
+    name: str
+    parameter: nn.Parameter
+    round: int = 0
+    place: int = 0
+    view: Tensor = field(init=False)
+    bucket: "_BucketRound" = field(init=False)
 
     def adopt(self, grad: Tensor | None, scale: float = 1.0) -> None:
         """Make the bucket's view the parameter's gradient, with the values of ``grad`` x scale.
@@ -163,12 +161,10 @@ class BucketReducer:
         self._buckets: list[_BucketRound] = []
         self._hook.forget()
         parameters = [slot.parameter for slot in self._slots]
-        layouts = plan_buckets(
+        layouts = self._config.buckets(
             [tuple(parameter.shape) for parameter in parameters],
             [(parameter.dtype, parameter.device) for parameter in parameters],
             self._order,
-            bucket_bytes=int(self._config.bucket_mib * MIB),
-            first_bytes=int(self._config.first_bucket_mib * MIB),
         )
         for layout in layouts:
             slots = [self._slots[member] for member in layout.members]

@@ -18,14 +18,14 @@ from drivetrain.sharding.unit import FlatTensor
 def as_dtensors(placement: Placement, ranks: Ranks, device: torch.device) -> dict[str, DTensor]:
     """Return every parameter's shard as a DTensor that shares its memory. Collective.
 
-    Each is sharded along the dim that is outermost in the parameter's memory, of those with more
-    than one index, as ``torch.chunk`` cuts it. A 0-d parameter is replicated: what is written
-    counts on the first rank alone.
+    A parameter is sharded along the dim outermost in memory among the dims of more than one index,
+    as ``torch.chunk`` would cut the parameter. A 0-d parameter is replicated: only the first rank's
+    writes count.
 
     Args:
         placement: the parameters.
-        ranks: those that train the model.
-        device: where shards live.
+        ranks: the ranks of the model.
+        device: of the shards.
 
     Returns:
         By name, in the dtype that the optimizer updates; global shapes and strides.

@@ -54,7 +54,7 @@ class Tree:
 
     Args:
         parameters: clean names of parameters.
-        model: the model, which knows what has no forward; None leaves that to the names.
+        model: knows which modules have no forward; None leaves the question to the names.
     """
 
     def __init__(self, parameters: Iterable[str], model: nn.Module | None = None) -> None:

@@ -1,7 +1,7 @@
 """How FSDP cuts a model: which parameters are a unit, and which rows of each a rank owns.
 
-A unit is named by its key: the name of the module whose forward uses its parameters. What lies in
-no unit belongs to ROOT, the rest of the model. There are four ways to choose:
+A unit is named by its key: the name of the module whose forward uses its parameters. Parameters of
+no unit belong to ROOT, the rest of the model. There are four ways to choose:
 
 - auto: every repeated block, every large layer outside of blocks
 - class: every module of some classes, the innermost where they nest
@@ -40,10 +40,10 @@ class UnitChoice:
     Attributes:
         how: see this file's docstring.
         classes: names of classes, for ``class``; a module's own or an ancestor's.
-        size: elements from which a layer outside of blocks is a unit (``auto``), or from which a
-            module becomes one (``size``).
-        function: ``package.module:name`` or ``__main__:name``, for ``function``: called with the
-            model, returns modules of it.
+        size: elements from which a layer outside of blocks (``auto``), or any module (``size``),
+            becomes a unit.
+        function: ``package.module:name`` or ``__main__:name``, for ``function``: returns some
+            modules of the model, its argument.
     """
 
     how: Literal["auto", "class", "size", "function"] = "auto"
@@ -64,8 +64,8 @@ def unit_keys(
 
     Raises:
         UsageError: no module is of a named class; the function cannot be imported or called,
-            returns what is no module of the model, or has a parameter in two units; there is no
-            model where it is needed.
+            returns objects that are no modules of the model, or has a parameter in two units; the
+            model is missing.
     """
     names = [clean_name(spec.name) for spec in specs]
     tree = Tree(names, model)
@@ -89,14 +89,14 @@ def agreed_keys(
     """Return the key of the unit that each parameter belongs to, in order. Collective.
 
     Args:
-        choose: returns what this rank's call of the function means.
+        choose: returns this rank's keys.
         names: the parameters.
         function: the function's path, for errors.
-        axis: the ranks that must agree.
+        axis: all must agree.
 
     Raises:
         RankMismatchError: on every rank, when keys differ or only others could choose.
-        Exception: what this rank's function raised.
+        Exception: of this rank's function.
     """
     failure: Exception | None = None
     keys: list[str] = []
@@ -311,7 +311,7 @@ def _function(path: str) -> Callable[[nn.Module], Any]:
     """Import a function.
 
     Raises:
-        UsageError: says what is missing.
+        UsageError: names the missing part.
     """
     home, _, name = path.partition(":")
     if not all(word.isidentifier() for word in (*home.split("."), name)):

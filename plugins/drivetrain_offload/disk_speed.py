@@ -46,11 +46,7 @@ class Speed:
 def measure(directory: Path, nbytes: int, request_mib: float, threads: int) -> Speed:
     """Measure a disk with one size and number of requests; the file is gone afterwards.
 
-    Args:
-        directory: where the file lies.
-        nbytes: bytes that are written and read; a multiple of 8192.
-        request_mib: MiB of one request.
-        threads: requests in flight, of reads and of writes each.
+    Writes and reads ``nbytes``, a multiple of 8192; for the rest see ``Speed``.
 
     Raises:
         PreflightError: no file can be made there.

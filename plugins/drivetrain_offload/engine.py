@@ -114,8 +114,7 @@ class OffloadEngine(OnDevice):
         """Let a store keep the states and masters of an optimizer's new parameters.
 
         Raises:
-            UsageError: only the optimizer itself can step them, and its state is not in memory; or
-                a store steps some of them for another optimizer.
+            UsageError: as ``OffloadedParameters.adopt``.
         """
         self._kept.adopt(bound)
 

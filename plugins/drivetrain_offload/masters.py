@@ -266,7 +266,7 @@ class PendingValues:
 
         Args:
             one: the parameter.
-            in_place: whether forward may read that very tensor.
+            in_place: whether forward may read the tensor itself.
         """
         place = one.flat.shard.place(one.slot)
         if in_place and place is not None and place.device.type == "cpu":

@@ -4,7 +4,7 @@ Paper: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion 
 SC 2020 (sections 5 and 7). The idea in five lines:
 
 1. Parameters lie side by side in flat units; every rank owns 1/N of every unit.
-2. In backward a unit's gradients are reduce-scattered: each rank gets the mean of what it owns.
+2. In backward a unit's gradients are reduce-scattered: each rank gets the mean of its share.
 3. The user's optimizer steps this rank's fragments only: its state is 1/N (stage 1).
 4. Gradients outside of the owned range are given up as soon as they are sent (stage 2).
 5. So are parameters: a unit is gathered before use and freed after (stage 3).

@@ -29,9 +29,9 @@ class Sizes:
 
     Attributes:
         bucket_bytes: most bytes of whole parameters in one unit, in the dtype of forward.
-        cut: what ranks own of parameters.
+        cut: the way in which ranks share parameters.
         shard_from: elements from which a parameter is kept as shards; None keeps all whole.
-        own_unit_from: elements from which a layer outside of blocks is a unit by itself.
+        own_unit_from: elements from which a layer outside of blocks is a unit of its own.
     """
 
     bucket_bytes: int

@@ -128,12 +128,7 @@ def source_options(group: str = "Configuration") -> Callable[..., Any]:
 def resolve_command_line(
     config: str | None, assignments: Iterable[str], flags: Mapping[str, Any] | None = None
 ) -> Resolved:
-    """Merge the file and the command line.
-
-    Args:
-        config: path of the YAML file, or None.
-        assignments: the ``--set`` options.
-        flags: click's values, by the flags' parameters.
+    """Merge a YAML file, ``--set`` assignments, and click's values by the flags' parameters.
 
     Raises:
         ConfigError: the file, a value or a key is wrong, or two options contradict each other.

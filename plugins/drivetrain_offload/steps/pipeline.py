@@ -64,7 +64,7 @@ class TileStore(Protocol):
 
 
 class TilePart(NamedTuple):
-    """The range of one shard that lies in a tile.
+    """The range of one shard within a tile.
 
     Attributes:
         work: the step of the shard.
@@ -97,11 +97,9 @@ class Tile:
 
 
 def cut(works: Sequence[ShardWork], tile_bytes: int) -> Iterator[Tile]:
-    """Cut the steps of a block into tiles.
+    """Cut the steps of a block into tiles of at most ``tile_bytes``, a multiple of 4096.
 
-    Args:
-        works: steps of shards that begin at multiples of 4096 bytes; neighbors may share a tile.
-        tile_bytes: the longest tile, a multiple of 4096.
+    Shards begin at multiples of 4096 bytes; neighbors may share a tile.
     """
     tile: Tile | None = None
     for work in sorted(works, key=lambda work: work.shard.offset):
@@ -124,11 +122,7 @@ def cut(works: Sequence[ShardWork], tile_bytes: int) -> Iterator[Tile]:
 
 
 class TileBuffers:
-    """One set of buffers: one for each state, and one for masters.
-
-    Args:
-        nbytes: of each buffer.
-    """
+    """One set of buffers of so many bytes: one for each state, and one for masters."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

@@ -120,11 +120,9 @@ class ShardWork:
     out: Tensor | None = None
 
     def piece(self, tensors: Mapping[str, Tensor], where: slice) -> Piece:
-        """Return the tensors that this step reads and writes in a range of the shard.
+        """Return the tensors that this step reads and writes in a range of the shard's elements.
 
-        Args:
-            tensors: states of this range, and the master if the store keeps it, by name.
-            where: the range, in elements of the shard.
+        The states of the range, and the master if the store keeps the master, come by name.
 
         Raises:
             UsageError: the output that a function returned does not fit.
@@ -164,12 +162,7 @@ class Stepper(ABC):
         self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
     def adopt(self, block: str, shards: Sequence[ShardSpec], group: ParamGroup) -> None:
-        """Take room for the states of a block's shards, which have not taken a step.
-
-        Args:
-            block: a new name.
-            shards: its shards.
-            group: a param group; those of later steps have the same states.
+        """Take room for the states of a block's shards; see ``ShardStepper.adopt``.
 
         Raises:
             UsageError: the name is taken, or the stepper closed.
@@ -184,19 +177,8 @@ class Stepper(ABC):
         self._take_room(adopted)
         self._blocks[block] = adopted
 
-    def submit(
-        self,
-        block: str,
-        steps: Sequence[ShardStep],
-        then: Then = None,
-    ) -> Pending:
-        """Take a step for some shards of a block; their tensors must stay until it is over.
-
-        Args:
-            block: its name.
-            steps: at most one for each shard.
-            then: called in the background when masters and outputs are there; the step is over
-                when this call has returned. There is no call after an error.
+    def submit(self, block: str, steps: Sequence[ShardStep], then: Then = None) -> Pending:
+        """Take a step for some shards of a block; see ``ShardStepper.submit``.
 
         Raises:
             KeyError: there is no such block.
@@ -211,10 +193,7 @@ class Stepper(ABC):
         return Submission(found.last)
 
     def states(self, block: str, index: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the states of a shard as torch names them, and its counter ``step``, if any.
-
-        Waits for submitted steps of the block. Yields nothing before the first step.
-        """
+        """Yield the states of a shard and its counter ``step``; see ``ShardStepper.states``."""
         found = self._at_rest(block)
         shard = found.shards[index]
         if shard.fresh:
@@ -236,11 +215,8 @@ class Stepper(ABC):
     def set_states(self, block: str, index: int, states: Mapping[str, Any]) -> None:
         """Replace the states of a shard; none: as before the first step.
 
-        Args:
-            block: its block.
-            index: which shard.
-            states: by torch's names; of any shape and floating dtype, with as many elements as
-                the shard. ``step`` is a number or 0-D. A state that is None counts as missing.
+        States may have any shape and floating dtype; ``step`` is a number or 0-D. A state that is
+        None counts as missing.
 
         Raises:
             UsageError: other states than this optimizer's, or of another size.

@@ -69,14 +69,11 @@ class Piece(NamedTuple):
 
 
 def tiles(numel: int, length: int) -> Iterator[slice]:
-    """Cut a shard into ranges that can be updated in turn, or at the same time.
-
-    Args:
-        numel: elements of the shard.
-        length: elements of every range but the last, a positive multiple of ``ALIGNMENT``.
+    """Cut a shard of ``numel`` elements into ranges of ``length``, to be updated in any order.
 
     Raises:
-        UsageError: a length that would change the kernels' rounding.
+        UsageError: the length is no positive multiple of ``ALIGNMENT``: kernels would round
+            otherwise.
     """
     if length <= 0 or length % ALIGNMENT:
         raise UsageError(

@@ -43,10 +43,10 @@ class Transfer:
     """A read or write under way, as its submitter holds it.
 
     Args:
-        requests: to the disk, which make it up.
-        start: offset of its first byte in the file.
-        stop: offset after its last byte.
-        writes: whether it changes the file.
+        requests: to the disk, all together.
+        start: offset of the first byte in the file.
+        stop: offset behind the last byte.
+        writes: whether the file changes.
     """
 
     __slots__ = ("_requests", "_start", "_stop", "_writes")
@@ -58,11 +58,7 @@ class Transfer:
         self._start, self._stop, self._writes = start, stop, writes
 
     def wait(self) -> None:
-        """Return when all of it is done.
-
-        Raises:
-            StorageError: a request failed.
-        """
+        """Return when all of it is done; raises StorageError when a request failed."""
         self.await_end()  # of all requests, before the first error leaves: the buffer is free then
         for request in self._requests:
             request.result()
@@ -160,23 +156,13 @@ class DiskFile:
 
         The bytes up to the next multiple of 4096 become zeros.
 
-        Args:
-            offset: in bytes, a multiple of 4096.
-            buffer: as in ``read``.
-            ready: returns when the buffer holds its values; runs before each request.
-
-        Raises:
-            UsageError: as in ``read``.
-            StorageError: an earlier write failed.
+        Arguments and errors as in ``read``; ``ready`` returns when the buffer holds its values, and
+        runs before each request.
         """
         return self._submit(offset, buffer, writes=True, ready=ready)
 
     def flush(self) -> None:
-        """Return when every write so far is on the disk.
-
-        Raises:
-            StorageError: one of them failed.
-        """
+        """Return when every write so far is on the disk; raises StorageError otherwise."""
         with self._order:
             for transfer in self._under_way:
                 transfer.await_end()

@@ -122,12 +122,10 @@ class NvmeStore:
     working_bytes: ClassVar[int] = WORKING_BYTES
 
     def __init__(self, config: NvmeConfig) -> None:
-        self._directory = check_directory(config.path)
+        directory = check_directory(config.path)
         if config.release_memory:
             give_back_memory()
-        self._file = DiskFile(
-            self._directory, request_bytes=config.request_bytes, threads=config.threads
-        )
+        self._file = DiskFile(directory, request_bytes=config.request_bytes, threads=config.threads)
         self._changes = threading.Lock()
         self._extents: dict[str, _Extent] = {}
         self._ahead: dict[str, tuple[Tensor, Transfer]] = {}
@@ -170,10 +168,8 @@ class NvmeStore:
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the room of tensors that will be put or written later, all at once.
 
-        Their values are zeros until then: a fresh optimizer state needs no write.
-
-        Args:
-            tensors: by key; only shape and dtype count, so they may be on the device ``meta``.
+        Values are zeros until then: a fresh optimizer state needs no write. Of the tensors only
+        shape and dtype count; they may be on the device ``meta``.
 
         Raises:
             UsageError: a key is there already.
@@ -257,13 +253,10 @@ class NvmeStore:
     def write_from(
         self, key: str, buffer: Tensor, start: int = 0, stop: int | None = None
     ) -> Transfer:
-        """Start to write the elements start to stop of a tensor, counted as if it had one dim.
+        """Start to write the elements start to stop of a tensor; arguments as in ``read_into``.
 
-        Args:
-            key: as in ``read_into``.
-            buffer: as in ``read_into``; must not change until the handle's ``wait()``.
-            start: as in ``read_into``.
-            stop: element behind the last; at a multiple of 4096 bytes, or the tensor's end.
+        The buffer must not change until the handle's ``wait()``; ``stop`` is at a multiple of 4096
+        bytes, or the tensor's end.
 
         Raises:
             KeyError: there is no such tensor.
@@ -278,11 +271,7 @@ class NvmeStore:
         return self._file.write(offset, part)
 
     def flush(self) -> None:
-        """Return when everything put so far is on the disk.
-
-        Raises:
-            StorageError: a write failed.
-        """
+        """Return when everything put so far is on the disk; raises StorageError otherwise."""
         self._file.flush()
         self._staged.clear()
 
