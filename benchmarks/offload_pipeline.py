@@ -14,6 +14,7 @@ longer of the two others (goal: at most 1.15).
 """
 
 import argparse
+import contextlib
 import random
 import statistics
 import time
@@ -98,7 +99,7 @@ def ways(numel: int, shards: int, store: NvmeStore, tiler: Tiler) -> tuple[dict[
     assert rule is not None
     steps = block_of(numel, shards, optimizer, stepper)
     block: ShardBlock = stepper._blocks["all"]
-    begun = rule.step(optimizer.param_groups[0], torch.zeros(()), factor=0.37)
+    begun = rule.step(optimizer.param_groups[0], 0.0, 0.37)
     works = [ShardWork(block.shards[step.index], step, begun, {}) for step in steps]
     nbytes = stepper._tile_bytes
     tiles = list(cut(works, nbytes))
@@ -165,7 +166,7 @@ def main() -> None:
         for size in options.sizes:
             for shards in options.shards:
                 store = NvmeStore(config)
-                with Tiler(threads) as tiler:
+                with contextlib.closing(Tiler(threads)) as tiler:
                     made, close = ways(size * MI, shards, store, tiler)
                     report(measure(made, options.rounds), size * MI, shards, threads)
                 close()

@@ -196,51 +196,86 @@ class PipelinedStep:
             self.future.set_exception(error)
 
 
-class TilePipeline:
-    """Takes steps in their order, on two threads beside those of store and tiler.
+class NvmeStepper(Stepper):
+    """Keeps states, and masters if asked, in the file of a store.
 
-    An error ends the pipeline: it is raised by the steps under way and by later steps, since
-    half-written states are of no use.
+    A step reads and writes them once: 12 bytes per parameter each way for AdamW with fp32 masters,
+    8 bytes where masters stay in memory, and the padding of every shard to 4096 bytes. A step is
+    over when memory holds its results; the writes go on. Two threads take steps in their order,
+    beside the threads of store and tiler. An error ends the stepper: the steps under way and later
+    steps raise the error, since half-written states are of no use.
 
     Args:
-        store: where tensors are read and written.
-        tile_bytes: of each state in a tile, a multiple of 4096.
-        threads: how many compute; None means as many as torch uses in the calling thread.
+        rule: how the optimizer updates.
+        store: keeps the file.
+        prefix: of the stepper's keys there; no other keys begin so.
+        request_bytes: of one request to the disk.
     """
 
-    def __init__(self, store: TileStore, tile_bytes: int, threads: int | None = None) -> None:
+    def __init__(self, rule: Rule, store: TileStore, prefix: str, request_bytes: int) -> None:
+        super().__init__(rule, ALIGNMENT)
         self._store = store
-        self._tiler = Tiler(threads)
+        self._prefix = prefix
+        # A tile is whole requests; a request that is longer than a tile is cut to the tile.
+        self._tile_bytes = TILE_BYTES // request_bytes * request_bytes or TILE_BYTES
+        self._tiler = Tiler()
         self._reading = ThreadPool(1, "drivetrain-ahead")
         self._updating = computing_pool(1, "drivetrain-step")
-        self._sets = [TileBuffers(tile_bytes) for _ in range(SETS)]
+        self._sets = [TileBuffers(self._tile_bytes) for _ in range(SETS)]
         self._free: SimpleQueue[TileBuffers] = SimpleQueue()
         for buffers in self._sets:
             self._free.put(buffers)
         self._error: BaseException | None = None
 
-    def provide(self, names: Sequence[str]) -> None:
-        """Make buffers for tensors of these names."""
+    # --- the contract of ``Stepper`` ---
+
+    @override
+    def _take_room(self, block: ShardBlock) -> None:
+        room = {
+            self._key(block, name): torch.empty(nbytes, dtype=torch.uint8, device="meta")
+            for name, nbytes in block.nbytes.items()
+        }
+        self._store.reserve(room)
         for buffers in self._sets:
-            buffers.provide(names)
+            buffers.provide([name for name, nbytes in block.nbytes.items() if nbytes])
 
-    def submit(self, step: PipelinedStep) -> None:
-        """Take a step; returns at once.
-
-        Raises:
-            StorageError: a step or a write failed before.
-        """
+    @override
+    def _start(self, block: ShardBlock, works: Sequence[ShardWork], then: Then) -> "Future[None]":
         self._check()
+        states = {name: self._key(block, name) for name in sorted(block.states)}
+        keys = {False: states, True: states | {MASTER: self._key(block, MASTER)}}
+        step = PipelinedStep(keys, cut(works, self._tile_bytes), block.last, then)
         self._reading.submit(self._read, step)
+        return step.future
 
-    def close(self) -> None:
-        """Let steps and writes end, and give up threads and buffers; may be called again."""
+    @override
+    def _fetch(self, block: ShardBlock, shard: SteppedShard, name: str) -> Tensor:
+        buffer = aligned_empty(padded(shard.nbytes), torch.uint8)
+        stop = shard.offset + len(buffer)
+        self._store.read_into(self._key(block, name), buffer, shard.offset, stop).wait()
+        return buffer[: shard.nbytes].view(shard.spec.dtype)
+
+    @override
+    def _keep(self, block: ShardBlock, shard: SteppedShard, name: str, values: Tensor) -> None:
+        buffer = aligned_empty(padded(shard.nbytes), torch.uint8)
+        copy = buffer[: shard.nbytes].view(shard.spec.dtype)
+        copy.copy_(values.detach().reshape(-1))
+        stop = shard.offset + len(buffer)
+        self._store.write_from(self._key(block, name), buffer, shard.offset, stop).wait()
+
+    @override
+    def _release(self) -> None:
         self._reading.shutdown()
         self._updating.shutdown()
         for buffers in self._sets:
             buffers.await_writes()
         self._sets.clear()
         self._tiler.close()
+
+    def _key(self, block: ShardBlock, name: str) -> str:
+        return f"{self._prefix}/{block.name}/{name}"
+
+    # --- the pipeline: read ahead on one thread, update and write on another ---
 
     def _check(self) -> None:
         if self._error is not None:
@@ -313,73 +348,3 @@ def await_end(transfers: Iterable[Pending]) -> None:
 def _goes_on(tile: Tile, at: int, kept: bool, tile_bytes: int) -> bool:
     """Whether a shard at the byte ``at`` can go on in a tile."""
     return at == tile.stop and kept is tile.kept and at - tile.start < tile_bytes
-
-
-class NvmeStepper(Stepper):
-    """Keeps states, and masters if asked, in the file of a store.
-
-    A step reads and writes them once: 12 bytes per parameter each way for AdamW with fp32 masters,
-    8 bytes where masters stay in memory, and the padding of every shard to 4096 bytes. A step is
-    over when memory holds its results; the writes go on.
-
-    Args:
-        rule: how the optimizer updates.
-        store: the store whose file it is.
-        prefix: of the stepper's keys there; no other keys begin so.
-        request_bytes: of one request to the disk.
-        threads: how many compute; None means as many as torch uses in the calling thread.
-    """
-
-    def __init__(
-        self,
-        rule: Rule,
-        store: TileStore,
-        prefix: str,
-        request_bytes: int,
-        threads: int | None = None,
-    ) -> None:
-        super().__init__(rule, ALIGNMENT)
-        self._store = store
-        self._prefix = prefix
-        # A tile is whole requests; a request that is longer than a tile is cut to the tile.
-        self._tile_bytes = TILE_BYTES // request_bytes * request_bytes or TILE_BYTES
-        self._pipeline = TilePipeline(store, self._tile_bytes, threads)
-
-    @override
-    def _take_room(self, block: ShardBlock) -> None:
-        room = {
-            self._key(block, name): torch.empty(nbytes, dtype=torch.uint8, device="meta")
-            for name, nbytes in block.nbytes.items()
-        }
-        self._store.reserve(room)
-        self._pipeline.provide([name for name, nbytes in block.nbytes.items() if nbytes])
-
-    @override
-    def _start(self, block: ShardBlock, works: Sequence[ShardWork], then: Then) -> "Future[None]":
-        states = {name: self._key(block, name) for name in sorted(block.states)}
-        keys = {False: states, True: states | {MASTER: self._key(block, MASTER)}}
-        step = PipelinedStep(keys, cut(works, self._tile_bytes), block.last, then)
-        self._pipeline.submit(step)
-        return step.future
-
-    @override
-    def _fetch(self, block: ShardBlock, shard: SteppedShard, name: str) -> Tensor:
-        buffer = aligned_empty(padded(shard.nbytes), torch.uint8)
-        stop = shard.offset + len(buffer)
-        self._store.read_into(self._key(block, name), buffer, shard.offset, stop).wait()
-        return buffer[: shard.nbytes].view(shard.spec.dtype)
-
-    @override
-    def _keep(self, block: ShardBlock, shard: SteppedShard, name: str, values: Tensor) -> None:
-        buffer = aligned_empty(padded(shard.nbytes), torch.uint8)
-        copy = buffer[: shard.nbytes].view(shard.spec.dtype)
-        copy.copy_(values.detach().reshape(-1))
-        stop = shard.offset + len(buffer)
-        self._store.write_from(self._key(block, name), buffer, shard.offset, stop).wait()
-
-    @override
-    def _release(self) -> None:
-        self._pipeline.close()
-
-    def _key(self, block: ShardBlock, name: str) -> str:
-        return f"{self._prefix}/{block.name}/{name}"

@@ -53,13 +53,12 @@ class HostStepper(Stepper):
     Args:
         rule: how the optimizer updates.
         page_locked: whether states are in page-locked memory.
-        threads: how many compute; None means as many as torch uses in the calling thread.
     """
 
-    def __init__(self, rule: Rule, *, page_locked: bool, threads: int | None = None) -> None:
+    def __init__(self, rule: Rule, *, page_locked: bool) -> None:
         super().__init__(rule, CACHE_LINE)
         self._page_locked = page_locked
-        self._tiler = Tiler(threads)
+        self._tiler = Tiler()
         self._thread = computing_pool(1, "drivetrain-step")
         self._tensors: dict[str, list[dict[str, Tensor]]] = {}
 
