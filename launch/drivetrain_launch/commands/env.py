@@ -13,7 +13,7 @@ import click
 import psutil
 
 from drivetrain._version import __version__
-from drivetrain.registry import Registry, commands, stores, strategies, trackers
+from drivetrain.registry import commands, stores, strategies, trackers
 from drivetrain_launch.ranks.placement import cores
 
 PREFIXES = ("NCCL_", "GLOO_", "OMP_", "TORCH_", "DRIVETRAIN_")
@@ -48,7 +48,7 @@ def collect() -> dict[str, dict[str, Any]]:
             "torch": torch.__version__,
         },
         "plugins": {
-            registry.group: describe_plugins(registry)
+            registry.group: ", ".join(registry.names) or "none"
             for registry in (strategies(), stores(), trackers(), commands())
         },
         "machine": machine(),
@@ -104,11 +104,6 @@ def cgroup_memory(paths: tuple[Path, ...]) -> str:
             if text.isdecimal() and int(text) < NO_LIMIT:
                 return _gibibytes(int(text))
     return "none"
-
-
-def describe_plugins(registry: Registry) -> str:
-    """Return the names in one registry."""
-    return ", ".join(registry.names) or "none"
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -147,7 +148,7 @@ class DiskFile:
             UsageError: the offset or buffer is not aligned, or ends after the file.
             StorageError: an earlier write failed.
         """
-        return self._submit(offset, buffer, writes=False, ready=None)
+        return self._submit(offset, buffer, self._read, writes=False)
 
     def write(
         self, offset: int, buffer: Tensor, ready: Callable[[], object] | None = None
@@ -159,7 +160,7 @@ class DiskFile:
         Arguments and errors as in ``read``; ``ready`` returns when the buffer holds its values, and
         runs before each request.
         """
-        return self._submit(offset, buffer, writes=True, ready=ready)
+        return self._submit(offset, buffer, partial(self._write, ready), writes=True)
 
     def flush(self) -> None:
         """Return when every write so far is on the disk; raises StorageError otherwise."""
@@ -202,7 +203,7 @@ class DiskFile:
         self._free()
 
     def _submit(
-        self, offset: int, buffer: Tensor, *, writes: bool, ready: Callable[[], object] | None
+        self, offset: int, buffer: Tensor, move: Callable[[memoryview, int], None], *, writes: bool
     ) -> Transfer:
         view = self._bytes(offset, buffer)
         with self._order:
@@ -215,10 +216,9 @@ class DiskFile:
                     other.await_end()
             self._under_way = [other for other in self._under_way if not other.done()]
             self.check()
-            move = self._write if writes else self._read
             for start, end in self._cut(len(view)):
-                job = (view[start:end], offset + start, ready)
-                requests.append(self._pools[writes].submit(move, *job))
+                job = self._pools[writes].submit(move, view[start:end], offset + start)
+                requests.append(job)
             self._under_way.append(transfer)
         return transfer
 
@@ -249,7 +249,7 @@ class DiskFile:
         if whole < nbytes:
             yield whole, nbytes
 
-    def _read(self, view: memoryview, offset: int, ready: Callable[[], object] | None) -> None:
+    def _read(self, view: memoryview, offset: int) -> None:
         if len(view) % ALIGNMENT == 0:
             self._move(os.preadv, view, offset, "read")
         else:
@@ -257,7 +257,7 @@ class DiskFile:
                 self._move(os.preadv, block, offset, "read")
                 view[:] = block[: len(view)]
 
-    def _write(self, view: memoryview, offset: int, ready: Callable[[], object] | None) -> None:
+    def _write(self, ready: Callable[[], object] | None, view: memoryview, offset: int) -> None:
         try:
             self.check()
             if ready is not None:
