@@ -203,7 +203,7 @@ def test_a_block_is_read_after_its_last_step_also_when_that_is_late(store, monke
     both = Both(store, *ADAMW, sizes=[900, 800])  # fits into one set of buffers
     spec = [ShardSpec(10, torch.float32, False)]
     both.stepper.adopt("b", spec, both.optimizer.param_groups[0])
-    tiler = both.stepper._tiler if store.in_memory else both.stepper._pipeline._tiler
+    tiler = both.stepper._tiler
     real = tiler.update_all
     monkeypatch.setattr(tiler, "update_all", lambda updates: time.sleep(0.02) or real(updates))
     between = [ShardStep(0, both.group(0), torch.ones(10), torch.ones(10))]
