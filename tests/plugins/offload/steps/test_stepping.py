@@ -262,7 +262,7 @@ def test_states_in_memory_are_the_kept_ones():
 def test_a_submission_does_not_wait_and_is_read_at_once(store, monkeypatch):
     gate = threading.Event()
     stepper, step = one(store)
-    tiler = stepper._tiler if store.in_memory else stepper._pipeline._tiler
+    tiler = stepper._tiler
     real = tiler.update_all
     monkeypatch.setattr(tiler, "update_all", lambda updates: gate.wait(20) and real(updates))
     pending = [stepper.submit("a", step()) for _ in range(3)]
@@ -286,7 +286,7 @@ def interruptible():
 def test_wait_can_be_interrupted(store, monkeypatch):
     gate = threading.Event()
     stepper, step = one(store)
-    tiler = stepper._tiler if store.in_memory else stepper._pipeline._tiler
+    tiler = stepper._tiler
     real = tiler.update_all
     monkeypatch.setattr(tiler, "update_all", lambda updates: gate.wait(20) and real(updates))
     pending = stepper.submit("a", step())
@@ -341,8 +341,8 @@ def test_tiles_are_read_while_others_are_updated(on_disk, monkeypatch):
     group = step()[0].group
     stepper.adopt("b", [ShardSpec(100, torch.float32, False)], group)
     meeting = threading.Event()
-    store_reads, pipeline = [], stepper._pipeline
-    real_read, real_update = on_disk.read_into, pipeline._tiler.update_all
+    store_reads = []
+    real_read, real_update = on_disk.read_into, stepper._tiler.update_all
 
     def read_into(key, *rest):
         store_reads.append(key)
@@ -355,7 +355,7 @@ def test_tiles_are_read_while_others_are_updated(on_disk, monkeypatch):
         real_update(updates)
 
     monkeypatch.setattr(on_disk, "read_into", read_into)
-    monkeypatch.setattr(pipeline._tiler, "update_all", update_all)
+    monkeypatch.setattr(stepper._tiler, "update_all", update_all)
     first = stepper.submit("a", step())
     stepper.submit("b", [ShardStep(0, group, torch.ones(100), torch.ones(100))]).wait()
     first.wait()
