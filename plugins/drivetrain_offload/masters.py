@@ -110,11 +110,7 @@ class OffloadedParameters:
         self._places: dict[ParameterSlot, tuple[Unit, FlatTensor]] = {}
 
     def choose(self, units: Sequence[Unit]) -> None:
-        """Choose the units whose state is offloaded: the last ones that forward needs.
-
-        Args:
-            units: more units, in the order in which backward usually reaches them.
-        """
+        """Choose among more units, in backward's order, the last ones that forward needs."""
         chosen = units[: offloaded([unit.layout for unit in units], self._options.ratio)]
         self.units += chosen
         for unit in chosen:

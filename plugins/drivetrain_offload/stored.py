@@ -18,24 +18,14 @@ from drivetrain.store import SteppingStore, TensorStore
 class ShardInStore(ShardHome):
     """A shard that lies in a store and comes for every use, as the same tensor as in memory.
 
-    Args:
-        numel: as in ``ShardHome``.
-        dtype: as in ``ShardHome``.
-        own: as in ``ShardHome``.
-        store: keeps the shard.
-        key: of the shard there.
+    ``key`` names the shard in the store; the other arguments are those of ``ShardHome``.
     """
 
     in_store: ClassVar[bool] = True
     at_hand: ClassVar[bool] = False
 
     def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        own: Sequence[Tensor],
-        store: TensorStore,
-        key: str,
+        self, numel: int, dtype: torch.dtype, own: Sequence[Tensor], store: TensorStore, key: str
     ) -> None:
         super().__init__(numel, dtype, own)
         self._store = store

@@ -113,12 +113,6 @@ def announce_tiers(
 
     To be called before the model is laid out: its memory counts as free, to be used again.
 
-    Args:
-        plan: the model as this rank will keep it.
-        options: name the stores of each kind of state.
-        opened: the stores, by name.
-        run: the ranks.
-
     Raises:
         PreflightError: on every rank, where a rank has too little.
     """

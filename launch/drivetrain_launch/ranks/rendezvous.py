@@ -83,12 +83,7 @@ class HostOrderRendezvous(DynamicRendezvousHandler):
 
     @classmethod
     def meet(cls, launch: LaunchConfig, address: str) -> "HostOrderRendezvous":
-        """Reach the store of host 0, or open it there.
-
-        Args:
-            launch: the hosts.
-            address: this host's, for the other hosts.
-        """
+        """Reach the store of host 0, or open it there; the address is for the other hosts."""
         parameters = RendezvousParameters(
             backend="c10d",
             endpoint=launch.rdzv_endpoint,

@@ -45,14 +45,10 @@ class HostConfig:
 
 
 class HostStepper(Stepper):
-    """Keeps states in host memory; the first step takes the pages of the states.
+    """Keeps states in host memory, page-locked if asked; the first step takes the pages.
 
-    One thread takes the steps in their order and computes, together with the tiler's threads. It
-    ends with the stepper: ``close`` waits for submitted steps.
-
-    Args:
-        rule: how the optimizer updates.
-        page_locked: whether states are in page-locked memory.
+    One thread takes the steps in their order and computes, together with the tiler's threads;
+    ``close`` waits for submitted steps.
     """
 
     def __init__(self, rule: Rule, *, page_locked: bool) -> None:
@@ -106,9 +102,6 @@ class HostStore:
 
     A copy from an accelerator is asynchronous, in the order of the stream that is current in
     ``put``; ``fetch`` waits for the copies to its own key, ``flush`` for all of them.
-
-    Args:
-        config: the options.
     """
 
     Config = HostConfig
