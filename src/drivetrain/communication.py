@@ -7,7 +7,7 @@ their device, or take a detour where the library cannot carry them from there.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -188,6 +188,25 @@ def pad_across_processes(
     return recursively_apply(pad_one, data)
 
 
+def differing(facts: Sequence[str], group: Ranks = None) -> list[Sequence[str]]:
+    """Return the facts of all ranks if ranks differ, else an empty list. Collective.
+
+    A digest of eight bytes goes first: only ranks that disagree exchange the whole text.
+    """
+    if _size(group) == 1:
+        return []
+    digest = hashlib.sha256("\0".join(facts).encode()).digest()[:8]
+    number = int.from_bytes(digest, "big", signed=True)
+    mine = torch.tensor([number], dtype=torch.int64, device=_device_of(group))
+    digests = mine.new_empty(_size(group), 1)
+    dist.all_gather(list(digests.unbind()), mine, group=_group(group))
+    if len(set(digests.flatten().tolist())) == 1:
+        return []
+    held: list[Sequence[str]] = [()] * _size(group)
+    dist.all_gather_object(held, facts, group=_group(group))
+    return held
+
+
 def _gather_one(tensor: Tensor, group: Ranks) -> Tensor:
     mine = _travelling(tensor, group).contiguous()
     mine = mine.unsqueeze(0) if mine.dim() == 0 else mine
@@ -286,15 +305,9 @@ def _check_alike(
 
 
 def _check_digests(operation: str, text: str, group: Ranks) -> None:
-    digest = hashlib.sha256(f"{operation}\0{text}".encode()).digest()[:8]
-    number = int.from_bytes(digest, "big", signed=True)
-    mine = torch.tensor([number], dtype=torch.int64, device=_device_of(group))
-    digests = mine.new_empty(_size(group), 1)
-    dist.all_gather(list(digests.unbind()), mine, group=_group(group))
-    if len(set(digests.flatten().tolist())) == 1:
+    held = differing((operation, text), group)
+    if not held:
         return
-    held: list[tuple[str, str]] = [("", "")] * _size(group)
-    dist.all_gather_object(held, (operation, text), group=_group(group))
     same_operation = len({each for each, _ in held}) == 1
     texts = [what if same_operation else f"{each} of {what}" for each, what in held]
     raise RankMismatchError(

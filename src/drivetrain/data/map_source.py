@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 
+from drivetrain import communication
 from drivetrain.data.division import OrderDivision
 from drivetrain.data.order import EpochOrder, fingerprint, forward_epoch
 from drivetrain.data.steps import GlobalStep, OrderIdentity, RankBatch, Start, reader_of
@@ -161,10 +161,7 @@ def check_same_order(mine: int, world: World) -> None:
     """Compare the fingerprints of the order, and raise on every rank if they differ. Collective."""
     if world.size == 1:
         return
-    device = torch.device("cpu") if "gloo" in world.backend else world.device
-    found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world.size)]
-    dist.all_gather(found, torch.tensor([mine], device=device))
-    fingerprints = [int(one.item()) for one in found]
+    fingerprints = communication.gather_object(mine)
     if len(set(fingerprints)) > 1:
         shown = ", ".join(f"rank {rank}: {one:x}" for rank, one in enumerate(fingerprints))
         raise RankMismatchError(

@@ -1,15 +1,11 @@
 """The settings of a run: resolved from code, launch configuration and file, alike on all ranks."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-import torch.distributed as dist
-
-from drivetrain import registry
+from drivetrain import communication, registry
 from drivetrain.config import Layer, Resolved, ValueOrigin, read_file, resolve
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.facade.options import (
@@ -126,18 +122,9 @@ def agree(world: World, subject: str, lines: Sequence[str]) -> None:
     Raises:
         RankMismatchError: names the first line that differs, with both versions.
     """
-    if world.size == 1:
-        return
-    # A digest of eight bytes first: only ranks that disagree exchange the whole text.
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(world.device)
-    digests = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(digests, mine)
-    if all(torch.equal(theirs, digests[0]) for theirs in digests):
-        return
-    texts: list[list[str]] = [[] for _ in range(world.size)]
-    dist.all_gather_object(texts, list(lines))
-    raise RankMismatchError(f"ranks disagree on {subject}: {_first_difference(texts)}")
+    texts = communication.differing(lines) if world.size > 1 else []
+    if texts:
+        raise RankMismatchError(f"ranks disagree on {subject}: {_first_difference(texts)}")
 
 
 def _file_layer(config: str | Path | Mapping[str, Any] | None) -> Layer:

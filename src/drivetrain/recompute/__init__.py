@@ -8,8 +8,7 @@ arXiv:1910.02054, section 6.1).
 
 - ``attach``: chooses modules, puts a recomputing forward into them, and takes it out again
 - ``replay``: one call of a block that is computed again in backward, and its kept results
-- ``inputs``: where the inputs wait
-- ``host``: the ways of inputs to host memory and back, while the device computes
+- ``inputs``: where the inputs wait, and their ways to host memory and back
 """
 
 from drivetrain.recompute.attach import Mode, attach, choose_blocks, is_attached, restore

@@ -31,31 +31,6 @@ class Batch(NamedTuple):
     rank: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """An awkward model with its data and loss.
-
-    Attributes:
-        name: short, as in test ids.
-        factory: makes the module; ``build`` calls it with a fixed seed.
-        batch: the batch of a (step, rank).
-        loss: the 0-d mean loss of a batch.
-        large: whether it is too large to be trained for many steps.
-    """
-
-    name: str
-    factory: Callable[[], nn.Module]
-    batch: Callable[[int, int], Batch]
-    loss: Callable[[nn.Module, Batch], Tensor]
-    large: bool = False
-
-    def build(self) -> nn.Module:
-        """Return the model, with the same weights on every call."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(17)
-            return self.factory()
-
-
 def numbers(step: int, rank: int) -> Batch:
     """Return a batch of numbers."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -95,6 +70,31 @@ def main_output(model: nn.Module, batch: Batch) -> Tensor:
     """Return a loss that reads only the first of two outputs."""
     outputs: dict[str, Any] = model(batch.inputs)
     return F.mse_loss(outputs["main"], batch.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An awkward model with its data and loss.
+
+    Attributes:
+        name: short, as in test ids.
+        factory: makes the module; ``build`` calls it with a fixed seed.
+        batch: the batch of a (step, rank).
+        loss: the 0-d mean loss of a batch.
+        large: whether it is too large to be trained for many steps.
+    """
+
+    name: str
+    factory: Callable[[], nn.Module]
+    batch: Callable[[int, int], Batch] = numbers
+    loss: Callable[[nn.Module, Batch], Tensor] = squared_error
+    large: bool = False
+
+    def build(self) -> nn.Module:
+        """Return the model, with the same weights on every call."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(17)
+            return self.factory()
 
 
 def linear(inputs: int, outputs: int, *, dtype: torch.dtype = torch.float64) -> nn.Linear:
@@ -319,34 +319,23 @@ class Large(nn.Module):
         return outputs
 
 
-def _cases() -> Mapping[str, Case]:
-    def case(
-        name: str,
-        factory: Callable[[], nn.Module],
-        batch: Callable[[int, int], Batch] = numbers,
-        loss: Callable[[nn.Module, Batch], Tensor] = squared_error,
-        large: bool = False,
-    ) -> Case:
-        return Case(name=name, factory=factory, batch=batch, loss=loss, large=large)
-
-    cases = [
-        case("mlp", mlp),
-        case("tied", Tied, tokens, cross_entropy),
-        case("adapted", Adapted),
-        case("first_frozen", FirstFrozen),
-        case("unused", Unused),
-        case("branching", Branching, loss=by_rank),
-        case("odd_shapes", OddShapes),
-        case("transposed", Transposed),
-        case("mixed_dtypes", MixedDtypes),
-        case("batchnorm", Normalized),
-        case("called_twice", CalledTwice),
-        case("two_outputs", TwoOutputs, loss=main_output),
-        case("recomputed", Recomputed),
-        case("large", Large, large=True),
-    ]
-    return {case.name: case for case in cases}
-
-
-CASES = _cases()
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        Case("mlp", mlp),
+        Case("tied", Tied, tokens, cross_entropy),
+        Case("adapted", Adapted),
+        Case("first_frozen", FirstFrozen),
+        Case("unused", Unused),
+        Case("branching", Branching, loss=by_rank),
+        Case("odd_shapes", OddShapes),
+        Case("transposed", Transposed),
+        Case("mixed_dtypes", MixedDtypes),
+        Case("batchnorm", Normalized),
+        Case("called_twice", CalledTwice),
+        Case("two_outputs", TwoOutputs, loss=main_output),
+        Case("recomputed", Recomputed),
+        Case("large", Large, large=True),
+    )
+}
 """All awkward models by name."""
