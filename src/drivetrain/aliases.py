@@ -66,8 +66,8 @@ def extract_model_from_parallel(
     Args:
         model: prepared by a strategy that works in hooks, compiled, or wrapped by torch's
             DataParallel or DistributedDataParallel.
-        keep_fp32_wrapper: accepted for scripts that pass it; ``Accelerator.unwrap_model`` undoes
-            the precision of forward.
+        keep_fp32_wrapper: without effect; ``Accelerator.unwrap_model`` undoes the precision of
+            forward.
         keep_torch_compile: False returns the module inside a compiled one.
     """
     del keep_fp32_wrapper

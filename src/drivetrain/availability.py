@@ -40,7 +40,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Whether bf16 computes on this machine's accelerator, or on the CPU without one.
 
     Args:
-        ignore_tpu: accepted for scripts that pass it; there is no TPU here.
+        ignore_tpu: without effect, since there is no TPU here.
     """
     del ignore_tpu
     return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True

@@ -99,7 +99,7 @@ class TensorFacts:
         shape: the global shape.
         dtype: as the model holds it.
         identity: equal for tied tensors.
-        trainable: whether it is a parameter that requires gradients.
+        trainable: whether the tensor is a parameter that requires gradients.
     """
 
     name: str

@@ -314,7 +314,7 @@ def _expected(messages: list[str]) -> str:
 def _where(origins: Mapping[str, ValueOrigin], key: str) -> str:
     origin = _find(origins, key)
     if origin is None:
-        # An unknown section is known by what was set in it.
+        # An unknown section is known by the values inside.
         inside = (found for name, found in origins.items() if name.startswith(f"{key}."))
         origin = next(inside, None)
     return origin.text if origin else "configuration"

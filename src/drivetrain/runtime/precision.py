@@ -139,7 +139,7 @@ class Precision:
 
         Args:
             strategy: its name.
-            names: of the dtypes that it does not honour: ``param``, ``reduce``, ``master``.
+            names: the dtypes without effect under the strategy: ``param``, ``reduce``, ``master``.
             instead: the way out.
 
         Raises:
