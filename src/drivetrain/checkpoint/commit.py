@@ -20,6 +20,8 @@ from drivetrain.checkpoint.manifest import FILE_NAME
 from drivetrain.checkpoint.tensorfile import sync_directory
 from drivetrain.errors import CheckpointError
 
+_NAME = re.compile(r"checkpoint_([0-9]+)")
+
 
 def is_checkpoint(directory: Path) -> bool:
     """Return whether a directory is a complete checkpoint: the manifest is written last."""
@@ -103,34 +105,6 @@ def delete(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _check_free(target: Path, overwrite: bool) -> None:
-    if not os.path.lexists(target):
-        return
-    if not overwrite:
-        raise CheckpointError(
-            f"{target} already exists; choose another name, or pass overwrite=True to replace it"
-        )
-    if not target.is_dir() or not (is_checkpoint(target) or not any(target.iterdir())):
-        raise CheckpointError(
-            f"{target} is not a checkpoint of this library, so overwrite=True does not delete it; "
-            "choose another name or remove it yourself"
-        )
-
-
-def _hidden(target: Path, kind: str, token: str) -> Path:
-    return target.with_name(f".{target.name}.{kind}-{token}")
-
-
-def _leftovers(target: Path, *kinds: str) -> Iterator[Path]:
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.({'|'.join(kinds)})-[0-9a-f]+")
-    for path in sorted(target.parent.iterdir()) if target.parent.is_dir() else ():
-        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            yield path
-
-
-_NAME = re.compile(r"checkpoint_([0-9]+)")
-
-
 def next_name(root: Path) -> str:
     """Return the next automatic name in a folder, numbered after the highest that exists."""
     return f"checkpoint_{max(_numbered(root), default=-1) + 1}"
@@ -171,6 +145,31 @@ def prune(root: Path, limit: int) -> list[Path]:
                 f"cannot remove the old checkpoint {path}: {error.strerror}; the new one is saved"
             ) from error
     return removed
+
+
+def _check_free(target: Path, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"{target} already exists; choose another name, or pass overwrite=True to replace it"
+        )
+    if not target.is_dir() or not (is_checkpoint(target) or not any(target.iterdir())):
+        raise CheckpointError(
+            f"{target} is not a checkpoint of this library, so overwrite=True does not delete it; "
+            "choose another name or remove it yourself"
+        )
+
+
+def _hidden(target: Path, kind: str, token: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}-{token}")
+
+
+def _leftovers(target: Path, *kinds: str) -> Iterator[Path]:
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.({'|'.join(kinds)})-[0-9a-f]+")
+    for path in sorted(target.parent.iterdir()) if target.parent.is_dir() else ():
+        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            yield path
 
 
 def _numbered(root: Path) -> dict[int, Path]:

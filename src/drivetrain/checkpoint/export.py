@@ -123,6 +123,50 @@ def write_export(directory: Path, plan: ExportPlan, fetch: Fetch, *, world: Worl
             _discard(drafts.values())
 
 
+def export_checkpoint(
+    directory: Path,
+    output: Path,
+    *,
+    model: int = 0,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "10GB",
+    verify: str = "full",
+) -> ExportPlan:
+    """Write one model of a checkpoint as Hugging Face style safetensors, and return the plan.
+
+    Args:
+        directory: the checkpoint.
+        output: gets the files, in place of an earlier export.
+        model: index of the prepared model, in the order of ``prepare()``.
+        dtype: of floating-point weights in the export; None keeps each as it was saved.
+        max_shard_size: bytes per file, as a number or a text such as ``"5GB"``.
+        verify: ``full`` checks the checksum of every file first, ``size`` its size only.
+
+    Raises:
+        CheckpointError: not a checkpoint, damaged, without this model, values too large for the
+            dtype, or the output cannot be written; an earlier export is untouched then.
+    """
+    world = World()
+    with open_checkpoint(directory, world, verify=verify) as reader:
+        source = reader.model(model)
+        names = [name for name, state in source.keys() if not state]  # noqa: SIM118
+        dtypes = {name: source.dtype(name) for name in names}
+        if dtype is not None:
+            dtypes = {name: dtype if d.is_floating_point else d for name, d in dtypes.items()}
+        described = [
+            TensorFacts(name, source.shape(name), dtypes[name], source.aliases.get(name, name))
+            for name in names
+        ]
+        plan = plan_export(described, max_shard_size)
+
+        def fetch(wanted: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+            for name in wanted:
+                yield name, _read(source, name, dtypes[name])
+
+        write_export(output, plan, fetch, world=world)
+    return plan
+
+
 def parse_size(size: int | str) -> int:
     """Return a size in bytes; GB is 10**9 bytes, GiB 2**30. Other texts raise a CheckpointError."""
     match = _SIZE.fullmatch(str(size))
@@ -193,50 +237,6 @@ def _discard(paths: Iterable[Path]) -> None:
     for path in list(paths):
         with suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def export_checkpoint(
-    directory: Path,
-    output: Path,
-    *,
-    model: int = 0,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "10GB",
-    verify: str = "full",
-) -> ExportPlan:
-    """Write one model of a checkpoint as Hugging Face style safetensors, and return the plan.
-
-    Args:
-        directory: the checkpoint.
-        output: gets the files, in place of an earlier export.
-        model: index of the prepared model, in the order of ``prepare()``.
-        dtype: of floating-point weights in the export; None keeps each as it was saved.
-        max_shard_size: bytes per file, as a number or a text such as ``"5GB"``.
-        verify: ``full`` checks the checksum of every file first, ``size`` its size only.
-
-    Raises:
-        CheckpointError: not a checkpoint, damaged, without this model, values too large for the
-            dtype, or the output cannot be written; an earlier export is untouched then.
-    """
-    world = World()
-    with open_checkpoint(directory, world, verify=verify) as reader:
-        source = reader.model(model)
-        names = [name for name, state in source.keys() if not state]  # noqa: SIM118
-        dtypes = {name: source.dtype(name) for name in names}
-        if dtype is not None:
-            dtypes = {name: dtype if d.is_floating_point else d for name, d in dtypes.items()}
-        described = [
-            TensorFacts(name, source.shape(name), dtypes[name], source.aliases.get(name, name))
-            for name in names
-        ]
-        plan = plan_export(described, max_shard_size)
-
-        def fetch(wanted: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-            for name in wanted:
-                yield name, _read(source, name, dtypes[name])
-
-        write_export(output, plan, fetch, world=world)
-    return plan
 
 
 def _read(source: ModelReader, name: str, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs the body of a test as one rank: import it, join the other ranks, call it, leave."""
+"""Runs the body of a test as one rank: import it, join the others, call it, leave nothing."""
 
 import ast
 import gc
@@ -30,6 +30,11 @@ from torch.distributed.distributed_c10d import _world
 
 from drivetrain.runtime.world import LOOPBACK
 from drivetrain.testing.messages import Kind, RankOutcome, RankTest
+
+_START_TIMEOUT = timedelta(seconds=60)
+_ALLOWED_VARIABLES = ("TORCH", "TRITON", "KINETO", "KMP_", "PYTORCH")
+_ALLOWED_THREADS = ("Dummy-", "TMonitor", "InductorSubproc", "drivetrain-testing")
+_PATIENCE_S = 2.0
 
 
 def execute(job: RankTest) -> Iterator[RankOutcome]:
@@ -170,9 +175,6 @@ def _without_kit(trace: TracebackType | None) -> TracebackType | None:
     return shown or trace
 
 
-_START_TIMEOUT = timedelta(seconds=60)
-
-
 def join_group(job: RankTest) -> None:
     """Make this process a rank of a fresh gloo group, if the test has more than one rank."""
     if job.size > 1:
@@ -218,11 +220,6 @@ def _store(port: int) -> TCPStore:
 def _connection(port: int) -> TCPStore:
     # Made once: torch looks up the name of the address for it, which can take seconds.
     return TCPStore(LOOPBACK, port, timeout=_START_TIMEOUT, wait_for_workers=False)
-
-
-_ALLOWED_VARIABLES = ("TORCH", "TRITON", "KINETO", "KMP_", "PYTORCH")
-_ALLOWED_THREADS = ("Dummy-", "TMonitor", "InductorSubproc", "drivetrain-testing")
-_PATIENCE_S = 2.0
 
 
 class LeakGuard:
