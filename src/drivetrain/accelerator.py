@@ -24,7 +24,6 @@ from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
 from drivetrain.facade.building import Constructions
 from drivetrain.facade.checkpoints import Decode, Encode, RunCheckpoints
-from drivetrain.facade.dtypes import restore_forward
 from drivetrain.facade.gathering import Gathering
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
@@ -39,7 +38,7 @@ from drivetrain.facade.options import (
     project_of,
 )
 from drivetrain.facade.preparation import Preparation, is_scheduler
-from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.facade.prepared import PreparedObjects, restore_forward
 from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import Arguments, Runs, StrategyChoice, agree, resolve_run
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler

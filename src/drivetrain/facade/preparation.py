@@ -14,11 +14,10 @@ from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.data import PreparedLoader, prepare_data_loader
 from drivetrain.errors import UsageError
 from drivetrain.facade.building import Constructions, place
-from drivetrain.facade.dtypes import compute_in, describe_dtypes
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import AutocastKwargs
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects, compute_in, describe_dtypes
 from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
