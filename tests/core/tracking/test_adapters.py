@@ -9,8 +9,7 @@ import torch
 
 from drivetrain.errors import ConfigError
 from drivetrain.tracking import Trackers
-from drivetrain.tracking.jsonl import JsonlTracker
-from drivetrain.tracking.tensorboard import TensorboardTracker
+from drivetrain.tracking.adapters import JsonlTracker, TensorboardTracker
 
 RUN = """
 calls = []
@@ -111,7 +110,7 @@ def test_mlflow(fake):
 
 def test_tensorboard(fake, tmp_path, monkeypatch):
     fake("tensorboardX", WRITER)
-    here = "drivetrain.tracking.tensorboard.is_installed"
+    here = "drivetrain.tracking.adapters.is_installed"
     monkeypatch.setattr(here, lambda module: module == "tensorboardX")
     values = {"loss": torch.tensor([2.0]), "text": "a", "both": {"a": 1, "b": 2}, "many": [1, 2]}
     calls = run("tensorboard", {"lr": 0.1, "betas": (0.9, 0.95)}, values,
@@ -131,7 +130,7 @@ def test_tensorboard(fake, tmp_path, monkeypatch):
 
 
 def test_tensorboard_missing(tmp_path, monkeypatch):
-    for home in ("drivetrain.tracking.tensorboard", "drivetrain.availability"):
+    for home in ("drivetrain.tracking.adapters", "drivetrain.availability"):
         monkeypatch.setattr(f"{home}.is_installed", lambda module: False)
     with pytest.raises(ConfigError, match="pip install tensorboardX"):
         Trackers("tensorboard", logging_dir=str(tmp_path))

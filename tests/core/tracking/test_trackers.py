@@ -9,7 +9,7 @@ import torch.distributed as dist
 from drivetrain.errors import ConfigError, UnknownPluginError, UsageError
 from drivetrain.registry import Registry
 from drivetrain.tracking import Tracker, Trackers
-from drivetrain.tracking.jsonl import JsonlTracker
+from drivetrain.tracking.adapters import JsonlTracker
 
 
 class Memory(Tracker):

@@ -1,0 +1,215 @@
+"""The trackers that come with the library: JSON lines, TensorBoard, wandb, trackio and MLflow."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+from typing_extensions import override
+
+from drivetrain.availability import is_installed, is_tensorboard_available
+from drivetrain.errors import ConfigError
+from drivetrain.tracking.tracker import Tracker, as_number
+
+_PARAMETERS_PER_CALL, _LONGEST_PARAMETER = 100, 500
+"""Limits that every MLflow server accepts: parameters in one call, characters in one value."""
+
+
+class JsonlTracker(Tracker):
+    """Appends JSON objects to ``LOGGING_DIR/RUN_NAME.jsonl``; a reader sees each line at once.
+
+    It needs no other package. NaN, infinity, and objects unknown to JSON become text.
+    """
+
+    name: ClassVar[str] = "jsonl"
+    requires_logging_directory: ClassVar[bool] = True
+
+    def __init__(self, run_name: str, logging_dir: str | Path) -> None:
+        folder = Path(logging_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{run_name.replace('/', '_')}.jsonl"
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
+
+    @property
+    @override
+    def tracker(self) -> TextIO:
+        return self._file
+
+    @override
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        self._write({"time": time.time(), "config": dict(values)})
+
+    @override
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        self._write({"time": time.time(), "step": step, **values, **options})
+
+    @override
+    def finish(self) -> None:
+        self._file.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+
+class TensorboardTracker(Tracker):
+    """Writes event files to ``LOGGING_DIR/RUN_NAME``, by torch's writer or by tensorboardX.
+
+    Numbers are scalars, mappings groups of scalars, all other values text.
+    """
+
+    name: ClassVar[str] = "tensorboard"
+    requires_logging_directory: ClassVar[bool] = True
+    module: ClassVar[str] = "tensorboardX"
+
+    def __init__(self, run_name: str, /, logging_dir: str | Path, **options: Any) -> None:
+        self._writer = _writer_class()(str(Path(logging_dir) / run_name), **options)
+
+    @classmethod
+    @override
+    def available(cls) -> bool:
+        return is_tensorboard_available()
+
+    @property
+    @override
+    def tracker(self) -> Any:
+        return self._writer
+
+    @override
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        plain = (bool, int, float, str)
+        shown = {k: v if isinstance(v, plain) else str(v) for k, v in values.items()}
+        self._writer.add_hparams(shown, metric_dict={})
+        self._writer.flush()
+
+    @override
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        for key, value in values.items():
+            number = as_number(value)
+            if number is not None:
+                self._writer.add_scalar(key, number, global_step=step, **options)
+            elif isinstance(value, Mapping):
+                self._writer.add_scalars(key, dict(value), global_step=step, **options)
+            else:
+                self._writer.add_text(key, str(value), global_step=step, **options)
+        self._writer.flush()
+
+    @override
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker(Tracker):
+    """A run of Weights & Biases in the project ``run_name``; ``options`` go to ``wandb.init``."""
+
+    name: ClassVar[str] = "wandb"
+    module: ClassVar[str] = "wandb"
+
+    def __init__(self, run_name: str, /, **options: Any) -> None:
+        self._run = import_module(self.module).init(project=run_name, **options)
+
+    @property
+    @override
+    def tracker(self) -> Any:
+        return self._run
+
+    @override
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    @override
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        self._run.log(dict(values), step=step, **options)
+
+    @override
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class TrackioTracker(WandbTracker):
+    """A run of trackio, a local tracker without an account; ``options`` go to ``trackio.init``."""
+
+    name: ClassVar[str] = "trackio"
+    module: ClassVar[str] = "trackio"
+
+    @override
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Store the settings in the run's config, which is sent with the first values."""
+        self._run.config.update(dict(values))
+
+
+class MlflowTracker(Tracker):
+    """A run in the experiment ``run_name``; ``options`` go to ``mlflow.start_run``.
+
+    Settings are parameters, nested ones with a dot in their names. Numbers are metrics, all other
+    values tags.
+    """
+
+    name: ClassVar[str] = "mlflow"
+    module: ClassVar[str] = "mlflow"
+
+    def __init__(self, run_name: str, /, **options: Any) -> None:
+        self._mlflow = import_module(self.module)
+        self._mlflow.set_experiment(run_name)
+        self._run = self._mlflow.start_run(**options)
+
+    @property
+    @override
+    def tracker(self) -> Any:
+        return self._run
+
+    @override
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        parameters = [(name, str(v)[:_LONGEST_PARAMETER]) for name, v in _flat(values)]
+        for start in range(0, len(parameters), _PARAMETERS_PER_CALL):
+            self._mlflow.log_params(dict(parameters[start : start + _PARAMETERS_PER_CALL]))
+
+    @override
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        numbers = {name: as_number(value) for name, value in _flat(values)}
+        metrics = {name: number for name, number in numbers.items() if number is not None}
+        if metrics:
+            self._mlflow.log_metrics(metrics, step=step, **options)
+        tags = {n: str(v)[:_LONGEST_PARAMETER] for n, v in _flat(values) if numbers[n] is None}
+        if tags:
+            self._mlflow.set_tags(tags)
+
+    @override
+    def finish(self) -> None:
+        self._mlflow.end_run()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of JSON."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | str):
+        return value
+    number = as_number(value)
+    if number is None:
+        return str(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _writer_class() -> Any:
+    if is_installed("tensorboard"):
+        return import_module("torch.utils.tensorboard").SummaryWriter
+    if is_installed("tensorboardX"):
+        return import_module("tensorboardX").SummaryWriter
+    raise ConfigError(
+        "the tracker 'tensorboard' needs tensorboard or tensorboardX, found neither; "
+        "pip install tensorboardX, or log_with='jsonl'"
+    )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
