@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from drivetrain.availability import is_installed, is_tensorboard_available
 from drivetrain.errors import ConfigError
-from drivetrain.tracking.tracker import Tracker, as_number
+from drivetrain.tracking.trackers import Tracker, as_number
 
 _PARAMETERS_PER_CALL, _LONGEST_PARAMETER = 100, 500
 """Limits that every MLflow server accepts: parameters in one call, characters in one value."""
