@@ -69,7 +69,7 @@ class UsualOrder:
         self._times.clear()
 
     def needed(self, phase: str, unit: Unit, count: int) -> list[Unit]:
-        """Note a need; return the units that followed it the last time, so many at most."""
+        """Note a need; return the units that followed the last time, so many at most."""
         self._times[phase, unit] += 1
         need, before = Need(phase, unit, self._times[phase, unit]), self._latest.get(phase)
         if before is not None:

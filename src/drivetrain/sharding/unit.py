@@ -87,7 +87,7 @@ class FlatTensor:
         return self.layout.master is not self.layout.dtype
 
     def add_parts(self, flat: Tensor, parts: Sequence[list[Tensor]]) -> None:
-        """Add views of a tensor like the values to each rank's parts: what the rank owns of it."""
+        """Add views of a tensor like the values to each rank's parts: the rank's own ranges."""
         for part, pieces in zip(parts, self.pieces, strict=True):
             for start, stop in pieces:
                 part.append(flat[start:stop])
