@@ -10,6 +10,7 @@ and one pass over the batch. Only ranks that differ exchange more.
 
 import ctypes
 import hashlib
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,9 +128,8 @@ class ParameterFacts:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that one rank of the axis holds."""
-        return (
-            self.shape if self.partition is None else self.partition.local_shape(rank, self.shape)
-        )
+        cut = self.partition
+        return self.shape if cut is None else cut.local_shape(rank, self.shape)
 
     def saves(self, rank: int) -> bool:
         """Whether this rank saves its part: the first holder on the axis does."""
@@ -233,11 +233,7 @@ def _digest(tensor: Tensor) -> str:
 def _message(texts: dict[int, list[str]]) -> str:
     first = min(texts)
     other = next(rank for rank in sorted(texts) if texts[rank] != texts[first])
-    length = max(len(texts[first]), len(texts[other]))
-    pairs = [
-        tuple(texts[rank][i] if i < len(texts[rank]) else "nothing" for rank in (first, other))
-        for i in range(length)
-    ]
+    pairs = itertools.zip_longest(texts[first], texts[other], fillvalue="nothing")
     mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
     return (
         f"expected ranks {', '.join(map(str, sorted(texts)))}, which share the layers of one "

@@ -40,18 +40,16 @@ from drivetrain_megatron.tensor.partition import Partition, even
 
 def copy(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the tensor; backward sums its gradients over ranks."""
-    if is_outline(tensor):
-        return tensor
-    if ranks.size == 1:
+    if is_outline(tensor) or ranks.size == 1:
         return tensor
     return _conjugate(tensor, lambda x: x.view_as(x), lambda grad: _summed(grad, ranks))
 
 
 def reduce(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the sum over ranks; backward passes the gradient on, equal on all ranks."""
-    if is_outline(tensor):
+    if is_outline(tensor) or ranks.size == 1:
         return tensor
-    return tensor if ranks.size == 1 else _Reduce.apply(tensor, ranks)  # type: ignore[no-untyped-call]
+    return _Reduce.apply(tensor, ranks)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def gather(
@@ -80,28 +78,16 @@ def gather(
 
 def scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
     """Return this rank's share of a tensor that is the same on all ranks."""
-    if is_outline(tensor):
-        return outlined(tensor, partition.dim, partition.local_size(ranks.rank))
-    if _is_alone(ranks, partition):
-        return tensor
-    return _conjugate(
-        tensor,
-        lambda x: partition.take(x, ranks.rank),
-        lambda grad: gathered(grad, ranks, partition, add=True),
-    )
+    return _to_share(tensor, ranks, partition, lambda x: partition.take(x, ranks.rank))
 
 
 def reduce_scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
     """Return this rank's share of the sum over ranks."""
-    if is_outline(tensor):
-        return outlined(tensor, partition.dim, partition.local_size(ranks.rank))
-    if _is_alone(ranks, partition):
-        return tensor
-    return _conjugate(
-        tensor,
-        lambda x: start_scattered_sum(x, ranks, partition).result(),
-        lambda grad: gathered(grad, ranks, partition, add=True),
-    )
+
+    def summed(x: Tensor) -> Tensor:
+        return start_scattered_sum(x, ranks, partition).result()
+
+    return _to_share(tensor, ranks, partition, summed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +179,15 @@ Way: TypeAlias = Callable[[Tensor], Tensor]
 
 def _conjugate(tensor: Tensor, forward: Way, backward: Way) -> Tensor:
     return _Conjugate.apply(tensor, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _to_share(tensor: Tensor, ranks: Communicator, partition: Partition, forward: Way) -> Tensor:
+    """Return this rank's share; backward gathers the gradients of shares."""
+    if is_outline(tensor):
+        return outlined(tensor, partition.dim, partition.local_size(ranks.rank))
+    if _is_alone(ranks, partition):
+        return tensor
+    return _conjugate(tensor, forward, lambda grad: gathered(grad, ranks, partition, add=True))
 
 
 class _Conjugate(torch.autograd.Function):
