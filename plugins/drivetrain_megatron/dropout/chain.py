@@ -13,6 +13,7 @@ cell; afterwards they are as before.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from drivetrain_megatron.dropout.dropouts import (
 from drivetrain_megatron.dropout.masks import combine, keep_mask, mix
 from drivetrain_megatron.recording.calls import ExampleInputs, example_inputs
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.tensor.behavior import Behavior, Surrounding, release, surround
+from drivetrain_megatron.tensor.behavior import Surrounding, release, surround
 
 logger = get_logger(__name__)
 
@@ -110,9 +111,9 @@ class Dropout:
         open_attentions(model, self._ranks)
         for name, module in model.named_modules():
             if name in self._names or isinstance(module, nn.Dropout):
-                surround(module, partial(_Masked, clean_name(name), self))
+                surround(module, partial(_Masked, name=clean_name(name), dropout=self))
                 self._modules.append(module)
-        surround(model, partial(_Chained, self))
+        surround(model, partial(_Chained, dropout=self))
         self._modules.append(model)
 
     def follow(self, blocks: Iterable[NamedModule]) -> None:
@@ -208,26 +209,24 @@ class Dropout:
         return self  # copies of the model drop as it does
 
 
+@dataclass(frozen=True)
 class _Chained(Surrounding):
     """A model whose forward is one forward of a ``Dropout``; a stage's, of each micro-batch."""
 
-    def __init__(self, dropout: Dropout, inner: Behavior) -> None:
-        super().__init__(inner)
-        self._dropout = dropout
+    dropout: Dropout
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute as the model does."""
-        with self._dropout.forward():
+        with self.dropout.forward():
             return self.inner.forward(module, *args, **kwargs)
 
 
+@dataclass(frozen=True)
 class _Masked(Surrounding):
     """A module that drops by masks of a ``Dropout``."""
 
-    def __init__(self, name: str, dropout: Dropout, inner: Behavior) -> None:
-        super().__init__(inner)
-        self._name = name
-        self._dropout = dropout
+    name: str
+    dropout: Dropout
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module does; evaluation costs nothing."""
@@ -243,7 +242,7 @@ class _Masked(Surrounding):
         def drop(x: Tensor, p: float) -> Tensor:
             nonlocal sites
             sites += 1
-            return self._dropout.drop(Site(self._name, sites - 1), x, p)
+            return self.dropout.drop(Site(self.name, sites - 1), x, p)
 
         return drop
 

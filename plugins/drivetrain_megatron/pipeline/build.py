@@ -20,7 +20,7 @@ from drivetrain_megatron.pipeline.cut import (
     StageCut,
     chosen_cut,
 )
-from drivetrain_megatron.pipeline.levels import PipelinedModel, PipelinePlan
+from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.pipeline.local import LocalStages, StageParts
 from drivetrain_megatron.pipeline.other_stages import SharedParameters
 from drivetrain_megatron.pipeline.stages import Split, split
@@ -109,16 +109,12 @@ class PipelineBuilder:
         """Take over the model's calls, after the data-parallel strategy has prepared it."""
         if self._split is None or self._shared is None:
             raise RuntimeError("split() comes before start()")
-        plan = PipelinePlan(
-            self._config.schedule,
-            self._config.micro_batches,
-            windowed=self._run.accumulation > 1 and not self._config.micro_batches,
-        )
+        windowed = self._run.accumulation > 1 and not self._config.micro_batches
         if self._config.schedule == "zb-h1":
             self._deferring = defer_weights(model, self._weights)
         parts = StageParts(self._link, self._axis, self._shared, self._weights, dropout)
         stages = LocalStages(self._split, inner, parts, self._run.world.device)
-        pipeline = PipelinedModel(stages, plan, self._trace())
+        pipeline = PipelinedModel(stages, self._config, windowed, self._trace())
         self._pipeline = pipeline
         for optimizer in self._optimizers:
             self.follow(optimizer)

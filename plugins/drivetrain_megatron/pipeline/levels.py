@@ -14,7 +14,7 @@ On every stage but the last a loss is a proxy; after backward it has the last st
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
+from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.batches import MicroBatch, cut_batch, cut_from_graph, join_outputs
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.loss import (
@@ -156,27 +157,17 @@ class AccumulationWindow:
         self._waiting, self._origins, self._started, self._asked = [], [], 0, 0
 
 
-@dataclass(frozen=True, slots=True)
-class PipelinePlan:
-    """How a pipeline runs.
+class PipelinedModel:
+    """The stages of this rank in the script's loop; a trace keeps the times of each step.
 
-    Attributes:
-        schedule: name of the schedule of L2 and L3.
-        micro_batches: into how many parts a call cuts its batch; 0: as many as there are ranks.
-        windowed: whether micro-batches are those of an accumulation window.
+    ``windowed`` says whether micro-batches are those of an accumulation window.
     """
 
-    schedule: str
-    micro_batches: int
-    windowed: bool
-
-
-class PipelinedModel:
-    """The stages of this rank in the script's loop; a trace keeps the times of each step."""
-
-    def __init__(self, stages: LocalStages, plan: PipelinePlan, trace: StepTrace | None) -> None:
+    def __init__(
+        self, stages: LocalStages, config: MegatronConfig, windowed: bool, trace: StepTrace | None
+    ) -> None:
         self.stages = stages
-        self._plan = plan
+        self._config, self._windowed = config, windowed
         self._trace = trace
         self._window = AccumulationWindow(stages)
         self._pending: dict[LossOrigin, WholeBatch | PromisedLoss] = {}
@@ -193,7 +184,7 @@ class PipelinedModel:
         if not torch.is_grad_enabled():
             return self.stages.evaluate(self._cut(args, kwargs))
         self._begin()
-        if self._plan.windowed:
+        if self._windowed:
             self._announce("L1b", "1F1B over the accumulation window")
             return self._window.call(*self._cut(args, kwargs, count=1))
         batches = self._cut(args, kwargs)
@@ -203,7 +194,7 @@ class PipelinedModel:
         if loss is None:
             self._announce("L1", "all forwards, then all backwards")
             return self._forward_all(batches)
-        self._announce("L2", f"the model makes its loss: {self._plan.schedule}")
+        self._announce("L2", f"the model makes its loss: {self._config.schedule}")
         promised = PromisedLoss(self.stages, batches, loss.dtype)
         self._pending[promised.origin] = promised
         return tree_map(lambda x: promised.loss if x is loss else x, outline)
@@ -216,7 +207,7 @@ class PipelinedModel:
         Targets are cut into micro-batches with the inputs. The loss function gets (output, targets)
         of a micro-batch, and returns the mean over the rows.
         """
-        self._announce("L3", f"a loss function was handed over: {self._plan.schedule}")
+        self._announce("L3", f"a loss function was handed over: {self._config.schedule}")
         self.stages.refresh()
         self._begin()
         batches = self._cut(args, kwargs, targets)
@@ -240,7 +231,7 @@ class PipelinedModel:
         targets: Any = None,
         count: int | None = None,
     ) -> list[MicroBatch]:
-        count = count or self._plan.micro_batches or self.stages.ranks
+        count = count or self._config.micro_batches or self.stages.ranks
         batches = cut_batch(args, kwargs, count, targets)
         first = self.stages.dropout.take(len(batches))
         return [replace(batch, number=first + index) for index, batch in enumerate(batches)]
@@ -278,7 +269,7 @@ class PipelinedModel:
         with running(origins):
             if origins <= self._pending.keys():
                 self._run(origins, loss, synchronize)
-            elif self._plan.windowed:
+            elif self._windowed:
                 self._window.backward(loss, origins, synchronize)
             else:
                 raise UsageError(
@@ -295,7 +286,7 @@ class PipelinedModel:
         whole = [call for call in calls if isinstance(call, WholeBatch)]
         promised = [call for call in calls if isinstance(call, PromisedLoss)]
         if len(promised) == len(calls) == 1:
-            promised[0].backward(loss, synchronize, self._plan.schedule)
+            promised[0].backward(loss, synchronize, self._config.schedule)
         elif len(whole) == len(calls):
             whole[0].begin(loss)
             for call in whole:
@@ -313,7 +304,7 @@ class PipelinedModel:
 
     def _end_step(self) -> None:
         self.stages.flush()
-        if self._plan.windowed:
+        if self._windowed:
             self.stages.clear()
         self.stages.outdate()
         self._synchronized = True
@@ -331,7 +322,7 @@ class PipelinedModel:
         if self.stages.ranks == 1 or known:
             return
         self._unpublished.append(loss.detach() if type(loss) is Tensor else loss)
-        if self._plan.windowed and not self._synchronized:
+        if self._windowed and not self._synchronized:
             return
         losses, self._unpublished = self._unpublished, []
         values = torch.zeros(len(losses), dtype=losses[0].dtype, device=self.stages.device)

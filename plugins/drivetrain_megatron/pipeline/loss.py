@@ -11,7 +11,7 @@ of each micro-batch in it is known before anything is computed (``shares_of``).
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class LossOrigin:
     """One call of the model, known by its identity."""
 
     def __init__(self) -> None:
-        self._running = False
+        self.is_running = False
 
     def mark(self, output: Any) -> list[Node]:
         """Let tensors, in any structure, know that they came out of this call.
@@ -54,17 +54,8 @@ class LossOrigin:
                 leaf.register_hook(self._check_running)  # type: ignore[no-untyped-call]
         return nodes
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Context in which the pipeline itself runs backward."""
-        self._running = True
-        try:
-            yield
-        finally:
-            self._running = False
-
     def _check_running(self, gradient: Tensor) -> None:
-        if not self._running:
+        if not self.is_running:
             raise UsageError(
                 "expected accelerator.backward(loss), found a backward of its own on what a "
                 "pipeline returned: the pipeline runs backward on all stages together"
@@ -74,10 +65,13 @@ class LossOrigin:
 @contextmanager
 def running(origins: frozenset[LossOrigin]) -> Iterator[None]:
     """Context in which the pipeline itself runs the backward of calls."""
-    with ExitStack() as stack:
-        for origin in origins:
-            stack.enter_context(origin.running())
+    for origin in origins:
+        origin.is_running = True
+    try:
         yield
+    finally:
+        for origin in origins:
+            origin.is_running = False
 
 
 def origins_of(loss: Tensor) -> frozenset[LossOrigin]:

@@ -10,6 +10,7 @@ import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -44,11 +45,11 @@ class Own(Behavior):
         return original_class(module).forward(module, *args, **kwargs)
 
 
+@dataclass(frozen=True)
 class Surrounding(Behavior):
     """Adds something to the forward of a module, which has another behavior inside."""
 
-    def __init__(self, inner: Behavior) -> None:
-        self.inner = inner
+    inner: Behavior
 
 
 class Parallel:

@@ -115,18 +115,18 @@ class RowLinear(Behavior):
         return out if bias is None else out + bias
 
 
+@dataclass(frozen=True)
 class DeferredLinear(Behavior):
     """A linear layer whose backward may leave its product to a keeper."""
 
-    def __init__(self, keeper: WeightGradients, transposed: bool) -> None:
-        self._keeper = keeper
-        self._transposed = transposed
+    keeper: WeightGradients
+    transposed: bool
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the product plus the bias."""
         x, weight, bias = as_computed(x, module.weight, module.bias)
-        deferral = deferral_of(self._keeper, module)
-        return linear(x, weight, bias, transposed=self._transposed, deferral=deferral)
+        deferral = deferral_of(self.keeper, module)
+        return linear(x, weight, bias, transposed=self.transposed, deferral=deferral)
 
 
 def attach_column(

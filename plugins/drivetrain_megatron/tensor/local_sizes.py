@@ -6,6 +6,7 @@ replaced. The trial tells whether that was meant.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -98,22 +99,22 @@ def _replaced(sizes: Sequence[int], index: int, size: int) -> list[int]:
     return [*sizes[:index], size, *sizes[index + 1 :]]
 
 
+@dataclass(frozen=True)
 class Resized(Behavior):
     """A block whose reshapes get this rank's sizes, see ``LocalSizes``."""
 
-    def __init__(self, numbers: Mapping[int, int], place: int, edges: Edges) -> None:
-        self._numbers = dict(numbers)
-        self._place = place
-        self._edges = edges
+    numbers: Mapping[int, int]
+    place: int
+    edges: Edges
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute by the module's own forward."""
-        sequence = self._edges.sequence
+        sequence = self.edges.sequence
         tokens = None
         if sequence is not None:
-            tokens = (sequence.local_size(self._edges.ranks.rank), sequence.size)
+            tokens = (sequence.local_size(self.edges.ranks.rank), sequence.size)
         given = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        with LocalSizes(self._numbers, self._place, max(given.dim() - 2, 0), tokens):
+        with LocalSizes(self.numbers, self.place, max(given.dim() - 2, 0), tokens):
             return original_class(module).forward(module, *args, **kwargs)
 
 
