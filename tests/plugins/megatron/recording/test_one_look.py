@@ -1,6 +1,7 @@
 """prepare() runs the user's forward once, whatever it plans."""
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -61,6 +62,27 @@ def forwards(build, **options):
     finally:
         type(model).forward = own
     return count
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_one_block_is_computed_once_for_reference(build, monkeypatch):
+    """Values and gradients that trials must reproduce come from the same run of a block."""
+    model, runs, thread = build(), [], threading.get_ident()
+    blocks = next(each for each in model.modules() if isinstance(each, nn.ModuleList))
+    own = type(blocks[0]).forward
+
+    @functools.wraps(own)
+    def forward(module, x, *args, **kwargs):
+        if type(x) is torch.Tensor and threading.get_ident() == thread:  # trials have threads
+            runs.append(torch.is_grad_enabled())
+        return own(module, x, *args, **kwargs)
+
+    monkeypatch.setattr(type(blocks[0]), "forward", forward)
+    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.free_memory()
+    assert runs == [True]
 
 
 @pytest.mark.ranks(2)
