@@ -120,6 +120,7 @@ def test_a_rank_that_is_killed():
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(sys.path),  # pytest adds the folder of shared models
             },
             stdout=subprocess.PIPE,
             text=True,
