@@ -12,6 +12,7 @@ Four ranks and more share the cores of a small machine: of a file's tests on so 
 values that the tests before it have not met yet, and at least two cases.
 """
 
+import gc
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in chosen]
+
+
+def pytest_collection_finish(session):
+    """Take all tests and modules out of garbage collections: each would walk through them."""
+    gc.collect()
+    gc.freeze()
 
 
 def selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:

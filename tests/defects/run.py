@@ -6,6 +6,7 @@
     python tests/defects/run.py NAME...           # some
     python tests/defects/run.py --find            # look for texts whose file moved, and note where
 
+First the tests run once without a defect, and must pass: a defect is caught by its mistake alone.
 The exit code is 1 when a defect is missed. The copy's packages come before the installed ones.
 """
 
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,18 @@ def defects() -> list[Defect]:
     return [Defect(**{**fields, "tests": tuple(fields["tests"])}) for fields in record]
 
 
+def check_control(chosen: Sequence[Defect], copy: Path) -> None:
+    """Run the tests of all chosen defects once, without a defect.
+
+    Raises:
+        RuntimeError: some fail, or did not run.
+    """
+    tests = dict.fromkeys(test for defect in chosen for test in defect.tests)
+    done = run_tests(copy, tests)
+    if done.returncode != PASSED:
+        raise RuntimeError(f"tests fail without a defect\n{done.stdout}{done.stderr}")
+
+
 def is_caught(defect: Defect, copy: Path) -> bool:
     """Seed a defect into a copy of the tree, run its tests there, and take it out again.
 
@@ -76,24 +89,31 @@ def is_caught(defect: Defect, copy: Path) -> bool:
     path = copy / defect.file
     right = path.read_text()
     path.write_text(defect.applied(copy))
-    search = os.pathsep.join(str(copy / package) for package in PACKAGES)
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider"]
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *defect.tests],
-            cwd=copy,
-            env=os.environ | {"PYTHONPATH": search, "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        done = run_tests(copy, defect.tests, timeout_s=TIMEOUT_S)
     finally:
         path.write_text(right)
     failed = done.returncode == FAILED and " failed" in done.stdout
     if not failed and done.returncode != PASSED:
         raise RuntimeError(f"{defect.name}: its tests did not run\n{done.stdout}{done.stderr}")
     return failed
+
+
+def run_tests(
+    copy: Path, tests: Iterable[str], timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run tests of a copy of the tree with the copy's packages, until the first one fails."""
+    search = os.pathsep.join(str(copy / package) for package in PACKAGES)
+    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": search, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
 
 
 def moved() -> Iterator[tuple[Defect, str]]:
@@ -136,6 +156,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="drivetrain-defects-") as folder:
         copy = Path(folder)
         copy_tree(copy)
+        start = time.monotonic()
+        check_control(chosen, copy)
+        print(f"passed {time.monotonic() - start:6.1f} s  without a defect", flush=True)
         for defect in chosen:
             start = time.monotonic()
             caught = is_caught(defect, copy)

@@ -30,9 +30,10 @@ MISTAKES = {
 
 
 @pytest.fixture
-def project(pytester):
+def project(pytester, quick_ranks):
     """A project with an installed stranger's distribution that provides the toy strategies."""
     pytester.makefile(".ini", pytest=INI)
+    pytester.makeconftest(quick_ranks)
     plugin = pytester.mkdir("plugin")
     shutil.copy(TOYS, plugin)
     info = plugin / "toy_strategies-1.0.dist-info"

@@ -63,9 +63,10 @@ class TestInClass:
 
 
 @pytest.fixture
-def project(pytester):
+def project(pytester, quick_ranks):
     pytester.makefile(".ini", pytest=INI)
-    pytester.makeconftest("import pytest\n@pytest.fixture\ndef number(): return 7\n")
+    number = "import pytest\n@pytest.fixture\ndef number(): return 7\n"
+    pytester.makeconftest(quick_ranks + number)
     return pytester
 
 

@@ -139,7 +139,7 @@ def ended(process, seconds=30):
     [
         ("launcher", signal.SIGTERM, 143),
         pytest.param("launcher", signal.SIGINT, 130, marks=pytest.mark.exhaustive),
-        ("rank", signal.SIGTERM, None),
+        pytest.param("rank", signal.SIGTERM, None, marks=pytest.mark.exhaustive),
         ("launcher", signal.SIGKILL, -9),
     ],
     ids=str,
