@@ -418,7 +418,7 @@ with recording.active():
     nn.init.trunc_normal_(nn.Linear(8, 8).weight)  # loads what torch loads late
 before = peak()
 with recording.active():
-    model = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(26)))
+    model = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(16)))
     for i, layer in enumerate(model):
         nn.init.xavier_uniform_(layer.weight)
         if i % 3 == 0:
@@ -442,7 +442,7 @@ def test_no_more_than_a_few_tensors_are_real_at_a_time():
         check=True,
     )
     total, grown = map(int, done.stdout.split())
-    assert total > 400e6
+    assert total > 250e6
     # A tensor has 16e6; truncated normals need six at a time, and 64 MiB may wait in the heap.
     assert grown < 180e6
 

@@ -15,6 +15,7 @@ from drivetrain import Accelerator
 from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.testing.conformance.twins import Twins, weights
 from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers
+from towers import Block
 
 STRATEGIES = {
     "full": {"unit_from": 10},
@@ -24,15 +25,6 @@ STRATEGIES = {
 }
 EACH = pytest.mark.parametrize("strategy", list(STRATEGIES.values()), ids=list(STRATEGIES))
 TWO = pytest.mark.parametrize("sharding", ["full", "grad"])
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Reader(nn.Module):

@@ -4,51 +4,25 @@ Which parameter belongs to which unit is told by test_fsdp_units, without ranks.
 """
 
 import contextlib
+import functools
 import io
 import sys
 import types
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw
-from drivetrain.testing.models import HIDDEN, VOCABULARY, Case, cross_entropy, linear, tokens
+from drivetrain.testing.models import Case, cross_entropy, tokens
+from towers import Block, Gpt
 
 FUNCTIONS = "fsdp_unit_functions"
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = linear(HIDDEN, 2 * HIDDEN), linear(2 * HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Gpt(nn.Module):
-    """An embedding tied to the head, three blocks, a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN, dtype=torch.float64)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, inputs):
-        x = self.embedding(inputs).mean(1)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-GPT = Case(name="gpt", factory=Gpt, batch=tokens, loss=cross_entropy)
+GPT = Case(name="gpt", factory=functools.partial(Gpt, norm=True), batch=tokens, loss=cross_entropy)
 
 
 def start(**options):

@@ -4,16 +4,17 @@ Every rank fails alike, in the forward, in the backward or between them. What ha
 fails is the same machinery as under ZeRO, and tested there.
 """
 
+import functools
 import itertools
 
 import pytest
 import torch
-from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.sharding.gradients import UnitGradients
 from drivetrain.testing.conformance.twins import Twins
-from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
+from drivetrain.testing.models import Case, numbers, squared_error
+from towers import Tower
 
 STRATEGIES = {
     "full": {"live_units": 2},
@@ -26,33 +27,7 @@ ERRORS = {"error": RuntimeError("sprung"), "interrupt": KeyboardInterrupt("sprun
 WINDOW = 2
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    """Four blocks, with a trap inside of the second one; ``trap`` arms it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.last = linear(WIDTH, OUT)
-        self.trap = None
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-NET = Case(name="net", factory=Net, batch=numbers, loss=squared_error)
+NET = Case(name="net", factory=functools.partial(Tower, 4), batch=numbers, loss=squared_error)
 
 
 def spring(model, where, error):

@@ -10,13 +10,13 @@ import functools
 import pytest
 import torch
 import torch._inductor.config
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
 from drivetrain.parts.naming import clean_name
 from drivetrain.testing.conformance.twins import Twins, everyone, momentum, weights
-from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
+from drivetrain.testing.models import Case, numbers, squared_error
+from towers import Tower
 
 BLOCKS = 4
 STRATEGIES = {
@@ -33,39 +33,8 @@ HYBRID = pytest.param(
 STRATEGY = pytest.mark.parametrize("strategy", [*EACH, HYBRID])
 
 
-class Block(nn.Module):
-    """A residual block of two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
-        self.drop = nn.Dropout(0.0)
-
-    def forward(self, x):
-        return x + self.drop(self.down(torch.tanh(self.up(x))))
-
-
-class Net(nn.Module):
-    """A layer, blocks, a layer; ``around`` says how a block is called."""
-
-    def __init__(self, around=None, dropout=0.0):
-        super().__init__()
-        self.first = linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.last = linear(WIDTH, OUT)
-        self.around = around or (lambda block, x: block(x))
-        for block in self.blocks:
-            block.drop.p = dropout
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = self.around(block, x)
-        return self.last(x)
-
-
 def case(**options):
-    factory = functools.partial(Net, **options)
+    factory = functools.partial(Tower, BLOCKS, **options)
     return Case(name="net", factory=factory, batch=numbers, loss=squared_error)
 
 

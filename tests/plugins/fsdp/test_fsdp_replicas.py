@@ -11,19 +11,11 @@ from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, momentum
-from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
+from drivetrain.testing.models import OUT, WIDTH, Case, linear, numbers, squared_error
+from towers import Block
 
 HYBRID = {"name": "fsdp", "sharding": "hybrid", "shard_size": 2, "unit_from": 10}
 WINDOW = 3
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Head(nn.Module):

@@ -9,45 +9,17 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
 from drivetrain.testing.conformance.twins import Twins, adamw
-from drivetrain.testing.models import HIDDEN, VOCABULARY, Case, cross_entropy, linear, tokens
+from drivetrain.testing.models import Case, cross_entropy, tokens
+from towers import Gpt
 
 CHOICES = {"auto": {"unit_from": 50}, "size": {"units": "size", "unit_from": 140}}
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = linear(HIDDEN, 2 * HIDDEN), linear(2 * HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Gpt(nn.Module):
-    """An embedding tied to the head, four blocks, a norm; all of them in units."""
-
-    def __init__(self, recompute=False):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN, dtype=torch.float64)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
-        self.head.weight = self.embedding.weight
-        self.recompute = recompute
-
-    def forward(self, inputs):
-        x = self.embedding(inputs).mean(1)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(x)
-
-
 def gpt(**options):
-    factory = functools.partial(Gpt, **options)
+    factory = functools.partial(Gpt, 4, **options)
     return Case(name="gpt", factory=factory, batch=tokens, loss=cross_entropy)
 
 

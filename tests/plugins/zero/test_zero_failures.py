@@ -16,7 +16,8 @@ from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError
 from drivetrain.testing.conformance.tcp import cut_connections, is_supported
 from drivetrain.testing.conformance.twins import Twins, everyone, momentum
-from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
+from drivetrain.testing.models import OUT, WIDTH, Case, linear, numbers, squared_error
+from towers import Block, Tower
 
 SMALL = {"bucket_mib": 0.001}
 SHARDED = {"name": "zero3", "keep_below": 0}
@@ -30,15 +31,6 @@ STAGES = {
 EACH = pytest.mark.parametrize("strategy", list(STAGES.values()), ids=list(STAGES))
 SOON_S = 12.0  # far from the timeout, also on a busy machine
 TIMEOUT_S = 60.0
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Trap(torch.autograd.Function):
@@ -55,28 +47,24 @@ class Trap(torch.autograd.Function):
         return gradient, None
 
 
-class Net(nn.Module):
-    """Blocks that ``path`` orders, with a trap behind the second one; ``set`` arms it."""
+class Net(Tower):
+    """Four blocks, with a trap behind the second one; ``set`` arms it."""
 
     def __init__(self):
-        super().__init__()
-        self.first = linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.last = linear(WIDTH, OUT)
-        self.path, self.set = (0, 1, 2, 3), None
+        super().__init__(4)
+        self.set = None
 
     def spring(self, where):
         if self.set is not None and self.set[0] == where:
             raise self.set[1]
 
-    def forward(self, x):
-        x = self.first(x)
-        for i in self.path:
+    def body(self, x):
+        for i in self.order:
             x = self.blocks[i](x)
             if i == 1:
                 self.spring("forward")
                 x = Trap.apply(x, self)
-        return self.last(x)
+        return x
 
 
 NET = Case(name="net", factory=Net, batch=numbers, loss=squared_error)
@@ -217,7 +205,7 @@ def test_divided_blocks_on_different_paths(strategy, paths):
     mine, theirs, one, other = PATHS[paths]
     accelerator = start(strategy, config={"launch": {"timeout_s": TIMEOUT_S}})
     twins = Twins(accelerator, NET)
-    twins.model.path = theirs if twins.axis.rank else mine
+    twins.model.order = theirs if twins.axis.rank else mine
     started = time.monotonic()
     with pytest.raises(CollectiveError, match="the ranks took different paths") as caught:
         accelerator.backward(NET.loss(twins.model, numbers(9, twins.axis.rank)))
@@ -237,7 +225,7 @@ def test_different_paths_when_blocks_are_gathered_ahead(strategy, paths):
     accelerator = start(strategy, config={"launch": {"timeout_s": TIMEOUT_S}})
     twins = Twins(accelerator, NET)
     train(twins, range(2))
-    twins.model.path = PATHS[paths][twins.axis.rank]
+    twins.model.order = PATHS[paths][twins.axis.rank]
     started = time.monotonic()
     try:
         accelerator.backward(NET.loss(twins.model, numbers(9, twins.axis.rank)))
@@ -248,7 +236,7 @@ def test_different_paths_when_blocks_are_gathered_ahead(strategy, paths):
         assert "on rank 1" in str(error)
     else:
         for rank, path in enumerate(PATHS[paths][:2]):
-            twins.twin.path = path
+            twins.twin.order = path
             (NET.loss(twins.twin, numbers(9, rank)) / 2).backward()
         twins.twin_optimizer.step()
         twins.check()

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins
-from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, linear, numbers, squared_error
+from drivetrain.testing.models import OUT, WIDTH, Case, numbers, squared_error
+from towers import Block, Tower
 
 SMALL = {"bucket_mib": 0.001}
 SHARDED = {"name": "zero3", "keep_below": 0}
@@ -33,38 +34,7 @@ WORLDS = pytest.mark.parametrize(
 )
 
 
-class Block(nn.Module):
-    """A residual block of two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    """A layer, three blocks, a layer; cases say what happens between the layers."""
-
-    block = Block
-
-    def __init__(self):
-        super().__init__()
-        self.first = linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(self.block() for _ in range(3))
-        self.last = linear(WIDTH, OUT)
-
-    def forward(self, x):
-        return self.last(self.body(self.first(x)))
-
-    def body(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def case(factory=Net, loss=squared_error):
+def case(factory=Tower, loss=squared_error):
     return Case(name=factory.__name__, factory=factory, batch=numbers, loss=loss)
 
 
@@ -104,12 +74,12 @@ def train(twins, steps):
 # --- called again, shared, used in part ---
 
 
-class Albert(Net):
+class Albert(Tower):
     def body(self, x):
         return self.blocks[1](self.blocks[1](self.blocks[1](x)))
 
 
-class Interleaved(Net):
+class Interleaved(Tower):
     def body(self, x):
         one, two, three = self.blocks
         return one(two(one(x))) + three(two(x))
@@ -121,11 +91,11 @@ class Deeper(Block):
         return x + self.down(torch.tanh(self.up(inner)))
 
 
-class Recursive(Net):
+class Recursive(Tower):
     block = Deeper
 
 
-class Whole(Net):
+class Whole(Tower):
     def forward(self, x, again=True):
         x = F.pad(self(x, again=False), (0, WIDTH - OUT)) if again else x
         return super().forward(x)
@@ -137,7 +107,7 @@ class Sides(Block):
         return x + self.down(hidden), {"side": hidden.sum(), "none": None}
 
 
-class PartlyUsed(Net):
+class PartlyUsed(Tower):
     block = Sides
 
     def body(self, x):
@@ -147,7 +117,7 @@ class PartlyUsed(Net):
         return x * side["side"].tanh()
 
 
-class Detached(Net):
+class Detached(Tower):
     """What enters the second block requires no gradient, and the third is called without."""
 
     def body(self, x):
@@ -157,7 +127,7 @@ class Detached(Net):
         return x * factor
 
 
-class Frozen(Net):
+class Frozen(Tower):
     """Nothing requires a gradient before the second block, nor in the middle of the third."""
 
     def __init__(self):
@@ -196,7 +166,7 @@ class Wrapping(Block):
         return Found(x, [Pair(x.view(-1).view_as(x), None)])
 
 
-class AnyKind(Net):
+class AnyKind(Tower):
     block = Wrapping
 
     def forward(self, x):
@@ -215,7 +185,7 @@ class WritingBlock(Block):
         return x[:, :]
 
 
-class Writing(Net):
+class Writing(Tower):
     block = WritingBlock
 
     def body(self, x):
@@ -239,7 +209,7 @@ def written_after(model, batch):
 # --- parameters read outside of the forward of their owner ---
 
 
-class Borrowing(Net):
+class Borrowing(Tower):
     def body(self, x):
         one, two, three = self.blocks
         x = one(F.linear(x, three.down.weight.t()[:WIDTH, :WIDTH]))
@@ -260,13 +230,13 @@ class Scaled(torch.autograd.Function):
         return gradient @ weight.t(), x.t() @ gradient
 
 
-class InFunction(Net):
+class InFunction(Tower):
     def body(self, x):
         hidden = Scaled.apply(x, self.blocks[2].down.weight)
         return super().body(Scaled.apply(hidden, self.blocks[1].up.weight))
 
 
-class Hooked(Net):
+class Hooked(Tower):
     def __init__(self):
         super().__init__()
         other = self.blocks[2].up

@@ -31,6 +31,7 @@ from drivetrain.testing.models import (
     tokens,
 )
 from drivetrain_zero.units import Sizes, cut_model
+from towers import Block
 
 SMALL = {"bucket_mib": 0.001}
 STAGES = {
@@ -234,22 +235,13 @@ def test_odd_units(strategy, size, model):
 # --- ties across units ---
 
 
-class TiedBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = linear(HIDDEN, WIDTH), linear(WIDTH, HIDDEN)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class TiedAcross(nn.Module):
     """An embedding tied to a head behind the blocks, two blocks with one matrix, a module twice."""
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN, dtype=torch.float64)
-        self.blocks = nn.ModuleList(TiedBlock() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(HIDDEN, WIDTH) for _ in range(3))
         self.blocks[2].up.weight = self.blocks[0].up.weight
         self.blocks.append(self.blocks[1])
         self.head = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64)

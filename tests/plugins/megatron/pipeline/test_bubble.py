@@ -110,7 +110,7 @@ def step(accelerator, model):
     return max(gather_object([time.perf_counter() - started]))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.exhaustive), "1f1b"])
 @pytest.mark.ranks(RANKS)
 def test_whole_backwards(monkeypatch, schedule):
     promised = (MICRO_BATCHES + RANKS - 1) * 3 * UNIT_S
@@ -118,6 +118,7 @@ def test_whole_backwards(monkeypatch, schedule):
     assert kept <= (MICRO_BATCHES if schedule == "gpipe" else min(MICRO_BATCHES, RANKS - rank))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(RANKS)
 def test_interleaved(monkeypatch):
     promised = (MICRO_BATCHES * 3 + (RANKS - 1) * 3 / 2) * UNIT_S
