@@ -14,28 +14,10 @@ from torch import nn
 
 from drivetrain import Accelerator, communication
 from huggingface_models import gpt2, llama, logits_of, token_batch
+from word_models import PlainBlocks
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 FSDP = {"name": "fsdp", "unit_from": 1}
-
-
-class Blocks(nn.Module):
-    """Blocks that are made of torch's own layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(97, 8)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8)) for _ in range(2)
-        )
-        self.head = nn.Linear(8, 97)
-        self.double()
-
-    def forward(self, ids):
-        x = self.words(ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
 
 
 MODELS = {"llama": lambda: llama(kv_heads=2), "gpt2": gpt2}
@@ -48,6 +30,10 @@ INNER = {
 WINDOW = 2
 
 
+def blocks():
+    return PlainBlocks().double()
+
+
 def loss_of(model, ids):
     return F.cross_entropy(logits_of(model(ids)).flatten(0, 1), ids.flatten())
 
@@ -57,7 +43,7 @@ class Twins:
 
     def __init__(self, name, inner, **options):
         torch.manual_seed(0)
-        built = MODELS.get(name, Blocks)()
+        built = MODELS.get(name, blocks)()
         self.twin = copy.deepcopy(built)
         strategy = {"name": "megatron", "data_parallel": dict(inner), **options}
         self.accelerator = Accelerator(

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec, TensorSpec
@@ -19,31 +17,12 @@ from drivetrain.traffic import Traffic
 from drivetrain_megatron import Megatron, volumes
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.volumes import Activation, RanksOfAxis
-from huggingface_models import ARCHITECTURES, WIDTH, logits_of, token_batch
+from huggingface_models import ARCHITECTURES, WIDTH, token_batch
+from word_models import WithLoss, word_loss
 
 ROWS, TOKENS = 4, 7
 TRANSFORMERS = pytest.mark.parametrize("name", ["llama", "gpt2", "encoder"])
 SEQUENCE = pytest.mark.parametrize("sharded", [False, True], ids=["whole", "shards"])
-
-
-class WithLoss(nn.Module):
-    """A model that makes its loss itself, in fp64."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    @property
-    def dummy_inputs(self):
-        return {"input_ids": token_batch(0)}
-
-    def forward(self, input_ids):
-        return {"loss": loss_of(self.model(input_ids), input_ids)}
-
-
-def loss_of(output, ids):
-    logits = logits_of(output)
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1))
 
 
 def build(name, layers, *, inside=False):
@@ -81,7 +60,7 @@ class Run:
     def forward(self, seed):
         ids = self.batch(seed)
         output = self.model(ids)
-        return output["loss"] if self.inside else loss_of(output, ids)
+        return output["loss"] if self.inside else word_loss(output, ids)
 
     def step(self, seed, *, zero_grad=True):
         for micro in range(self.window):

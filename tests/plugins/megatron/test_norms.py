@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain import Accelerator
 from huggingface_models import ARCHITECTURES, llama, logits_of, token_batch
+from word_models import PlainBlocks
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 MODELS = {**ARCHITECTURES, "llama-tied": lambda: llama(kv_heads=1, tied=True)}
@@ -128,26 +129,7 @@ def test_subset(ending, inner):
     both.close()
 
 
-class Branches(nn.Module):
-    """Blocks of which some are not used in a step, so that their gradients are None."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(97, 8)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8)) for _ in range(3)
-        )
-        self.head = nn.Linear(8, 97)
-        self.used = 3
-
-    def forward(self, ids):
-        x = self.words(ids)
-        for layer in self.layers[: self.used]:
-            x = x + layer(x)
-        return self.head(x)
-
-
-MODELS["branches"] = lambda: Branches().double()
+MODELS["branches"] = lambda: PlainBlocks(3).double()
 
 
 @NORMS

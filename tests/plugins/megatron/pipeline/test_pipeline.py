@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from drivetrain import Accelerator
 from drivetrain.testing.conformance.twins import everyone
 from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
+from word_models import WithLoss, word_loss
 
 ROOT = Path(__file__).parents[4]
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -43,23 +44,7 @@ def build(name, layers=4):
 
 
 def loss_outside(model, ids):
-    logits = logits_of(model(ids))
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1))
-
-
-class WithLoss(nn.Module):
-    """A model that makes its loss itself, in fp64."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    @property
-    def dummy_inputs(self):
-        return {"input_ids": token_batch(0)}
-
-    def forward(self, input_ids):
-        return {"loss": loss_outside(self.model, input_ids)}
+    return word_loss(model(ids), ids)
 
 
 def loss_inside(model, ids):
