@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from config_layers import code_layer
 from drivetrain.config import (
-    Layer,
     NestedStrategy,
-    ValueOrigin,
     mapping,
     nested_strategy,
     option,
@@ -17,13 +16,6 @@ from drivetrain.config import (
     resolve,
 )
 from drivetrain.errors import ConfigError
-
-
-def code_layer(values):
-    return Layer.of(
-        (key, value, ValueOrigin("code", f"Accelerator({key.rpartition('.')[2]}={value!r})"))
-        for key, value in values.items()
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,15 +5,9 @@ from typing import Literal
 
 import pytest
 
-from drivetrain.config import Layer, ValueOrigin, option, read_file, read_sets, resolve, section
+from config_layers import code_layer
+from drivetrain.config import Layer, option, read_file, read_sets, resolve, section
 from drivetrain.errors import ConfigError
-
-
-def code_layer(values):
-    return Layer.of(
-        (key, value, ValueOrigin("code", f"Accelerator({key.rpartition('.')[2]}={value!r})"))
-        for key, value in values.items()
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

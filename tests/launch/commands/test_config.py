@@ -7,10 +7,10 @@ import pexpect
 import pytest
 import yaml
 
+from config_layers import code_layer
 from drivetrain.config import (
     LaunchConfig,
     RunConfig,
-    code_layer,
     options_of,
     read_file,
     read_sets,
