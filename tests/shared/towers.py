@@ -8,16 +8,14 @@ from drivetrain.testing.models import HIDDEN, OUT, VOCABULARY, WIDTH, linear
 
 
 class Block(nn.Module):
-    """A residual block of two layers; it counts its calls."""
+    """A residual block of two layers."""
 
     def __init__(self, width=WIDTH, hidden=HIDDEN):
         super().__init__()
         self.up, self.down = linear(width, hidden), linear(hidden, width)
         self.drop = nn.Dropout(0.0)
-        self.calls = 0
 
     def forward(self, x):
-        self.calls += 1
         return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 

@@ -18,7 +18,7 @@ from drivetrain import Accelerator
 from drivetrain.parts.naming import clean_name
 from drivetrain.testing.conformance.twins import Twins, everyone, momentum, weights
 from drivetrain.testing.models import OUT, WIDTH, Case, numbers, squared_error
-from towers import Tower
+from towers import Block, Tower
 
 SMALL = {"bucket_mib": 0.001}
 SHARDED = {"name": "zero3", "keep_below": 0}
@@ -32,14 +32,30 @@ STAGES = {
 EACH = pytest.mark.parametrize("strategy", list(STAGES.values()), ids=list(STAGES))
 
 
-class Tied(Tower):
+class CountingBlock(Block):
+    """It counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Net(Tower):
+    block = CountingBlock
+
+
+class Tied(Net):
     def __init__(self, **options):
         super().__init__(**options)
         self.blocks[2].up.weight = self.blocks[0].up.weight
         self.blocks[1].down.weight = self.blocks[0].down.weight
 
 
-class Frozen(Tower):
+class Frozen(Net):
     def __init__(self, **options):
         super().__init__(**options)
         self.first.requires_grad_(False)
@@ -47,13 +63,13 @@ class Frozen(Tower):
         self.blocks[1].up.requires_grad_(False)
 
 
-class Twice(Tower):
+class Twice(Net):
     def __init__(self, **options):
         super().__init__(**options)
         self.order = (0, 1, 0, 1)
 
 
-NETS = {"plain": Tower, "tied": Tied, "frozen": Frozen, "twice": Twice}
+NETS = {"plain": Net, "tied": Tied, "frozen": Frozen, "twice": Twice}
 
 
 def case(factory, loss=squared_error):
@@ -130,7 +146,7 @@ def test_dropout_is_the_same_when_recomputed(strategy, how):
     found = []
     for options, around in (AROUND[how], ({}, None)):
         accelerator = start(strategy, config={"recompute": options} if options else {})
-        built = case(functools.partial(Tower, around=around, dropout=0.4)).build()
+        built = case(functools.partial(Net, around=around, dropout=0.4)).build()
         model, optimizer = accelerator.prepare(built, momentum(built))
         torch.manual_seed(5 + accelerator.process_index)
         for step in range(3):
@@ -164,7 +180,7 @@ def test_the_whole_model_or_loss_in_a_checkpoint(strategy):
         return F.mse_loss(whole, batch.targets) + past.square().mean()
 
     accelerator = start(strategy)
-    twins = Twins(accelerator, case(Tower, loss))
+    twins = Twins(accelerator, case(Net, loss))
     twins.loss(0)
     assert len(packed) % 2 == 0
     assert packed[: len(packed) // 2] == packed[len(packed) // 2 :]
@@ -180,7 +196,7 @@ def test_the_whole_model_or_loss_in_a_checkpoint(strategy):
 def test_evaluation_at_any_time(strategy):
     """First of all, in another order, without gradients of three kinds, between two passes."""
     accelerator = start(strategy)
-    twins = Twins(accelerator, case(Tower))
+    twins = Twins(accelerator, case(Net))
 
     def evaluate(step, order, context):
         shown = []
@@ -233,7 +249,7 @@ def compiled_in_place(model):
 def test_compiled_blocks(strategy, when, how):
     """Blocks compiled by the user train the same and keep the names of the parameters."""
     accelerator = start(strategy)
-    twins = Twins(accelerator, case(Tower), wrap=how if when == "before" else None)
+    twins = Twins(accelerator, case(Net), wrap=how if when == "before" else None)
     if when == "after":
         how(twins.model)
     for step in range(3):
@@ -261,7 +277,7 @@ def test_autocast_on_top(strategy):
         return F.mse_loss(outputs.float(), batch.targets.float())
 
     accelerator = start(strategy)
-    twins = Twins(accelerator, case(lambda: Tower().float(), loss))
+    twins = Twins(accelerator, case(lambda: Net().float(), loss))
     twins.tolerance = 1e-6
     train(twins, range(3))
     accelerator.free_memory()
@@ -319,7 +335,7 @@ def test_another_default_device(strategy, context, tmp_path):
         finally:
             torch.set_default_device(None)
 
-    built = case(Tower).build()
+    built = case(Net).build()
     accelerator = on_meta(start, strategy)
     twins = Twins(accelerator, case(lambda: copy.deepcopy(built)))
     on_meta(accelerator.free_memory)  # and once more, as twins prepare by themselves
