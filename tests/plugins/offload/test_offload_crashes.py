@@ -164,7 +164,7 @@ def test_a_killed_rank_and_a_resume_bit_by_bit(run):
     code, out, err = ended(run.start(5), 60)
     assert code == 0, err
     resumed = losses(out)
-    assert resumed.keys() == {(rank, step) for rank in range(2) for step in (2, 3, 4)}
+    assert resumed.keys() == {(0, step) for step in (2, 3, 4)}
     assert resumed == {key: before[key] for key in resumed}
     run.check_nothing_left()
 
