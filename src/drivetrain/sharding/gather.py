@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from drivetrain.collectives import Communicator
 from drivetrain.errors import StorageError, UsageError
 from drivetrain.parts.rounds import after_backward, in_backward
-from drivetrain.sharding.guard import AbsentGuard, LeftGuard, shares_memory, without_values
+from drivetrain.sharding.guard import AbsentGuard, LeftGuard, refusal, shares_memory, without_values
 from drivetrain.sharding.layout import ROOT
 from drivetrain.sharding.options import Until
 from drivetrain.sharding.unit import Unit
@@ -179,6 +179,8 @@ class Gather:
         """Free a unit that nobody holds, or park a unit that is kept until the step."""
         if unit.holds or not unit.live or unit in self._viewed:
             return
+        if replaced := unit.replaced():
+            raise refusal(unit, replaced[0].parameter)
         if not self._keeping:
             unit.free()
         elif unit.whole and not self._forwards:

@@ -281,8 +281,13 @@ def edits_accepted(units: Sequence[Unit], communicator: Communicator, home: Home
         communicator: all ranks that train the model.
         home: where masters lie that follow.
     """
+    set_before = [_replaced(unit) for unit in units]
     before = [_fingerprints(unit) for unit in units]
     yield
+    for unit, old in zip(units, set_before, strict=True):
+        new = _replaced(unit)
+        if fresh := [slot for slot in new if new[slot] != old.get(slot)]:
+            unit.take_data(fresh)
     after = [_fingerprints(unit) for unit in units]
     changed = [old != new for old, new in zip(before, after, strict=True)]
     if not units:
@@ -297,6 +302,11 @@ def edits_accepted(units: Sequence[Unit], communicator: Communicator, home: Home
 
 def _fingerprints(unit: Unit) -> list[int]:
     return [fingerprint(flat) for flat in unit.values]
+
+
+def _replaced(unit: Unit) -> dict[ParameterSlot, int]:
+    """Return the fingerprints of data that the script has set on the unit's parameters."""
+    return {slot: fingerprint(slot.parameter.data.reshape(-1)) for slot in unit.replaced()}
 
 
 @torch.no_grad()

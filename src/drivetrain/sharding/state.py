@@ -57,9 +57,13 @@ class ShardedState:
                 yield Shard(name, "", tensor.detach(), shape, Part.whole(shape))
         if not self._ranks.original:
             return
+        replaced = {slot for unit in self._placement.units for slot in unit.replaced()}
         for name, slot in self._slots.items():
             if slot.owned_numel:
-                held = self._home.master(self._placement.flat_of(slot), slot)
+                if slot in replaced:
+                    held = _owned_data(slot)
+                else:
+                    held = self._home.master(self._placement.flat_of(slot), slot)
                 yield from _shards(name, "", slot, held)
             elif not slot.numel and self._ranks.first:
                 empty = torch.empty(slot.shape, dtype=slot.master, device="cpu")
@@ -121,6 +125,12 @@ class ShardedState:
             values = torch.empty(slot.owned_numel, dtype=slot.master, device="cpu")
             _read(reader, "", slot, values)
             self._home.set_master(self._placement.flat_of(slot), slot, values)
+
+
+def _owned_data(slot: ParameterSlot) -> Held:
+    """Return this rank's share of the data that the script set on a parameter."""
+    data = slot.parameter.detach()
+    return Held(slot.in_memory_order(data)[slice(*slot.owned)].to(slot.master))
 
 
 def _check_state(reader: Reader, slot: ParameterSlot, index: int, key: str) -> None:

@@ -202,6 +202,17 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
             self.take(thawed)
         self.hooks.watch_gradients(self.reduce.units)
 
+    def take_replaced(self) -> None:
+        """Take over tensors that the script set as the data of parameters since the last step.
+
+        Copied here, and no earlier: an average that is swapped in for an evaluation, and out again,
+        must not be written into the memory that the script holds meanwhile (``old = p.data``).
+        """
+        for unit in self.placement.units:
+            if unit.resident and (replaced := unit.replaced()):
+                unit.take_data(replaced)
+                self.home.values_changed(unit)
+
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Give one more optimizer its fragments."""
         self.check([optimizer])
@@ -270,6 +281,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def load(self, reader: Reader) -> None:
         """Load this rank's ranges; those of the others arrive when they are needed."""
+        self.take_replaced()
         self.gather.values_changed()
         self.placement.wait_for_values()
         self.placement.wait_for_steps()

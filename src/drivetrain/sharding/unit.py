@@ -6,7 +6,7 @@ lose it after. The parameter objects and their views stay the same throughout, s
 saved is valid again as soon as the values are.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drivetrain.building import become
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.handles import Finished
-from drivetrain.errors import CollectiveError, StorageError
+from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.parts.guard import Guard, check_ordinary, guard, unguard
 from drivetrain.sharding.layout import FlatLayout, UnitLayout
 from drivetrain.sharding.shard import ShardHome, ShardInPlace, make_placeholder
@@ -110,6 +110,22 @@ class FlatTensor:
             else:
                 slot.parameter.data = view  # the object and all that hold it stay
         self.shard.flush()
+
+    def take_data(self, slot: ParameterSlot) -> None:
+        """Copy in the ``data`` that the script set on a parameter, which is a view again then.
+
+        Raises:
+            UsageError: it has another shape or dtype.
+        """
+        data, view = slot.parameter.data, slot.view(self.values)
+        if data.shape != view.shape or data.dtype is not view.dtype:
+            raise UsageError(
+                f"expected data of shape {tuple(view.shape)} and {view.dtype} for {slot.name!r}, "
+                f"found {tuple(data.shape)} and {data.dtype}, set by 'parameter.data = ...'; "
+                "change shapes and dtypes before prepare()"
+            )
+        view.copy_(data)
+        slot.parameter.data = view
 
     def leave_masters(self) -> None:
         """Keep only the values that forward reads: a store keeps all masters."""
@@ -336,6 +352,30 @@ class Unit:
         self._guarded_by = None
         for parameter in self.parameters:
             unguard(parameter)
+
+    def replaced(self) -> list[ParameterSlot]:
+        """Return the parameters of a whole unit that the script gave other memory (``p.data =``).
+
+        A guarded parameter has none: a guard brings the values before the script can set them.
+        """
+        if not self.whole:
+            return []
+        storages = self.storages
+        return [s for s in self.slots if s.parameter.untyped_storage()._cdata not in storages]
+
+    def take_data(self, replaced: Collection[ParameterSlot]) -> None:
+        """Copy in data that the script has set on parameters.
+
+        Raises:
+            UsageError: a parameter got another shape or dtype.
+        """
+        self.wait_for_step()
+        with torch.no_grad():
+            for flat in self.flats:
+                for slot in flat.slots:
+                    if slot in replaced:
+                        flat.take_data(slot)
+                flat.shard.take()
 
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -1,0 +1,152 @@
+"""``parameter.data = ...`` under ZeRO: surgery after a step, averages swapped in, wrong shapes."""
+
+import pytest
+import torch
+
+from drivetrain import Accelerator
+from drivetrain.errors import UsageError
+from drivetrain.testing.conformance.twins import Twins, adamw, weights
+from drivetrain.testing.models import CASES
+
+STRATEGIES = {
+    "zero1": {"name": "zero1", "bucket_mib": 0.001},
+    "zero2 whole": {"name": "zero2", "partition": "parameter"},
+    "zero3": {"name": "zero3"},
+    "offload": {"name": "zero2", "offload": {"optimizer": "cpu"}},
+}
+each = pytest.mark.parametrize("strategy", list(STRATEGIES.values()), ids=list(STRATEGIES))
+
+
+def start(strategy, case):
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    return accelerator, Twins(accelerator, CASES[case], adamw)
+
+
+def both(twins):
+    for model in (twins.model, twins.twin):
+        yield [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def train(twins, step):
+    twins.backward(step)
+    twins.step()
+
+
+@each
+@pytest.mark.ranks(2)
+def test_data_that_a_script_sets_is_trained(strategy):
+    """Clipping of weights by assignment, after steps, with tied, odd, empty and 0-d parameters."""
+    for case in ("tied", "odd_shapes"):
+        accelerator, twins = start(strategy, case)
+        for step in range(4):
+            train(twins, step)
+            for parameters in both(twins):
+                for parameter in parameters:
+                    parameter.data = parameter.data.clamp(-0.05, 0.05)
+            twins.check()  # a state dict reads what was set
+        accelerator.free_memory()
+
+
+@each
+@pytest.mark.ranks(2)
+def test_averages_swapped_in_and_out(strategy):
+    """Neither an evaluation nor a save writes into the memory that the script holds meanwhile."""
+    accelerator, twins = start(strategy, "tied")
+    averages = [[p.data.clone() for p in parameters] for parameters in both(twins)]
+    for step in range(3):
+        train(twins, step)
+        olds = []
+        for parameters, average in zip(both(twins), averages, strict=True):
+            olds.append([parameter.data for parameter in parameters])
+            for parameter, mean in zip(parameters, average, strict=True):
+                mean.lerp_(parameter.data, 0.3)
+                parameter.data = mean
+        with torch.no_grad():
+            mine = twins.case.loss(twins.model, twins.case.batch(step, 0))
+            theirs = twins.case.loss(twins.twin, twins.case.batch(step, 0))
+        torch.testing.assert_close(mine, theirs)
+        twins.check()
+        for parameters, old in zip(both(twins), olds, strict=True):
+            for parameter, data in zip(parameters, old, strict=True):
+                parameter.data = data
+        twins.check()
+    accelerator.free_memory()
+
+
+@each
+@pytest.mark.ranks(2)
+def test_data_set_in_gathered_and_before_a_load(strategy, tmp_path):
+    """Rank 0's tensors become everybody's; what a checkpoint brings comes after what was set."""
+    accelerator, twins = start(strategy, "tied")
+    train(twins, 0)
+    kept = {name: value.clone() for name, value in weights(accelerator, twins.model).items()}
+    folder = tmp_path / "state"
+    accelerator.save_state(folder)
+    mine, theirs = both(twins)
+    with accelerator.gathered(twins.model):
+        for parameter in mine:
+            changed = 1.5 if accelerator.is_main_process else 7.0
+            parameter.data = parameter.data * changed
+    for parameter in theirs:
+        parameter.data = parameter.data * 1.5
+    twins.check()
+    train(twins, 1)
+    twins.check()
+    for parameter in mine:
+        parameter.data = parameter.data + 3.0
+    accelerator.load_state(folder)
+    for name, value in weights(accelerator, twins.model).items():
+        torch.testing.assert_close(value, kept[name])
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_masters_follow_data():
+    """Weights in bf16 with masters in fp32: the step goes on from what was set."""
+    accelerator = Accelerator(
+        strategy=STRATEGIES["zero1"],
+        cpu=True,
+        mixed_precision="bf16",
+        config={"dtypes": {"param": "bf16"}},
+    )
+    linear = torch.nn.Linear(4, 4, bias=False)
+    model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.0))
+    accelerator.backward(model(torch.ones(2, 4)).float().sum())
+    model.weight.data = torch.full_like(model.weight, 0.5)
+    optimizer.step()
+    assert weights(accelerator, model)["weight"].eq(0.5).all()
+    accelerator.free_memory()
+
+
+@each
+@pytest.mark.ranks(2)
+def test_data_of_another_shape_or_dtype_is_refused(strategy):
+    """The step says so on every rank; the right tensor makes it go on."""
+    accelerator, twins = start(strategy, "tied")
+    train(twins, 0)
+    (parameter, *_), _ = both(twins)
+    for wrong in (parameter.data[:1].clone(), parameter.data.float()):
+        right = parameter.data
+        parameter.data = wrong
+        with pytest.raises(UsageError, match=r"expected data of shape .* found"):
+            twins.optimizer.step()
+        parameter.data = right
+    train(twins, 1)
+    twins.check()
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_divided_parameters_refuse_data_inside_a_forward():
+    """A unit that is about to be freed names the parameter that got other memory."""
+
+    class Replacing(torch.nn.Linear):
+        def forward(self, inputs):
+            self.weight.data = self.weight.data.clone()
+            return super().forward(inputs)
+
+    accelerator = Accelerator(strategy={"name": "fsdp", "unit_from": 1}, cpu=True)
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), Replacing(4, 4)))
+    with pytest.raises(UsageError, match=r"'1\.weight'"):
+        model(torch.ones(2, 4)).sum()
+    accelerator.free_memory()
