@@ -26,8 +26,7 @@ class DdpConfig:
     )
     buffers: Literal["broadcast", "none"] = option(
         "broadcast",
-        help="whether rank 0's buffers (BatchNorm statistics) replace the others' before a "
-        "training forward",
+        help="whether rank 0's buffers (BatchNorm statistics) replace the others' after a backward",
     )
     hook: Literal["none", "bf16", "fp16", "powersgd"] = option(
         "none",

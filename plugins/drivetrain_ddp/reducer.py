@@ -103,6 +103,7 @@ class BucketReducer:
         communicator: the data-parallel axis.
         hook: the compression of buckets on the wire.
         config: bucket sizes.
+        rounds: the synchronised backwards of the model.
     """
 
     def __init__(
@@ -111,9 +112,10 @@ class BucketReducer:
         communicator: Communicator,
         hook: CommunicationHook,
         config: DdpConfig,
+        rounds: Rounds,
     ) -> None:
         self.synchronizing = True
-        self.rounds = Rounds(self._begin, self._end)
+        self.rounds = rounds
         self._parameters = [parameter for _, parameter in parameters]
         self._names = [name for name, _ in parameters]
         self._communicator = communicator
@@ -196,7 +198,8 @@ class BucketReducer:
 
         return ready
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin a round: count down from all parameters of every bucket."""
         if self._observed is not None:
             self._order, self._observed = self._observed, None
             self._build()
@@ -267,7 +270,8 @@ class BucketReducer:
 
     # --- after backward ---
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End a round: launch the rest, wait for the sums."""
         for state in self._buckets[self._launched :]:
             self._launch(state)
         for state in self._buckets:

@@ -14,6 +14,7 @@ from drivetrain.errors import UsageError
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
+from drivetrain.parts.rounds import Rounds
 from drivetrain.parts.saved_state import ReplicatedState
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run, Strategy
@@ -59,7 +60,10 @@ class Ddp(Strategy[DdpConfig]):
         self._state = ReplicatedState(model, ())
         replicate([*model.parameters(), *model.buffers()], self._communicator, "replicate model")
         parameters = [] if self._alone else list(named_parameters(model).items())
-        self._reducer = BucketReducer(parameters, self._communicator, self._hook, self.config)
+        self._rounds = Rounds(self._before_gradients, self._after_backward)
+        self._reducer = BucketReducer(
+            parameters, self._communicator, self._hook, self.config, self._rounds
+        )
         self._closing.callback(self._reducer.close)
         handle = model.register_forward_pre_hook(ForwardHook(self._before_forward))
         self._closing.callback(handle.remove)
@@ -78,16 +82,16 @@ class Ddp(Strategy[DdpConfig]):
             loss.backward(**options)  # type: ignore[no-untyped-call]
             return
         self._reducer.refresh()
-        rounds = self._reducer.rounds.count
+        rounds = self._rounds.count
         loss.backward(**options)  # type: ignore[no-untyped-call]
-        if self._reducer.rounds.count == rounds:
-            self._reducer.rounds.take_part()  # no parameter got a gradient; other ranks may wait
+        if self._rounds.count == rounds:
+            self._rounds.take_part()  # no parameter got a gradient; other ranks may wait
         else:
-            self._reducer.rounds.finish()
+            self._rounds.finish()
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of all parameters, without None."""
-        self._reducer.rounds.finish()
+        self._rounds.finish()
         for parameter in self._model.parameters() if only is None else only:
             if parameter.grad is not None:
                 yield parameter.grad
@@ -129,7 +133,7 @@ class Ddp(Strategy[DdpConfig]):
             self._reducer.synchronizing = before
 
     def stand_in(self, *, synchronize: bool) -> None:
-        """Broadcast buffers and reduce gradients as the others do, with zeros."""
+        """Reduce gradients and broadcast buffers as the others do, with zeros."""
         self._before_forward()
         if synchronize:
             zero = torch.zeros((), device=self.run.world.device, requires_grad=True)
@@ -160,10 +164,16 @@ class Ddp(Strategy[DdpConfig]):
     def _before_forward(self) -> None:
         if self._alone or not self._reducer.synchronizing:
             return
-        self._reducer.rounds.finish()  # a round that an exception in backward cut short
+        self._rounds.finish()  # a round that an exception in backward cut short
         self._reducer.refresh()
-        if self.config.buffers == "broadcast":
-            replicate(self._model.buffers(), self._communicator, "buffers before forward")
+
+    def _before_gradients(self) -> None:
+        self._reducer.begin()
+
+    def _after_backward(self) -> None:
+        self._reducer.end()
+        if self.config.buffers == "broadcast":  # so that every rank evaluates with the same ones
+            replicate(self._model.buffers(), self._communicator, "buffers after backward")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._reducer.rounds.finish()
+        self._rounds.finish()

@@ -184,8 +184,6 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         if self.reduce.synchronizing:
             self.rounds.finish()  # what an exception in backward cut short
             self.follow()
-            if self.config.buffers == "broadcast":
-                replicate(self.model.buffers(), self.ranks.everyone, "buffers before forward")
 
     def before_module(self, units: Sequence[Unit]) -> None:
         """All-gather the parameters of a module, and start the next gathers."""
@@ -230,9 +228,14 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
             self.gather.release(unit)
 
     def after_backward(self) -> None:
-        """Wait for the reduce-scatters: each fragment's gradient is its rows of the mean."""
+        """Wait for the reduce-scatters: each fragment's gradient is its rows of the mean.
+
+        Buffers follow rank 0's here, so that every rank evaluates with the same ones.
+        """
         self.reduce.finish()
         self.gather.release_all()
+        if self.config.buffers == "broadcast":
+            replicate(self.model.buffers(), self.ranks.everyone, "buffers after backward")
 
     def before_step(self, bound: BoundOptimizer) -> None:
         """Submit the step of state that a store keeps; the optimizer itself steps the rest."""

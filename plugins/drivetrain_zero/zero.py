@@ -100,8 +100,6 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
         if self.reduce.synchronizing:
             self.rounds.finish()  # what an exception in backward cut short
             self.follow()
-            if self.config.buffers == "broadcast":
-                replicate(self.model.buffers(), self.ranks.everyone, "buffers before forward")
 
     def before_module(self, units: Sequence[Unit]) -> None:
         """Stage 3: all-gather the parameters of a module, and start the next gathers."""
@@ -146,9 +144,14 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
             self.gather.release(unit)
 
     def after_backward(self) -> None:
-        """Wait for the reduce-scatters: each fragment's gradient is its range of the mean."""
+        """Wait for the reduce-scatters: each fragment's gradient is its range of the mean.
+
+        Buffers follow rank 0's here, so that every rank evaluates with the same ones.
+        """
         self.reduce.finish()
         self.gather.release_all()
+        if self.config.buffers == "broadcast":
+            replicate(self.model.buffers(), self.ranks.everyone, "buffers after backward")
 
     def before_step(self, bound: BoundOptimizer) -> None:
         """Submit the step of state that a store keeps; the optimizer itself steps the rest."""

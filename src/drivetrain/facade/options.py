@@ -165,7 +165,7 @@ class DistributedDataParallelKwargs:
 
     Attributes:
         bucket_cap_mb: size of a gradient bucket in MiB.
-        broadcast_buffers: broadcast buffers from rank 0 before a training forward.
+        broadcast_buffers: broadcast buffers from rank 0 after a backward.
         comm_hook: ``no``, ``fp16``, ``bf16`` or ``power_sgd``.
         comm_state_option: ``matrix_approximation_rank`` and ``start_powerSGD_iter`` of PowerSGD.
     """

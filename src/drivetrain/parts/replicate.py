@@ -1,4 +1,4 @@
-"""Makes tensors equal to rank 0's: parameters and buffers at first, buffers before forward."""
+"""Makes tensors equal to rank 0's: parameters and buffers at first, buffers after backward."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -83,7 +83,7 @@ class Estimate:
         Args:
             reductions: backwards per step that reduce gradients.
             gathers: how often sharded units are gathered for a forward.
-            buffers: those that are sent around before each forward.
+            buffers: those that are sent around after each of these backwards.
             regather: how they come back for backward; None: they were not freed.
         """
         lines, sent = self._lines, Counter[tuple[str, str]]()

@@ -6,11 +6,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.guard import guard, writes
+from drivetrain.parts.torch_calls import writes_first
 from drivetrain.sharding.unit import Unit
 
 _DETACHED = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -46,7 +48,7 @@ def refusal(unit: Unit, *used: Any) -> UsageError:
     """
     return UsageError(
         f"expected a parameter with values, found {_name(unit, used)} divided over the ranks "
-        "between steps: it can be read, but neither changed nor kept as a view; do that inside "
+        "between steps: it can be read, but not changed; do that inside "
         "'with accelerator.gathered(model):' on every rank, or take "
         "accelerator.get_state_dict(model) or save_model()"
     )
@@ -76,6 +78,55 @@ def _leaves(result: Any) -> Iterator[Any]:
             yield from tree_leaves(list(vars(leaf).values()))
 
 
+class CopyInstead(Tensor):
+    """A copy that a script got in the place of a view: its writes there would be lost.
+
+    Views of it are such tensors too; whatever is computed from it is an ordinary tensor.
+    """
+
+    _refusal: UsageError
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Refuse writes, and run everything else.
+
+        Raises:
+            UsageError: the function writes into the copy.
+        """
+        kwargs = kwargs or {}
+        copies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        first = tree_leaves([*args, *kwargs.values()][:1])
+        if writes_first(func) and any(isinstance(leaf, cls) for leaf in first):
+            raise copies[0]._refusal
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            storages = {copy.untyped_storage()._cdata: copy._refusal for copy in copies}
+            return tree_map(lambda leaf: _read_only_view(leaf, storages), result)
+
+
+def _read_only_view(leaf: Any, storages: Mapping[int, UsageError]) -> Any:
+    """Refuse writes into a tensor that lies in the memory of a copy."""
+    if type(leaf) is Tensor and leaf.layout is torch.strided:
+        refused = storages.get(leaf.untyped_storage()._cdata)
+        if refused is not None:
+            return read_only(leaf, refused)
+    return leaf
+
+
+def read_only(copy: Tensor, refused: UsageError) -> Tensor:
+    """Make a tensor refuse writes with an error."""
+    copy.__class__ = CopyInstead
+    copy._refusal = refused  # type: ignore[attr-defined]
+    return copy
+
+
 class AbsentGuard:
     """The guard of a sharded unit's parameters: a use gathers the unit, or is refused.
 
@@ -95,7 +146,7 @@ class AbsentGuard:
 
         Raises:
             UsageError: a use that would write into the values, which is refused on each rank by
-                itself, or between steps would keep a view.
+                itself.
         """
         if writes(function, args, kwargs):
             raise refusal(self._unit, args, kwargs)
@@ -113,9 +164,29 @@ class AbsentGuard:
             before = [parameter._version for parameter in self._unit.parameters]
             result = function(*args, **kwargs)
             changed = before != [parameter._version for parameter in self._unit.parameters]
-            if changed or shares_memory(result, self._unit):
+            if changed:
                 raise refusal(self._unit, args, kwargs)
+            return self._copied(result, args)
+
+    def _copied(self, result: Any, used: Any) -> Any:
+        """Return a result with copies in the place of views of values that are about to be freed.
+
+        Gradients flow through a copy as through a view, as where a method beside ``forward`` reads
+        some rows of a table.
+
+        Raises:
+            UsageError: the result holds more than tensors.
+        """
+        if not shares_memory(result, self._unit):
             return result
+        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            raise refusal(self._unit, used)  # such as a pickle, which would drag the unit along
+        return tree_map(lambda leaf: self._copy(leaf, used), result)
+
+    def _copy(self, leaf: Any, used: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not shares_memory(leaf, self._unit):
+            return leaf
+        return read_only(leaf.clone(), refusal(self._unit, used))
 
     def _without_values(self, parameter: nn.Parameter) -> Tensor:
         """Return a parameter for a state dict: its facts, and an error for its values."""

@@ -26,7 +26,7 @@ class ShardedConfig(Protocol):
 
     @property
     def buffers(self) -> str:
-        """``broadcast`` sends rank 0's buffers around before a training forward; or ``none``."""
+        """``broadcast`` sends rank 0's buffers around after a backward; or ``none``."""
 
     @property
     def cut(self) -> CutStyle:
@@ -129,8 +129,7 @@ class UnitsOptions:
 
     buffers: Literal["broadcast", "none"] = option(
         "broadcast",
-        help="whether rank 0's buffers (BatchNorm statistics) replace the others' before a "
-        "training forward",
+        help="whether rank 0's buffers (BatchNorm statistics) replace the others' after a backward",
     )
     fused: bool = option(
         True,

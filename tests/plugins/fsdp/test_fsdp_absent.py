@@ -168,9 +168,10 @@ WRITES = {
     "data.mul_": lambda p: p.data.mul_(2.0),
     "detach().zero_": lambda p: p.detach().zero_(),
     "out": lambda p: torch.add(torch.ones(HIDDEN, WIDTH).double(), 1, out=p),
-    "a view": lambda p: p.view(-1),
+    "a view": lambda p: p.view(-1).zero_(),
+    "a view of a view": lambda p: p.view(-1)[2:].add_(1.0),
     "a slice": lambda p: p[0].mul_(2.0),
-    "T": lambda p: p.T,
+    "T": lambda p: p.T.fill_(1.0),
     "numpy": lambda p: p.detach().numpy(),
     "pickle": pickle.dumps,  # it would drag all of the unit along
     "foreach": lambda p: torch._foreach_mul_([p], 2.0),
@@ -196,6 +197,51 @@ def test_writes_and_views_are_refused(sharding):
     for name, value in before.items():
         assert torch.equal(value, after[name]), name
     twins.check()
+    accelerator.free_memory()
+
+
+class Encoder(nn.Module):
+    """A model that scripts use by a method beside ``forward``, which takes views of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(2 * WIDTH, dtype=torch.float64))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = linear(WIDTH, OUT)
+
+    def encode(self, x):
+        x = x + self.positions[:WIDTH]
+        for block in self.blocks:
+            x = block(x)
+        first, second = self.blocks[0].up.weight.T.chunk(2)
+        return x + F.linear(x[:, : len(first)], first.T).mean(1, keepdim=True) + second.mean()
+
+    def forward(self, x):
+        return self.head(self.encode(x))
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_methods_beside_forward(strategy):
+    """Views taken outside of a forward are copies: gradients flow, and memory is freed."""
+
+    def loss(model, batch):
+        return (model.head(model.encode(batch.inputs)) - batch.targets).square().mean()
+
+    accelerator = start(strategy)
+    case = Case(name="encoder", factory=Encoder, batch=numbers, loss=loss)
+    twins = Twins(accelerator, case)
+    for step in range(3):
+        twins.backward(step)
+        twins.step()
+        twins.check()
+        with torch.no_grad():
+            encoded = twins.model.encode(numbers(9, 0).inputs)
+            torch.testing.assert_close(encoded, twins.twin.encode(numbers(9, 0).inputs))
+            assert type(encoded) is torch.Tensor
+    twins.backward(4)
+    twins.step()
+    assert_freed(twins)
     accelerator.free_memory()
 
 

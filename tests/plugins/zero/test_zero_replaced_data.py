@@ -49,7 +49,7 @@ def test_data_that_a_script_sets_is_trained(strategy):
 
 @each
 @pytest.mark.ranks(2)
-def test_averages_swapped_in_and_out(strategy):
+def test_averages_swapped_in_and_out(strategy, tmp_path):
     """Neither an evaluation nor a save writes into the memory that the script holds meanwhile."""
     accelerator, twins = start(strategy, "tied")
     averages = [[p.data.clone() for p in parameters] for parameters in both(twins)]
@@ -66,10 +66,17 @@ def test_averages_swapped_in_and_out(strategy):
             theirs = twins.case.loss(twins.twin, twins.case.batch(step, 0))
         torch.testing.assert_close(mine, theirs)
         twins.check()
+        accelerator.save_state(tmp_path / f"swapped-{step}")
         for parameters, old in zip(both(twins), olds, strict=True):
             for parameter, data in zip(parameters, old, strict=True):
                 parameter.data = data
         twins.check()
+    accelerator.load_state(tmp_path / "swapped-2")
+    loaded = weights(accelerator, twins.model)
+    _, theirs = averages
+    trained = [name for name, p in twins.twin.named_parameters() if p.requires_grad]
+    for name, mean in zip(trained, theirs, strict=True):
+        torch.testing.assert_close(loaded[name], mean)
     accelerator.free_memory()
 
 

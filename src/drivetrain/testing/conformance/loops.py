@@ -116,6 +116,24 @@ class LoopChecks(Suite):
                 twins.step()
             twins.check()
 
+    def test_evaluation_is_the_same_on_every_rank(self, world: int) -> None:
+        """After windows of steps all ranks evaluate with the buffers that a checkpoint holds."""
+        with self.accelerator(gradient_accumulation_steps=2) as accelerator:
+            twins = Twins(accelerator, CASES["batchnorm"])
+            for step in range(4):
+                with accelerator.accumulate(twins.model):
+                    batch = twins.case.batch(step, twins.axis.rank)
+                    accelerator.backward(twins.case.loss(twins.model, batch))
+                    twins.optimizer.step()
+                    twins.optimizer.zero_grad()
+                with torch.no_grad():
+                    twins.model.eval()
+                    loss = twins.case.loss(twins.model, twins.case.batch(99, 0))
+                    twins.model.train()
+                if accelerator.sync_gradients:
+                    losses = everyone(float(loss))
+                    assert losses == losses[:1] * world, f"losses of the ranks differ: {losses}"
+
     def test_gradients_can_be_changed_before_the_step(self, world: int) -> None:
         """``gradients()`` yields the tensors that the optimizer reads, each element once a rank."""
         with self.accelerator() as accelerator:
