@@ -331,7 +331,7 @@ class UnitGradients:
 
     def send(self) -> None:
         """Send the buffers on their way; parameters without a gradient count as zeros."""
-        parts = self.unit.no_parts()
+        parts: list[list[Tensor]] = [[] for _ in range(self._reducing.size)]
         for flat in self._active:
             self.present |= flat.filled
             sent = flat.outgoing()

@@ -112,11 +112,7 @@ class FlatTensor:
         self.shard.flush()
 
     def take_data(self, slot: ParameterSlot) -> None:
-        """Copy in the ``data`` that the script set on a parameter, which is a view again then.
-
-        Raises:
-            UsageError: it has another shape or dtype.
-        """
+        """Copy in the ``data`` that the script set on a parameter, which is a view again then."""
         data, view = slot.parameter.data, slot.view(self.values)
         if data.shape != view.shape or data.dtype is not view.dtype:
             raise UsageError(
@@ -234,7 +230,7 @@ class Unit:
         self._guarded_by: Guard | None = None
         self.storages = {flat.untyped_storage()._cdata for flat in self.values}
         self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
-        self._parts = self.no_parts()
+        self._parts: list[list[Tensor]] = [[] for _ in range(communicator.size)]
         for flat in flats:
             flat.add_parts(flat.values, self._parts)
         with torch.no_grad():
@@ -242,10 +238,6 @@ class Unit:
                 flat.adopt(values)
         if layout.sharded:
             self.free()  # before the next unit gets memory
-
-    def no_parts(self) -> list[list[Tensor]]:
-        """Return an empty list of parts for each rank that shares the unit."""
-        return [[] for _ in range(self.communicator.size)]
 
     @property
     def live(self) -> bool:
@@ -358,22 +350,16 @@ class Unit:
 
         A guarded parameter has none: a guard brings the values before the script can set them.
         """
-        if not self.whole:
-            return []
-        storages = self.storages
-        return [s for s in self.slots if s.parameter.untyped_storage()._cdata not in storages]
+        found = self.slots if self.whole else []
+        return [s for s in found if s.parameter.untyped_storage()._cdata not in self.storages]
 
     def take_data(self, replaced: Collection[ParameterSlot]) -> None:
-        """Copy in data that the script has set on parameters.
-
-        Raises:
-            UsageError: a parameter got another shape or dtype.
-        """
+        """Copy in data that the script has set on parameters; another shape or dtype is refused."""
         self.wait_for_step()
         with torch.no_grad():
             for flat in self.flats:
-                for slot in flat.slots:
-                    if slot in replaced:
+                for slot in replaced:
+                    if slot in flat.slots:
                         flat.take_data(slot)
                 flat.shard.take()
 
