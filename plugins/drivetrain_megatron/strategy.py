@@ -17,7 +17,7 @@ from drivetrain.collectives import connect
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.log import get_logger
 from drivetrain.parts.blocks import repeated_blocks
-from drivetrain.parts.naming import named_parameters, persistent_buffers
+from drivetrain.parts.naming import named_parameters, persistent_buffers, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors
 from drivetrain.strategy import Prepared, Run
@@ -85,7 +85,7 @@ class Megatron(DataParallelCell):
         """Divide the model over the cell, and prepare this rank's part for data parallelism."""
         self._model = model
         self._original = Original(model, optimizers)
-        self._whole = WholeState(model, self._pp, self.run.world.device)
+        self._whole = WholeState(uncompiled(model), self._pp, self.run.world.device)
         self._facts = {
             name: ParameterFacts(tuple(parameter.shape))
             for name, parameter in named_parameters(model).items()

@@ -37,7 +37,7 @@ from drivetrain_megatron.dropout.dropouts import (
     partition_of,
 )
 from drivetrain_megatron.dropout.masks import combine, keep_mask, mix
-from drivetrain_megatron.recording.calls import ExampleInputs, example_inputs
+from drivetrain_megatron.recording.calls import ExampleInputs, example_inputs, inputs_of_user
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.behavior import Surrounding, release, surround
 
@@ -87,7 +87,7 @@ class Dropout:
         try:
             given = example_inputs(model) if inputs is None else inputs
         except UsageError as error:
-            if getattr(model, "dummy_inputs", None) is not None:
+            if inputs_of_user(model) is not None:
                 raise
             self._names = frozenset(name for name, m in model.named_modules() if drops(m))
             if self._ranks.size > 1:

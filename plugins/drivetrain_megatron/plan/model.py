@@ -5,7 +5,7 @@ that makes logits and the embeddings with as many rows are divided by words, als
 weight.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,17 +35,18 @@ from drivetrain_megatron.plan.named import (
     users_plan,
 )
 from drivetrain_megatron.plan.trial import find_layouts, make_trial
+from drivetrain_megatron.plan.vocabulary import by_words, find_vocabulary, words_of
 from drivetrain_megatron.recording.calls import Call, Calls, ExampleInputs, calls_in
 from drivetrain_megatron.tensor.attention import keep_padded
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
-from drivetrain_megatron.tensor.linear import attach_column, features_of, is_linear, is_transposed
+from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even
 
 NO_INPUTS = (
     "nothing in it repeats, and no inputs were found with which it can be called: set "
-    "model.dummy_inputs to a small batch to let its layers be divided"
+    "model.example_inputs to a small batch to let its layers be divided"
 )
 
 
@@ -120,7 +121,8 @@ class TensorParallel:
             plan = self._of_blocks(model, inputs.look, calls)
         else:
             plan = self._of_whole(model, inputs)
-        plan.vocabulary = find_vocabulary(model, calls, self._words(plan))
+        allowed = self._words(plan)
+        plan.vocabulary = find_vocabulary(model, inputs.look, calls, allowed, strict=self._strict)
         if self._named is not None and self._strict:
             check_fulfilled(model, self._named, plan.vocabulary, plan.blocks)
         return plan
@@ -337,49 +339,3 @@ def _if_given(
 ) -> Callable[[Tensor | None], Tensor | None]:
     """Return a hook that leaves a parameter alone whose gradient comes at another time."""
     return lambda gradient: None if gradient is None else function(gradient)
-
-
-def words_of(module: nn.Module) -> int:
-    """Return how many words an embedding, or a layer that makes logits, is about."""
-    return module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
-
-
-def by_words(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield the parameters of such a module and their dims that count words."""
-    for name, parameter in module.named_parameters(recurse=False):
-        yield parameter, 1 if name == "weight" and is_transposed(module) else 0
-
-
-def find_vocabulary(model: nn.Module, calls: Calls, allowed: Callable[[str], bool]) -> list[str]:
-    """Return the layers outside of blocks that make logits, and the embeddings of the same words.
-
-    A weight that something else uses, too, stays whole.
-    """
-    inside = tuple(f"{name}." for name, _ in calls.blocks)
-    outer = [
-        (name, module)
-        for name, module in model.named_modules()
-        if not f"{name}.".startswith(inside) and next(module.parameters(False), None) is not None
-    ]
-    embeddings = [(name, m) for name, m in outer if isinstance(m, nn.Embedding)]
-    heads = [
-        (name, m)
-        for name, m in outer
-        if is_linear(m) and any(features_of(m)[1] == e.num_embeddings for _, e in embeddings)
-    ]
-    rows = {features_of(module)[1] for _, module in heads}
-    found = [*[(n, e) for n, e in embeddings if e.num_embeddings in rows], *heads]
-    chosen = [(name, module) for name, module in found if allowed(name)]
-    return [name for name, module in chosen if _is_only_used_by(module, model, chosen, calls)]
-
-
-def _is_only_used_by(
-    module: nn.Module, model: nn.Module, chosen: Iterable[NamedModule], calls: Calls
-) -> bool:
-    """Whether a weight is used once by each of its chosen modules, and by nothing else."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    weight = module.weight
-    owners = sum(1 for _, m in chosen if m.weight is weight)
-    places = sum(1 for m in model.modules() for p in m.parameters(False) if p is weight)
-    name = first[id(weight)]
-    return owners == places and calls.uses[name] <= owners

@@ -7,6 +7,7 @@ Whoever plans reads one look (``drivetrain.model``), and runs nothing. From the 
 ``structure`` the result of a block, as a tree
 ``phases``    blocks in order, and which parameters are used where
 ``shapes``    the shapes that blocks return for given inputs
+``guesses``   inputs by the class, the arguments and the layers of a model
 ``calls``     example inputs, the look with them, and the first arguments of each block
 ============= =====================================================================================
 """

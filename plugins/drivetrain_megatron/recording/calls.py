@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,8 @@ from drivetrain.model.results import ValuesNeededError
 from drivetrain.parts.blocks import NamedModule, repeated_blocks
 from drivetrain.parts.naming import uncompiled
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.recording.guesses import guessed_inputs
 from drivetrain_megatron.recording.proxy import StageProxy
-
-_ROWS, _LENGTH = 2, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,12 @@ def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None
     try:
         return example_inputs(model, isolated=config.pp > 1)
     except UsageError:
-        given = getattr(model, "dummy_inputs", None) is not None
-        if given or config.pp > 1 or config.plan or repeated_blocks(model):
+        if (
+            inputs_of_user(model) is not None
+            or config.pp > 1
+            or config.plan
+            or repeated_blocks(model)
+        ):
             raise
         return None
 
@@ -55,11 +58,9 @@ def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None
 def example_inputs(model: nn.Module, *, isolated: bool = False) -> ExampleInputs:
     """Return inputs that a model's forward accepts, and the look at the model with them.
 
-    ``model.dummy_inputs`` (a Hugging Face convention) is the word of the model's author, so it
-    comes first and an error in it is raised. Else the model's first layer in the order of
-    registration tells the kind of input: an embedding takes tokens; a transformer takes sequences
-    of its width; a convolution takes images of its channels; a linear layer takes rows, or
-    sequences of rows for models of sequences. A guess counts when the forward of a look accepts it.
+    Inputs that the script set on the model come first, and an error in them is raised. Else those
+    of the model's class, and guesses (``guesses.py``), are tried: the first count that the forward
+    of a look accepts.
 
     Args:
         model: with or without values, not changed.
@@ -69,17 +70,17 @@ def example_inputs(model: nn.Module, *, isolated: bool = False) -> ExampleInputs
         Inputs on the CPU: 2 rows, sequences of length 8.
 
     Raises:
-        UsageError: ``dummy_inputs`` is no dict, tuple or tensor, no guess is accepted, or the model
-            chooses by values of hidden states.
+        UsageError: the script's inputs are no dict, tuple or tensor, no guess is accepted, or the
+            model chooses by values of hidden states.
     """
-    given = getattr(model, "dummy_inputs", None)
+    given = inputs_of_user(model)
     if given is not None:
         return _looked(model, *_arguments(given), isolated)
     failures = []
     needed: ValuesNeededError | None = None
-    for what, guess in _guesses(model):
+    for what, guess in guessed_inputs(uncompiled(model)):
         try:
-            return _looked(model, (guess,), {}, isolated)
+            return _looked(model, *_arguments(guess), isolated)
         except Exception as error:  # whatever the user's forward raises means no
             needed = needed or (error if isinstance(error, ValuesNeededError) else None)
             failures.append(f"{what}: {type(error).__name__}: {str(error).strip()[:200]}")
@@ -88,9 +89,19 @@ def example_inputs(model: nn.Module, *, isolated: bool = False) -> ExampleInputs
     tried = "; ".join(failures) or "no embedding, linear, convolution or transformer was found"
     raise UsageError(
         f"expected inputs with which {type(model).__name__} can be called once, found none that "
-        f"it accepts (tried {tried}): set model.dummy_inputs = {{'name': tensor}} (or a tuple of "
+        f"it accepts (tried {tried}): set model.example_inputs = {{'name': tensor}} (or a tuple of "
         "tensors) to a small batch as in training, before accelerator.prepare()"
     )
+
+
+def inputs_of_user(model: nn.Module) -> Any:
+    """Return the inputs that the script set on a model; None if there are none.
+
+    ``example_inputs``, or ``dummy_inputs`` where the class has no property of this name, as
+    the models of Hugging Face have.
+    """
+    own = vars(uncompiled(model))
+    return own.get("example_inputs", own.get("dummy_inputs"))
 
 
 def _looked(
@@ -110,39 +121,9 @@ def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(given, Tensor):
         return (given,), {}
     raise UsageError(
-        f"expected model.dummy_inputs to be a dict, a tuple or a tensor, found a "
+        f"expected model.example_inputs to be a dict, a tuple or a tensor, found a "
         f"{type(given).__name__}: set it to the arguments of the model's forward"
     )
-
-
-def _guesses(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield guesses for the layers that inputs may go into, first layers first."""
-    seen: set[str] = set()
-    for name, module in model.named_modules():
-        for what, guess in _for_layer(module):
-            if what not in seen:
-                seen.add(what)
-                yield f"{what} for {name!r}", guess
-
-
-def _for_layer(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(module, nn.Embedding):
-        count = torch.arange(_ROWS * _LENGTH) % module.num_embeddings
-        yield f"tokens below {module.num_embeddings}", count.view(_ROWS, _LENGTH)
-    elif isinstance(module, nn.TransformerEncoderLayer):
-        yield from _numbers(module.linear1.weight, (_ROWS, _LENGTH, module.linear1.in_features))
-    elif isinstance(module, nn.MultiheadAttention):
-        yield from _numbers(module.out_proj.weight, (_ROWS, _LENGTH, module.embed_dim))
-    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        space = (32,) * len(module.kernel_size)
-        yield from _numbers(module.weight, (_ROWS, module.in_channels, *space))
-    elif isinstance(module, nn.Linear):
-        yield from _numbers(module.weight, (_ROWS, module.in_features))
-        yield from _numbers(module.weight, (_ROWS, _LENGTH, module.in_features))
-
-
-def _numbers(weight: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
-    yield f"{weight.dtype} of shape {shape}", torch.zeros(shape, dtype=weight.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ def changed(block: str, found: str, expected: str) -> UsageError:
     return UsageError(
         f"expected block {block!r} to be called as in the recording of the model, with {expected}, "
         f"found {found}: the stages of a pipeline need the same structure in every forward; call "
-        "the model with the same arguments, or give model.dummy_inputs those that it trains with"
+        "the model with the same arguments, or give model.example_inputs those that it trains with"
     )
 
 

@@ -51,18 +51,21 @@ def attach_vocabulary(module: nn.Module, edges: Edges, words: Partition) -> None
         ConfigError: the module is no embedding, or has an option that needs the whole weight.
     """
     words.range_of(edges.ranks.rank)
-    _check(module)
+    if reason := reason_against(module):
+        raise ConfigError(f"{reason}; leave it out of the plan, or make it without")
     attach(module, VocabularyEmbedding(edges, words))
 
 
-def _check(module: nn.Module) -> None:
+def reason_against(module: nn.Module) -> str:
+    """Return why a module cannot compute with a part of its rows; empty if it can."""
+    kind = type(module)
     if (
         not isinstance(module, nn.Embedding)
         or original_class(module).forward is not nn.Embedding.forward
     ):
-        raise ConfigError(
+        return (
             f"expected an embedding that computes as nn.Embedding does, found {module!r} "
-            f"({type(module).__module__}.{type(module).__qualname__}); leave it out of the plan"
+            f"({kind.__module__}.{kind.__qualname__})"
         )
     found = {
         "max_norm": module.max_norm is not None,  # changes rows in forward, by their whole norm
@@ -70,7 +73,8 @@ def _check(module: nn.Module) -> None:
         "sparse": module.sparse,  # a sparse gradient cannot be summed by our collectives
     }
     if options := [name for name, is_set in found.items() if is_set]:
-        raise ConfigError(
+        return (
             f"expected an embedding without {', '.join(options)}, which a rank cannot do with its "
-            f"part of the weight, found {module!r}; leave it out of the plan, or make it without"
+            f"part of the weight, found {module!r}"
         )
+    return ""

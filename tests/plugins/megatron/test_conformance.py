@@ -139,7 +139,7 @@ def test_plans_and_pipelines_need_inputs(name):
     """A model that has to be divided, and cannot be called, is an error that says what to set."""
     model = CASES[name].build()
     for config in (MegatronConfig(tp=2, plan={"*": "colwise"}), MegatronConfig(tp=1, pp=2)):
-        with pytest.raises(UsageError, match=r"set model\.dummy_inputs = "):
+        with pytest.raises(UsageError, match=r"set model\.example_inputs = "):
             inputs_for(config, model)
     assert inputs_for(MegatronConfig(tp=2), model) is None
 
@@ -153,7 +153,7 @@ def test_repeated_blocks_need_inputs():
         def forward(self, left, right):
             return self.layers[0](left) + self.layers[1](right)
 
-    with pytest.raises(UsageError, match=r"set model\.dummy_inputs = "):
+    with pytest.raises(UsageError, match=r"set model\.example_inputs = "):
         inputs_for(MegatronConfig(tp=2), Blocks())
 
 

@@ -67,6 +67,21 @@ def test_state_of_all_stages(name, options):
     accelerator.free_memory()
 
 
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
+@pytest.mark.ranks(2)
+def test_state_of_a_compiled_model(options, tmp_path):
+    """Read and saved under the names of the model inside."""
+    expected = build("gpt2").state_dict()
+    accelerator = accelerator_of(options)
+    model, _ = prepared(accelerator, torch.compile(build("gpt2"), backend="eager"))
+    found = accelerator.get_state_dict(model)
+    assert list(found) == list(expected)
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+    accelerator.save_model(model, tmp_path / "weights")
+    accelerator.free_memory()
+
+
 @CELL
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
 def test_built_without_memory(name, options):

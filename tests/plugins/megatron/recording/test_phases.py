@@ -384,7 +384,7 @@ def test_the_models_own_inputs_come_first():
     model.dummy_inputs = (IDS,)
     assert example_inputs(model).args == (IDS,)
     model.dummy_inputs = 3
-    with pytest.raises(UsageError, match="dummy_inputs.*found a int"):
+    with pytest.raises(UsageError, match="example_inputs.*found a int"):
         example_inputs(model)
 
 
@@ -393,7 +393,7 @@ def test_no_guess_is_accepted():
         raise KeyError("labels")
 
     for model in (Needs(nn.Linear(7, 3), never), nn.ReLU()):
-        with pytest.raises(UsageError, match=r"model\.dummy_inputs ="):
+        with pytest.raises(UsageError, match=r"model\.example_inputs ="):
             example_inputs(model)
 
 
