@@ -47,9 +47,9 @@ def tied():
 
 
 def hugging_face(name, **options):
-    from drivetrain.testing import huggingface
+    import huggingface_models
 
-    return getattr(huggingface, name)(**options).float()
+    return getattr(huggingface_models, name)(**options).float()
 
 
 def frozen_embedding():
