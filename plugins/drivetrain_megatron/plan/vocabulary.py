@@ -1,4 +1,4 @@
-"""Which layers outside of blocks are divided by words: embeddings, and what makes the logits."""
+"""Finds the layers outside of blocks that are divided by words: embeddings and heads."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -59,7 +59,7 @@ def _can_be_cut(module: nn.Module) -> bool:
 
 
 def _ends_in_loss(look: Look, name: str) -> bool:
-    """Return whether neither a block nor a product takes what follows from a layer's output.
+    """Return whether neither a block nor a product uses the results of a layer's output.
 
     A layer in front of them is a projection, even if it has as many features as there are words.
     """

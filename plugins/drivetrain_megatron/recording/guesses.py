@@ -57,7 +57,7 @@ def _by_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of(config: Any, part: str, name: str) -> Any:
-    """Return an option of a configuration, or of the part of it that is about one kind of input."""
+    """Return an option of a configuration, or of its part for one kind of input."""
     return getattr(config, name, None) or getattr(getattr(config, part, None), name, None)
 
 
