@@ -1,6 +1,5 @@
 """Memory that does not suffice: batch sizes that fit, and the release of unused objects."""
 
-import ctypes
 import functools
 import gc
 import inspect
@@ -13,9 +12,6 @@ from drivetrain.errors import UsageError
 
 _SHRINK = 0.9
 """Factor of the batch size after each failure, rounded down."""
-
-_KEPT_BYTES = 64 * 2**20
-"""Bytes that may be thrown away before the heap is asked to return free memory."""
 
 
 def find_executable_batch_size(
@@ -108,29 +104,3 @@ def _check_call(
             f"the decorator passes the batch size to {name}() itself, as the first argument; "
             f"with it the call does not fit: {error}; call {name}() without a batch size"
         ) from None
-
-
-class Heap:
-    """Counts bytes that are thrown away, and has the C library return them to the system.
-
-    The C library keeps freed blocks of up to 32 MiB. Small blocks that live on settle at their
-    edges, then the next tensor of the same size does not fit and the heap grows: a process would in
-    the end take as much memory as the whole model.
-
-    Only glibc can be asked to; other C libraries return large blocks by themselves.
-    """
-
-    def __init__(self) -> None:
-        self._thrown = 0
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-    def throw(self, size: int) -> None:
-        """Count bytes that are free now, or will be at the next call of ``relieve``."""
-        self._thrown += size
-
-    def relieve(self, kept: int = _KEPT_BYTES) -> None:
-        """Return free memory if more than this was thrown away since the last time."""
-        if self._thrown > kept:
-            self._thrown = 0
-            if self._trim is not None:
-                self._trim(0)

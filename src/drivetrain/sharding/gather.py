@@ -14,7 +14,7 @@ that take different paths end with an error that names the units.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import StorageError, UsageError
+from drivetrain.heap import Heap
 from drivetrain.parts.rounds import after_backward, in_backward
 from drivetrain.sharding.guard import AbsentGuard, LeftGuard, refusal, shares_memory, without_values
 from drivetrain.sharding.layout import ROOT
@@ -110,6 +111,7 @@ class Gather:
             backward; None leaves each rank its range, as between steps.
         most_live: how many units may be whole or on their way at once, the rest of the model not
             counted: nothing is gathered ahead beyond that. None: as many as are asked for.
+        keep_changes: lets the shards of a whole unit follow its values.
 
     Attributes:
         units: its sharded units.
@@ -123,8 +125,10 @@ class Gather:
         until: Until = "forward",
         neighbors: Communicator | None = None,
         most_live: int | None = None,
+        keep_changes: Callable[[Unit], None],
     ) -> None:
         self.units = units
+        self._keep_changes = keep_changes
         self._by_storage = {storage: unit for unit in units for storage in unit.storages}
         self._counted = [unit for unit in units if unit.layout.key != ROOT]
         self._ahead = ahead
@@ -132,6 +136,7 @@ class Gather:
         self._neighbors = neighbors
         self._most_live = most_live
         self._viewed: set[Unit] = set()
+        self._heap = Heap()
         self._keeping = False
         self._order = UsualOrder()
         self._forwards: list[object] = []  # those under way, the outermost first
@@ -171,6 +176,8 @@ class Gather:
         elif self._until == "forward" and not self._order.left_for_good(unit):
             needed = unit.holds or unit in self._viewed
             if self._neighbors is not None and unit.whole and not needed:
+                if unit.changed():
+                    self._keep_changes(unit)
                 unit.free_but_near(self._neighbors)
             else:
                 self.release(unit)
@@ -179,6 +186,8 @@ class Gather:
         """Free a unit that nobody holds, or park a unit that is kept until the step."""
         if unit.holds or not unit.live or unit in self._viewed:
             return
+        if unit.whole and unit.changed():
+            self._keep_changes(unit)
         if replaced := unit.replaced():
             raise refusal(unit, replaced[0].parameter)
         if not self._keeping:
@@ -204,6 +213,8 @@ class Gather:
         self._keeping = False
         self._viewed.clear()
         self.release_all()
+        if self.units:
+            self._heap.relieve_growth()
 
     @contextmanager
     def holding(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -319,6 +330,8 @@ class Gather:
             self._viewed.clear()
             for unit in self.units:
                 if unit.whole and not unit.holds:
+                    if unit.changed():
+                        self._keep_changes(unit)
                     unit.park()
 
     # --- what autograd saves ---

@@ -1,4 +1,4 @@
-"""The gradients of one unit on one rank, from autograd to what the optimizer steps with.
+"""The gradients of one unit on one rank, from autograd to the optimizer's step.
 
 ::
 
@@ -28,7 +28,7 @@ from drivetrain.sharding.unit import FlatTensor, Unit
 
 
 class FlatGradients:
-    """The gradients of one flat tensor: the buffer they arrive in, and what is kept of them.
+    """The gradients of one flat tensor: the buffer of their arrival, and this rank's kept pieces.
 
     Args:
         flat: the flat tensor.
@@ -141,7 +141,7 @@ class FlatGradients:
                 place.add_(piece)
 
     def crossing(self) -> Tensor:
-        """Return what is to be added up over replicas, 1-D, in place."""
+        """Return the gradients to add up over replicas, 1-D, in place."""
         if self._replica_sum is None:
             raise UsageError("expected gradients for other replicas, found none")
         return self._replica_sum.to(self.wire)
@@ -192,7 +192,7 @@ class FlatGradients:
                 self.hand_out(slot)
 
     def give_away(self) -> None:
-        """Let go of the memory of gradients that were taken: somebody else reads it.
+        """Let go of the memory of taken gradients: the taker reads this memory.
 
         Those that fragments still have, as where another optimizer steps them, move.
         """
@@ -215,7 +215,7 @@ class FlatGradients:
         fragment.grad = piece if piece.dtype is fragment.dtype else piece.to(fragment.dtype)
 
     def _follow(self, slot: ParameterSlot) -> None:
-        """Take over changes of a handed out gradient that is no view of what is kept.
+        """Take over changes of a handed out gradient without a share in the kept memory.
 
         Elements that nobody changed keep the digits that the fragment's dtype has no room for.
         """
@@ -307,7 +307,7 @@ class UnitGradients:
         return self._starts[-1]
 
     def open(self, lent: Tensor | None) -> None:
-        """Let gradients arrive in a lent buffer, or, without one, in the buffers that stay."""
+        """Let gradients arrive in a lent buffer, or else in the buffers that stay."""
         self.opened = True
         self._lent = lent
         for flat, start in zip(self._active, self._starts, strict=False):
@@ -319,7 +319,7 @@ class UnitGradients:
                 flat.set_aside()
 
     def forget(self, slots: Collection[ParameterSlot]) -> Tensor | None:
-        """Drop what was received and not handed out; return a lent buffer if nothing is left."""
+        """Drop received gradients; return the lent buffer once it is empty."""
         self.present.difference_update(slots)
         idle = self.opened and self.reduction is None
         for flat in self.flats:
@@ -340,7 +340,7 @@ class UnitGradients:
         self.reduction = self._reducing.reduce_parts(parts, label=self._label)
 
     def keep_owned(self, *, replicate: bool) -> Tensor | None:
-        """Wait for the reduction and keep what this rank owns; return a buffer that was lent.
+        """Wait for the reduction and keep this rank's pieces; return the lent buffer.
 
         Args:
             replicate: whether replicas are about to hand gradients out: what they own is added up.
@@ -371,7 +371,7 @@ class UnitGradients:
             flat.keep_crossed(total)
 
     def _close(self) -> Tensor | None:
-        """Take buffers away that do not stay; return the one that was lent."""
+        """Take away the buffers that do not stay; return the lent buffer."""
         self.opened = False
         lent, self._lent = self._lent, None
         for flat in self._active:

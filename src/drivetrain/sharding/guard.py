@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.guard import guard, writes
+from drivetrain.parts.rounds import in_backward
 from drivetrain.parts.torch_calls import writes_first
 from drivetrain.sharding.unit import Unit
 
@@ -144,11 +145,12 @@ class AbsentGuard:
     ) -> Any:
         """Gather the unit for one use; between steps it is freed again after it.
 
+        A forward may also write into the values: it runs on every rank, and so does its write.
+
         Raises:
-            UsageError: a use that would write into the values, which is refused on each rank by
-                itself.
+            UsageError: a write outside of a forward, which is refused on each rank by itself.
         """
-        if writes(function, args, kwargs):
+        if writes(function, args, kwargs) and (in_backward() or not self._gather.in_forward):
             raise refusal(self._unit, args, kwargs)
         if self._gather.in_forward:
             self._gather.bring(self._unit)
@@ -161,10 +163,8 @@ class AbsentGuard:
         with ExitStack() as stack:
             stack.enter_context(self._gather.saving())
             stack.enter_context(self._gather.holding([self._unit]))
-            before = [parameter._version for parameter in self._unit.parameters]
             result = function(*args, **kwargs)
-            changed = before != [parameter._version for parameter in self._unit.parameters]
-            if changed:
+            if self._unit.changed():  # from now on forgotten: no shard follows
                 raise refusal(self._unit, args, kwargs)
             return self._copied(result, args)
 
@@ -261,11 +261,17 @@ def without_values(
         dense = tensor.layout is torch.strided  # others have no storage to ask for
         unit = storages.get(tensor.untyped_storage()._cdata) if dense else None
         kept = tensor if unit is None else tensor.detach()
-        return unit, kept if pack is None else pack(kept)
+        return unit, tensor._version, kept if pack is None else pack(kept)
 
     def restore(packed: Any) -> Tensor:
-        unit, kept = packed
+        unit, version, kept = packed
         if unit is not None:
+            if unpack is None and kept._version != version:  # autograd itself checks no such tensor
+                raise UsageError(
+                    f"expected the parameters of {unit.label} as forward has read them, found that "
+                    "one was changed in place before backward: change it before its first use in "
+                    "forward, or after backward"
+                )
             bring_back(unit)
         values: Tensor = kept if unpack is None else unpack(kept)
         if unit is None:

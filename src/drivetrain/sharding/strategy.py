@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from drivetrain.building import WeightSource
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
-from drivetrain.errors import CollectiveError, StorageError
+from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.rounds import Rounds
 from drivetrain.sharding.estimate import Estimate, Lines, Regather, gathers_again
@@ -157,6 +157,10 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         spec = ModelSpec(tuple(specs), module=self.model)
         return self.plan(self.config, spec, self.run, devices)
 
+    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
+        """Return the unit of each parameter."""
+        return {slot.name: f"unit {self.placement.unit_of(slot).label}" for slot in self.placement}
+
     @property
     def forward_is_collective(self) -> bool:
         """Whether a forward gathers units."""
@@ -212,6 +216,20 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
             if unit.resident and (replaced := unit.replaced()):
                 unit.take_data(replaced)
                 self.home.values_changed(unit)
+
+    def keep_changes(self, unit: Unit) -> None:
+        """Let shards and masters follow values that a forward has written into parameters.
+
+        Raises:
+            UsageError: updates are held back, which the forward has not seen.
+        """
+        if self.config.offload.delayed:
+            raise UsageError(
+                f"expected a forward that only reads parameters, found that it changes some of "
+                f"{unit.label}, whose latest update is held back; take offload.delayed: false"
+            )
+        unit.keep_changes()
+        self.home.values_changed(unit)
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Give one more optimizer its fragments."""

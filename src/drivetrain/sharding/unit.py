@@ -1,9 +1,8 @@
 """One unit on one rank: parameters that are gathered and freed together, by one all-gather.
 
-A resident unit keeps its parameters whole: an all-gather in place brings what the other ranks
-updated. A sharded unit keeps only this rank's shards; its flat tensors get memory before use and
-lose it after. The parameter objects and their views stay the same throughout, so what autograd
-saved is valid again as soon as the values are.
+A resident unit keeps its parameters whole: an all-gather in place brings the other ranks' updates.
+A sharded unit keeps only this rank's shards; its flat tensors get memory before use and lose it
+after. The parameter objects and their views stay, so autograd's saved views are valid again then.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,8 +17,10 @@ from drivetrain.building import become
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.handles import Finished
 from drivetrain.errors import CollectiveError, StorageError, UsageError
+from drivetrain.heap import offer
 from drivetrain.parts.guard import Guard, check_ordinary, guard, unguard
 from drivetrain.sharding.layout import FlatLayout, UnitLayout
+from drivetrain.sharding.near import NearPart
 from drivetrain.sharding.shard import ShardHome, ShardInPlace, make_placeholder
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.store import Pending
@@ -106,7 +107,7 @@ class FlatTensor:
             if slot.owned_numel and self.shard.separate:
                 self.shard.write(slot, slot.in_memory_order(given)[slice(*slot.owned)])
             if slot.parameter.is_meta:
-                become(slot.parameter, view, slot.name)
+                become(slot.parameter, view.data, slot.name)  # .data: a count of its versions
             else:
                 slot.parameter.data = view  # the object and all that hold it stay
         self.shard.flush()
@@ -154,29 +155,6 @@ class FlatTensor:
             if fragment is not None and fragment.grad is not None:
                 found[slot] = fragment.grad
         return found
-
-
-class NearPart:
-    """One rank's part of a unit's values that its neighbors hold together.
-
-    Args:
-        values: the flat tensors, each 1-D; this rank's part of each is copied.
-        neighbors: the ranks that hold a part each.
-    """
-
-    def __init__(self, values: Sequence[Tensor], neighbors: Communicator) -> None:
-        self._neighbors = neighbors
-        self._parts = [
-            [flat[slice(*neighbors.chunk(flat.numel())[rank])] for flat in values]
-            for rank in range(neighbors.size)
-        ]
-        self._kept = [part.clone() for part in self._parts[neighbors.rank]]
-
-    def restore(self, label: str) -> Handle:
-        """Start to bring all values back into the flat tensors."""
-        with torch.no_grad():
-            torch._foreach_copy_(self._parts[self._neighbors.rank], self._kept)
-        return self._neighbors.gather_parts(self._parts, label=label)
 
 
 class Unit:
@@ -228,6 +206,7 @@ class Unit:
         self.near: NearPart | None = None
         self.absent: Guard = self
         self._guarded_by: Guard | None = None
+        self._versions: list[int] | None = None
         self.storages = {flat.untyped_storage()._cdata for flat in self.values}
         self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
         self._parts: list[list[Tensor]] = [[] for _ in range(communicator.size)]
@@ -344,6 +323,18 @@ class Unit:
         self._guarded_by = None
         for parameter in self.parameters:
             unguard(parameter)
+        if self._versions is None:
+            self._versions = [parameter._version for parameter in self.parameters]
+
+    def changed(self) -> bool:
+        """Whether the script has written into parameters since their values came, or since asked.
+
+        What the library writes goes to the flat tensors, and changes no version of a parameter.
+        """
+        if self._versions is None:
+            return False
+        before, self._versions = self._versions, [p._version for p in self.parameters]
+        return before != self._versions
 
     def replaced(self) -> list[ParameterSlot]:
         """Return the parameters of a whole unit that the script gave other memory (``p.data =``).
@@ -381,7 +372,9 @@ class Unit:
                 self.arrival.wait()
             self.arrival = None
         self.guard()
+        self._versions = None
         for memory, _ in self._memory:
+            offer(memory)
             memory.resize_(0)
 
     def free_but_near(self, neighbors: Communicator) -> None:
@@ -394,4 +387,14 @@ class Unit:
         for flat in self.flats:
             label = f"changed parameters of {self.label}"
             everyone.broadcast(flat.values, source, label=label).wait()
-            flat.shard.take()
+        for parameter in self.parameters:  # on every rank, for what autograd has saved
+            torch.autograd.graph.increment_version(parameter)
+        self.keep_changes()
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def keep_changes(self) -> None:
+        """Let this rank's shards follow the values, without a rounding where none changed."""
+        self.wait_for_step()
+        with torch.no_grad():
+            for flat in self.flats:
+                flat.shard.take()
