@@ -159,7 +159,7 @@ def make_log_dir(path: Path) -> None:
 
 
 def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:
-    from drivetrain.runtime.world import CONFIG_VARIABLE
+    from drivetrain.runtime.world import CONFIG_VARIABLE, reader_mark
     from drivetrain_launch.ranks.engine import HostJob, run_ranks
 
     settings = resolved.run.launch
@@ -175,7 +175,7 @@ def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:
     limit = threads(settings, ranks, cores=cores())
     if limit is not None:
         variables["OMP_NUM_THREADS"] = limit
-    return run_ranks(
+    code = run_ranks(
         HostJob(
             arguments=arguments,
             ranks=ranks,
@@ -183,6 +183,26 @@ def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:
             variables=variables,
             private=private,
         )
+    )
+    if not code and not reader_mark(path).exists() and (text := without_effect(resolved, ranks)):
+        click.echo(text, err=True)
+    return code
+
+
+def without_effect(resolved: Resolved, ranks: int) -> str:
+    """Return the notice of a run without an Accelerator; "" without settings or other ranks."""
+    chosen = [
+        f"{key} = {value}"
+        for key, value, origin in resolved.rows()
+        if origin.kind != "default" and not key.startswith("launch.")
+    ]
+    lost = [f"{', '.join(chosen)} had no effect"] if chosen else []
+    lost += [f"drivetrain joined nothing between its {ranks} ranks"] if ranks > 1 else []
+    if not lost:
+        return ""
+    return (
+        f"drivetrain: the script made no Accelerator, so {' and '.join(lost)}; make an "
+        "Accelerator() and prepare() the model with it"
     )
 
 

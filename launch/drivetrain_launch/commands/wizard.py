@@ -138,7 +138,7 @@ class Wizard:
                 yield _question(knob, key, self.answers.get(key, knob.default))
 
     def _strategy_question(self) -> Question:
-        names = self.registry.names
+        names = [n for n in self.registry.names if not self.registry.load(n).reference]
         default = self.answers.get(STRATEGY_KEY) or self.registry.default()
         ordered = sorted(names, key=lambda name: name != default)
         choices = tuple(

@@ -24,6 +24,11 @@ DOWN = "\x1b[B"
 UP = "\x1b[A"
 
 
+def offered():
+    """Return the strategies that are there for training."""
+    return [name for name in strategies().names if not strategies().load(name).reference]
+
+
 @pytest.fixture
 def wizard(command):
     return Wizard(strategies())
@@ -51,7 +56,8 @@ def test_questions_come_from_the_declarations_of_the_strategy_too(wizard):
 def test_default_path_is_short_and_the_default_strategy_stands_first(wizard):
     question = wizard.current
     assert question.choices[0].value == question.default == strategies().default()
-    assert {choice.value for choice in question.choices} == set(strategies().names)
+    assert {choice.value for choice in question.choices} == set(offered())
+    assert strategies().reference() not in offered()
     assert "toy: averages each gradient by itself" in {c.title for c in question.choices}
     assert len(walk(wizard)) <= 8
 
@@ -197,7 +203,7 @@ def test_ctrl_c_in_the_wizard_writes_nothing(sandbox):
 def strategies_below_the_default(name):
     """Return how often to press Down to get from the default to another strategy."""
     installed = strategies()
-    others = sorted({*installed.names, "toy"} - {installed.default()})
+    others = sorted({*offered(), "toy"} - {installed.default()})
     return others.index(name) + 1
 
 

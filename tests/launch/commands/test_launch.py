@@ -5,6 +5,9 @@ import stat
 import subprocess
 import sys
 
+from drivetrain import registry
+from drivetrain.config import Layer, resolve
+from drivetrain_launch.commands.launch import without_effect
 from drivetrain_launch.ranks.placement import interface_of
 
 COLLECT = """
@@ -42,7 +45,13 @@ def test_script_gets_its_arguments_variables_and_config(sandbox):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "out of rank 0\n"
-    assert sorted(done.stderr.splitlines()) == ["[rank1]: err of rank 1", "err of rank 0"]
+    unused = (
+        "drivetrain: the script made no Accelerator, so strategy.name = toy, seed = 7 had no "
+        "effect and drivetrain joined nothing between its 2 ranks; make an Accelerator() and "
+        "prepare() the model with it"
+    )
+    lines = ["[rank1]: err of rank 1", unused, "err of rank 0"]
+    assert sorted(done.stderr.splitlines()) == lines
     assert "canary" not in done.stdout + done.stderr
     for rank in range(2):
         found = facts(sandbox, rank)
@@ -54,6 +63,19 @@ def test_script_gets_its_arguments_variables_and_config(sandbox):
         wanted |= {"GLOO_SOCKET_IFNAME": interface_of("127.0.0.1")}
         assert found["env"].items() >= wanted.items()
         assert found["env"]["DRIVETRAIN_CONFIG"].startswith(str(sandbox.temporary))
+
+
+def test_a_script_with_an_accelerator_hears_nothing_of_settings_without_effect(sandbox):
+    script = sandbox.script("from drivetrain import Accelerator\nAccelerator(cpu=True)\n")
+    done = sandbox.launch("--nproc-per-node", "1", "--set", "seed=7", script)
+    assert done.returncode == 0, done.stderr
+    assert "made no Accelerator" not in done.stderr
+
+
+def test_one_rank_without_settings_hears_nothing():
+    resolved = resolve(Layer({}, {}), find_config=registry.strategies().find_config)
+    assert without_effect(resolved, 1) == ""
+    assert "joined nothing between its 2 ranks" in without_effect(resolved, 2)
 
 
 def test_config_file_of_the_ranks_is_private_and_remembers_origins(sandbox):

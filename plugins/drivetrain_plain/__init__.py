@@ -1,0 +1,17 @@
+"""The definition of data parallelism, without an optimisation: the reference of ``verify``.
+
+1. Every rank holds the whole model, and starts from rank 0's parameters and buffers.
+2. After the last backward of an accumulation window, each parameter's gradients are gathered.
+3. Every rank adds the gradients in the order of the ranks, and divides by their number.
+4. A gradient that some ranks lack counts as zeros; one that all ranks lack stays None.
+5. The buffers of rank 0 replace those of the other ranks.
+
+One parameter follows the other: no buckets, no overlap, no part of a tensor. With P parameters of
+p elements and b bytes, on N ranks: sent per rank and step (N-1) b times the sum of p + 1 over all
+parameters; the additional element says whether a rank had a gradient. On one rank nothing is left:
+it is an ordinary training loop.
+"""
+
+from drivetrain_plain.strategy import Plain
+
+__all__ = ["Plain"]

@@ -1,0 +1,258 @@
+"""Compares two recorded runs, number by number, in the order in which a step computes them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from drivetrain.verify.record import RunRecord
+
+Kind = Literal["start", "loss", "gradient norm", "weight", "note"]
+Verdict = Literal["equal", "rounding", "error"]
+
+SHRINKS = 1e-5
+"""Rounding is 2**29 times smaller in fp64 than in fp32; an error stays. This lies well between."""
+
+DOUBLE_ROUNDING = 1e-12
+"""Largest relative difference that sums in another order make in fp64, with room for some steps."""
+
+LOOSE = {"start": 1e-6, "loss": 1e-2, "gradient norm": 5e-2, "weight": 1e-2, "note": 1e-2}
+"""Largest relative difference by kind that counts as rounding where fp64 cannot be had."""
+
+
+_SEED = (
+    "; the script draws data by rank, time or an unseeded generator: seed it, and take batches "
+    "from a prepared loader"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One number, or tensor, that is not the same in both runs.
+
+    Attributes:
+        step: optimizer step, from 1; 0 for the state before the first.
+        kind: of the number.
+        name: of the parameter, buffer or note; "" for a loss.
+        found: the number in the run; of a tensor the element that differs most.
+        expected: the same in the reference.
+        absolute: distance of the two.
+        relative: distance divided by the number's scale: the largest element of the tensor, the
+            norm of all gradients, or the loss.
+        of_change: distance divided by the largest change of the tensor in this step; None for other
+            numbers than weights, and for a tensor that did not change.
+        where: rank and micro-batch, or unit or stage.
+    """
+
+    step: int
+    kind: Kind
+    name: str = ""
+    found: float = 0.0
+    expected: float = 0.0
+    absolute: float = 0.0
+    relative: float = 0.0
+    of_change: float | None = None
+    where: str = ""
+
+    @property
+    def key(self) -> tuple[int, str, str, str]:
+        """Tells which number it is, in every repetition of the two runs."""
+        return self.step, self.kind, self.name, self.where
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The differences between a run and its reference.
+
+    Attributes:
+        problem: why the two cannot be compared; "" if they can.
+        steps: how many steps both have.
+        compared: how many numbers were compared, by kind.
+        differences: what is not equal to the last bit, in the order of the step.
+    """
+
+    problem: str = ""
+    steps: int = 0
+    compared: Mapping[Kind, int]
+    differences: Sequence[Difference] = ()
+
+    def largest(self, kind: Kind) -> float:
+        """Return the largest relative difference of a kind, 0 when all numbers are equal."""
+        return max((each.relative for each in self.differences if each.kind == kind), default=0.0)
+
+
+def compare(run: RunRecord, reference: RunRecord) -> Comparison:
+    """Compare a run with its reference, bit by bit."""
+    steps = min(len(run.steps), len(reference.steps))
+    problem = _problem(run, reference)
+    if problem:
+        return Comparison(problem=problem, steps=steps, compared={})
+    counts: dict[Kind, int] = {}
+    differences = []
+    for number in range(steps + 1):
+        for each in _step(run, reference, number):
+            counts[each.kind] = counts.get(each.kind, 0) + 1
+            if each.absolute != 0:
+                differences.append(each)
+    return Comparison(steps=steps, compared=counts, differences=differences)
+
+
+def judge(
+    comparison: Comparison, repeated: Comparison | None = None, *, doubles: bool = False
+) -> tuple[Verdict, Sequence[Difference]]:
+    """Tell rounding from error.
+
+    Args:
+        comparison: of the runs as they are.
+        repeated: of both runs in fp64; None where there is no such repetition.
+        doubles: whether the runs as they are were computed in fp64 already.
+
+    Returns:
+        The verdict, and the differences that are errors, in the order of the step: those of the
+        repetition, if there is one.
+    """
+    if not comparison.differences:
+        return "equal", ()
+    if repeated is None:
+        limits = dict.fromkeys(LOOSE, DOUBLE_ROUNDING) if doubles else LOOSE
+        errors = [each for each in comparison.differences if _beyond(each, limits[each.kind])]
+    else:
+        before = {each.key: each.absolute for each in comparison.differences}
+        errors = [
+            each
+            for each in repeated.differences
+            if _beyond(each, DOUBLE_ROUNDING)
+            and not each.absolute <= SHRINKS * before.get(each.key, 0.0)
+        ]
+    return ("error" if errors else "rounding"), errors
+
+
+def _beyond(difference: Difference, limit: float) -> bool:
+    return not difference.relative <= limit  # NaN is beyond
+
+
+def _problem(run: RunRecord, reference: RunRecord) -> str:
+    """Return why two runs cannot be compared, "" if they can."""
+    if not run.steps or not reference.steps:
+        return "no optimizer step was recorded"
+    for number, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=False), 1):
+        problem = _other_batch(mine.batches, theirs.batches)
+        if problem:
+            return (
+                f"expected the same batches in both runs, found {problem} of step {number}{_SEED}"
+            )
+    only = sorted(set(run.states[0]) ^ set(reference.states[0]))
+    if only:
+        return f"expected the same tensors in both runs, found in one of them only: {only[:4]}"
+    if len(run.steps) != len(reference.steps):
+        return f"expected {len(reference.steps)} steps as in the reference, found {len(run.steps)}"
+    return ""
+
+
+def _other_batch(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
+    """Return which batch differs, "" if none does.
+
+    Where all ranks of the reference had the same batches, a single replica has to have these.
+    """
+    if len(mine) == 1 and len(set(theirs)) == 1:
+        theirs = theirs[:1]
+    for replica, batches in enumerate(zip_longest(mine, theirs, fillvalue=())):
+        for batch, (left, right) in enumerate(zip_longest(*batches), 1):
+            if left != right:
+                return f"another batch {batch} on data-parallel rank {replica}"
+    return ""
+
+
+def _step(run: RunRecord, reference: RunRecord, number: int) -> Iterator[Difference]:
+    """Yield every number of a step with its distance; step 0 is the state before the first."""
+    if number:
+        mine, theirs = run.steps[number - 1], reference.steps[number - 1]
+        yield from _losses(number, mine.losses, theirs.losses)
+        yield from _norms(number, mine.norms, theirs.norms, run.whereabouts)
+        for name, value in theirs.notes.items():
+            found = mine.notes.get(name, math.nan)
+            yield _number(number, "note", name, found, value, abs(value), "")
+    before = reference.states[number - 1] if number else {}
+    for name, expected in reference.states[number].items():
+        where = run.whereabouts.get(name, "")
+        yield _tensor(number, name, run.states[number][name], expected, before.get(name), where)
+
+
+def _losses(
+    number: int, mine: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]
+) -> Iterator[Difference]:
+    for replica, losses in enumerate(zip(mine, theirs, strict=False)):
+        for batch, (found, expected) in enumerate(zip_longest(*losses, fillvalue=math.nan), 1):
+            where = f"micro-batch {batch} of data-parallel rank {replica}"
+            yield _number(number, "loss", "", found, expected, abs(expected), where)
+
+
+def _norms(
+    number: int, mine: Mapping[str, float], theirs: Mapping[str, float], places: Mapping[str, str]
+) -> Iterator[Difference]:
+    """Yield the norms in the order of backward: the first difference is nearest the cause."""
+    scale = math.sqrt(sum(norm * norm for norm in theirs.values()))
+    for name in reversed(list(theirs)):
+        found, where = mine.get(name, math.nan), places.get(name, "")
+        yield _number(number, "gradient norm", name, found, theirs[name], scale, where)
+
+
+def _number(
+    step: int, kind: Kind, name: str, found: float, expected: float, scale: float, where: str
+) -> Difference:
+    absolute = _distance(found, expected)
+    return Difference(
+        step=step,
+        kind=kind,
+        name=name,
+        found=found,
+        expected=expected,
+        absolute=absolute,
+        relative=_ratio(absolute, scale),
+        where=where,
+    )
+
+
+def _tensor(
+    step: int, name: str, found: Tensor, expected: Tensor, before: Tensor | None, where: str
+) -> Difference:
+    kind: Kind = "weight" if step else "start"
+    if found.shape != expected.shape:
+        return Difference(step=step, kind=kind, name=name, absolute=math.inf, relative=math.inf)
+    if not expected.numel() or torch.equal(found, expected):
+        return Difference(step=step, kind=kind, name=name, where=where)
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    mine, theirs = found.to(wide).flatten(), expected.to(wide).flatten()
+    apart = torch.where(mine.isnan() & theirs.isnan(), 0.0, (mine - theirs).abs())
+    apart = torch.where(mine == theirs, 0.0, apart)  # equal infinities
+    worst = int(apart.nan_to_num(nan=math.inf).argmax())
+    absolute = float(apart[worst])
+    change = None if before is None else float((theirs - before.to(wide).flatten()).abs().max())
+    return Difference(
+        step=step,
+        kind=kind,
+        name=name,
+        found=float(mine[worst].real),
+        expected=float(theirs[worst].real),
+        absolute=absolute,
+        relative=_ratio(absolute, float(theirs.abs().max())),
+        of_change=absolute / change if change else None,
+        where=where,
+    )
+
+
+def _distance(found: float, expected: float) -> float:
+    """Return how far apart two numbers are: 0 for two NaNs, NaN for one."""
+    if found == expected or (math.isnan(found) and math.isnan(expected)):
+        return 0.0
+    return abs(found - expected)
+
+
+def _ratio(absolute: float, scale: float) -> float:
+    if absolute == 0:
+        return 0.0
+    return absolute / scale if scale else math.inf

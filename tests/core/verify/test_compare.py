@@ -1,0 +1,101 @@
+"""Numbers of two records, equal, apart by rounding, or wrong; without ranks."""
+
+import math
+
+import pytest
+import torch
+
+from drivetrain.verify import RunRecord, StepRecord, compare, judge
+from drivetrain.verify.record import SavedTensors, state_file
+
+
+def record(*, weight=2.0, loss=1.0, norm=3.0, steps=1, start=1.0, batches=(("a",),)):
+    """Return a record of a model with two weights, of which the second trains."""
+    states = [{"first": torch.ones(2), "second": torch.tensor([start, 1.0])}]
+    states += [{"first": torch.ones(2), "second": torch.tensor([weight, 1.0])}] * steps
+    step = StepRecord(losses=((loss,),), batches=batches, norms={"second": norm, "third": 4.0})
+    places = {"second": "unit blocks.0"}
+    return RunRecord(steps=[step] * steps, states=states, whereabouts=places)
+
+
+def test_equal_runs_are_equal():
+    comparison = compare(record(), record())
+    assert judge(comparison) == ("equal", ())
+    assert comparison.compared == {"start": 2, "loss": 1, "gradient norm": 2, "weight": 2}
+
+
+def test_a_weight_that_differs_is_named_with_its_place_and_its_share_of_the_change():
+    comparison = compare(record(weight=2.5), record(weight=2.0))
+    verdict, (found,) = judge(comparison)
+    assert verdict == "error"
+    assert (found.step, found.kind, found.name, found.where) == (
+        1,
+        "weight",
+        "second",
+        "unit blocks.0",
+    )
+    assert (found.absolute, found.relative, found.of_change) == (0.5, 0.25, 0.5)
+    assert (found.found, found.expected) == (2.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"), [("loss", {"loss": 1.5}), ("gradient norm", {"norm": 4.0})]
+)
+def test_numbers_are_compared_too(kind, change):
+    verdict, (found,) = judge(compare(record(**change), record()))
+    assert (verdict, found.kind) == ("error", kind)
+    assert found.relative == (0.5 if kind == "loss" else 0.2)  # of the norm of all, 5
+
+
+def test_rounding_shrinks_in_the_repetition_and_an_error_does_not():
+    apart = compare(record(weight=2.0001), record())
+    rounding = compare(record(weight=2.0 + 5e-7), record())
+    assert judge(apart, compare(record(), record())) == ("rounding", [])
+    assert judge(apart, apart)[0] == "error"
+    assert judge(rounding, doubles=True)[0] == "error"
+    assert judge(rounding)[0] == "rounding"
+
+
+def test_an_error_that_appears_in_the_repetition_alone_counts():
+    rounding = compare(record(loss=1.0 + 1e-7), record())
+    assert judge(rounding, compare(record(weight=3.0), record()))[0] == "error"
+
+
+def test_nan_equals_nan_and_nothing_else():
+    assert judge(compare(record(loss=math.nan), record(loss=math.nan)))[0] == "equal"
+    assert judge(compare(record(loss=math.nan), record()))[0] == "error"
+    assert judge(compare(record(weight=math.nan), record()))[0] == "error"
+    assert judge(compare(record(weight=math.nan), record(weight=math.nan)))[0] == "equal"
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({"batches": (("b",),)}, "another batch 1 on data-parallel rank 0 of step 1"),
+        ({"batches": (("a",), ("c",))}, "another batch 1 on data-parallel rank 1 of step 1"),
+        ({"steps": 2}, "expected 1 steps as in the reference, found 2"),
+        ({"steps": 0}, "no optimizer step was recorded"),
+    ],
+)
+def test_runs_that_cannot_be_compared_say_why(other, problem):
+    assert problem in compare(record(**other), record()).problem
+
+
+def test_one_replica_is_compared_with_a_reference_whose_ranks_had_the_same_batches():
+    both = (("a",), ("a",))
+    assert compare(record(), record(batches=both)).problem == ""
+
+
+def test_a_record_comes_back_from_its_folder(tmp_path):
+    first = record(loss=math.inf, steps=2)
+    saved = [
+        SavedTensors.save(state_file(tmp_path, number), state)
+        for number, state in enumerate(first.states)
+    ]
+    first.states = list(saved)
+    first.write(tmp_path)
+    again = RunRecord.read(tmp_path)
+    assert (again.steps, again.whereabouts) == (first.steps, first.whereabouts)
+    assert compare(again, record(loss=math.inf, steps=2)).differences == []
+    with pytest.raises(KeyError):
+        again.states[0]["third"]

@@ -1,0 +1,118 @@
+"""Runs recorded on ranks, and compared with their reference in the same process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+from drivetrain.registry import strategies
+from drivetrain.verify import Recorder, RecordRequest, compare, judge
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 12), nn.Linear(12, 4)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def recorded(strategy, damage=None, *, same=False, seed=1, evaluate=True):
+    """Train for some steps with accumulation and clipping, in fp64, and return the record."""
+    accelerator = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=2)
+    recorder = Recorder(RecordRequest(steps=STEPS))
+    accelerator.observe(recorder)
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(10, (48, 5), generator=generator)
+    if same:  # every rank gets all batches
+        ids = (
+            ids.unflatten(0, (-1, 4)).repeat_interleave(accelerator.num_processes, 0).flatten(0, 1)
+        )
+    loader = DataLoader(TensorDataset(ids), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (rows,) in loader:
+        with accelerator.accumulate(model):
+            output = model(rows)
+            loss = nn.functional.cross_entropy(output.flatten(0, 1), rows.roll(1, 1).flatten())
+            accelerator.backward(loss)
+            if damage:
+                damage(model)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluate and accelerator.sync_gradients:
+                recorder.note("length of a batch", rows.shape[0])
+    accelerator.free_memory()
+    return recorder.record
+
+
+FORMS = ("ddp", "zero1", "zero3", "fsdp")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.complete
+@pytest.mark.parametrize("strategy", FORMS)
+def test_data_parallel_runs_equal_the_reference(strategy):
+    run, reference = recorded(strategy), recorded(strategies().reference())
+    comparison = compare(run, reference)
+    assert not comparison.problem
+    assert len(run.steps) == STEPS == comparison.steps
+    assert comparison.compared["loss"] == STEPS * 2 * 2  # micro-batches, ranks
+    assert comparison.compared["gradient norm"] == STEPS * len(list(Net().parameters()))
+    assert comparison.compared["note"]
+    assert judge(comparison, doubles=True)[0] != "error", comparison.differences
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.complete
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_ranks_that_share_a_replica_equal_the_reference_on_the_same_batches(axis):
+    run = recorded({"name": "megatron", axis: 2})
+    comparison = compare(run, recorded("plain", same=True))
+    assert not comparison.problem
+    assert judge(comparison, doubles=True)[0] != "error", comparison.differences
+    places = set(run.whereabouts.values())
+    assert places >= ({"divided over tp"} if axis == "tp" else {"stage 0", "stage 1"})
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_a_little_too_large_is_named():
+    def enlarge(model):
+        model.blocks[1].up.weight.grad.mul_(1 + 1e-6)
+
+    comparison = compare(recorded("ddp", enlarge), recorded("plain"))
+    verdict, errors = judge(comparison, doubles=True)
+    first = errors[0]
+    assert verdict == "error"
+    assert (first.step, first.kind, first.name) == (1, "gradient norm", "blocks.1.up.weight")
+    assert 0 < first.relative < 1e-6 < 2 * first.absolute / first.expected
+
+
+@pytest.mark.ranks(2)
+def test_other_data_are_no_fault_of_the_strategy():
+    comparison = compare(recorded("ddp", seed=2), recorded("plain"))
+    assert comparison.problem.startswith(
+        "expected the same batches in both runs, found another batch 1 on data-parallel rank 0"
+    )

@@ -1,0 +1,229 @@
+"""``drivetrain verify``: right numbers pass, wrong ones are named, and so is what cannot be run."""
+
+import json
+
+import pytest
+
+SCRIPT = """
+import os, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Accelerator
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(4, 8), nn.Linear(8, 4), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.relu(self.up(x))))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+ids = torch.randint(10, (16, 5))
+model, optimizer, loader = accelerator.prepare(
+    model, optimizer, DataLoader(TensorDataset(ids), batch_size=2, shuffle=True)
+)
+for epoch in range(100):
+    for (rows,) in loader:
+        with accelerator.accumulate(model):
+            output = model(rows)
+            loss = nn.functional.cross_entropy(output.flatten(0, 1), rows.roll(1, 1).flatten())
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+raise AssertionError("the script goes on after the last step")
+"""
+
+WRONG = """
+from drivetrain_plain import Plain
+
+class Wrong(Plain):
+    reference = False
+
+class Scaled(Wrong):
+    '''Takes one gradient for a little more than it is.'''
+
+    def _mean(self, parameter):
+        mean = super()._mean(parameter)
+        if parameter is self._model.blocks[1].up.weight:
+            mean.mul_(1.01)
+        return mean
+
+class Swapped(Wrong):
+    '''Puts the halves of a parameter back in the wrong order.'''
+
+    def bind(self, optimizer):
+        self._handles.append(optimizer.register_step_post_hook(self._swap))
+        return super().bind(optimizer)
+
+    def _swap(self, *arguments):
+        weight = self._model.blocks[0].down.weight.data
+        weight.copy_(weight.roll(2, 0))
+
+    def whereabouts(self, module):
+        return {"blocks.0.down.weight": "shard of two ranks"}
+"""
+
+CPU = ("--cpu", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def verify(sandbox):
+    """Verify a script in the sandbox; the strategies of WRONG are installed there."""
+    (sandbox.folder / "wrong.py").write_text(WRONG)
+    info = sandbox.folder / "wrong-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[drivetrain.strategies]\nscaled = wrong:Scaled\nswapped = wrong:Swapped\n"
+    )
+
+    def run(*options, script=SCRIPT):
+        path = sandbox.script(script)
+        env = {"PYTHONPATH": str(sandbox.folder)}
+        return sandbox.run("verify", *CPU, *options, path, env=env, timeout=280)
+
+    return run
+
+
+@pytest.mark.exhaustive
+def test_a_right_strategy_agrees_but_for_rounding(verify):
+    done = verify("--strategy", "zero3", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "zero3 on dp=2, 2 steps, against whole models on 2 ranks"
+    assert lines[-1] in ("equal but for rounding", "equal to the last bit")
+    assert [line.split()[0] for line in lines[2:6]] == ["first", "losses", "gradient", "weights"]
+
+
+@pytest.mark.exhaustive
+def test_masks_of_its_own_are_taken_away_in_the_repetition(verify):
+    done = verify("--strategy", "megatron", "--set", "strategy.pp=2", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert finding["result"] == "rounding"
+    assert finding["mesh"] == {"tp": 1, "dp": 1, "pp": 2}
+    assert finding["largest"]["loss"] > 1e-4 > 1e-12 > finding["largest_in_fp64"]["loss"]
+    assert finding["remarks"] == [
+        "repeated without its 2 dropouts, whose masks are this strategy's own"
+    ]
+
+
+def test_a_gradient_that_is_too_large_is_named(verify):
+    done = verify("--strategy", "scaled", "--steps", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "\nerror\n  first: step 1, gradient norm of blocks.1.up.weight: found " in done.stdout
+
+
+@pytest.mark.exhaustive
+def test_weights_in_the_wrong_order_are_named_with_their_place(verify):
+    done = verify("--strategy", "swapped", "--steps", "1", "--json")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (finding,) = json.loads(done.stdout)["findings"]
+    first = finding["first"]
+    assert finding["errors"] == 1
+    assert (first["kind"], first["name"], first["where"]) == (
+        "weight",
+        "blocks.0.down.weight",
+        "shard of two ranks",
+    )
+    assert first["of_change"] > 1
+
+
+@pytest.mark.exhaustive
+def test_every_strategy_is_in_the_table(verify):
+    done = verify("--strategy", "all")
+    assert done.returncode == 1, done.stdout + done.stderr
+    _, _, *rows, _ = done.stdout.splitlines()
+    verdicts = {" ".join(row.split("  ")[1:2]): row for row in rows}
+    right = ["ddp", "fsdp", "megatron pp=2", "megatron tp=2", "offload optimizer=cpu"]
+    assert set(verdicts) == {*right, "scaled", "swapped", "zero1", "zero2", "zero3"}
+    for name, row in verdicts.items():
+        assert ("  error  " in row) == (name in ("scaled", "swapped")), row
+        assert "refused" not in row, row
+
+
+@pytest.mark.exhaustive
+def test_a_script_that_draws_data_by_rank_is_to_blame_itself(verify):
+    drawn = "            output = model((rows + time.time_ns()) % 10)"
+    script = SCRIPT.replace("            output = model(rows)", drawn)
+    done = verify("--steps", "1", script=script)
+    assert done.returncode == 8, done.stdout + done.stderr
+    assert done.stdout.startswith("not compared: expected the same batches in both runs, found ")
+    assert "seed it" in done.stdout
+
+
+def test_the_traceback_of_a_script_comes_first(verify):
+    done = verify(script="def deep():\n    raise ValueError('no corpus')\n\ndeep()\n")
+    assert done.returncode == 1
+    assert "ValueError: no corpus" in done.stderr
+    assert done.stdout == "failed: ValueError: no corpus\n"
+
+
+def test_a_refusal_is_shown_with_its_reason(verify):
+    script = SCRIPT.replace("(gradient", "(mixed_precision='bf16', gradient")
+    done = verify("--set", "dtypes.param=bf16", "--set", "precision=bf16", script=script)
+    assert done.returncode == 2
+    assert done.stdout.startswith("refused: ddp: expected dtypes.param as the model is given")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("print('hello')", "the script ended without an Accelerator()"),
+        (
+            "from drivetrain import Accelerator\nAccelerator()",
+            "the script ended without accelerator.prepare(model)",
+        ),
+    ],
+)
+def test_a_script_that_trains_nothing_is_not_compared(verify, script, reason):
+    done = verify(script=script)
+    assert (done.returncode, done.stdout) == (8, f"not compared: {reason}\n")
+
+
+def test_a_script_that_hangs_is_ended(verify):
+    done = verify("--limit", "6", script="import time\ntime.sleep(600)")
+    assert done.returncode == 5
+    assert done.stdout.startswith("hung: no end after 6 s")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train.py",), "cannot run the script 'train.py': no such file"),
+        ((), "expected a SCRIPT or -m MODULE"),
+        (("--strategy", "ddq", "train.py"), "unknown strategy 'ddq'; did you mean 'ddp'?"),
+        (("--steps", "0", "train.py"), "0 is not in the range x>=1"),
+        (("--set", "launch.nnodes=2", "train.py"), "expected 1 with drivetrain verify, found 2"),
+    ],
+)
+def test_wrong_command_lines(command, arguments, message):
+    code, out, err = command("verify", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_a_folder_to_keep_must_be_new(command, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    code, _, err = command("verify", "--keep", str(tmp_path), "train.py")
+    assert code == 2
+    assert f"--keep: expected a folder that can be made, found '{tmp_path}'" in err

@@ -1,0 +1,53 @@
+"""The strategy ``plain``: gradients are means over ranks, in the order of the ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain.errors import ConfigError
+from drivetrain.registry import strategies
+
+
+class OneOfTwo(nn.Module):
+    """Uses a layer only where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(2, 2) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x, both):
+        self.seen += x.sum()
+        return (self.sometimes(self.always(x)) if both else self.always(x)).square().mean()
+
+
+@pytest.mark.ranks(3)
+def test_gradients_are_means_and_buffers_those_of_rank_0():
+    accelerator = Accelerator(strategy="plain", cpu=True)
+    rank = accelerator.process_index
+    model = OneOfTwo().double()
+    model = accelerator.prepare(model)
+    inputs = [torch.full((4, 2), each + 1.0, dtype=torch.float64) for each in range(3)]
+    accelerator.backward(model(inputs[rank], both=rank == 1))
+    alone = OneOfTwo().double()
+    alone.load_state_dict(accelerator.get_state_dict(model))
+    losses = [alone(x, both=each == 1) for each, x in enumerate(inputs)]
+    (sum(losses) / 3).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        if "never" in name:
+            assert mine.grad is None
+        else:
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-14, atol=1e-16), name
+    assert float(model.seen) == float(inputs[0].sum())
+    accelerator.end_training()
+
+
+def test_it_alone_is_the_reference():
+    assert strategies().reference() == "plain"
+
+
+def test_it_refuses_other_dtypes():
+    config = {"precision": "bf16", "dtypes": {"param": "bf16"}}
+    with pytest.raises(ConfigError, match=r"plain: expected dtypes\.param"):
+        Accelerator(strategy="plain", config=config, cpu=True).prepare(nn.Linear(2, 2))
