@@ -24,6 +24,7 @@ Estimates otherwise:
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -119,10 +120,25 @@ class Forward:
     Attributes:
         entering: the activation that enters each block, by name.
         leaving: the tensors that leave each block, in order; empty without a pipeline.
+        look: at the whole forward; experts get the tokens that random weights give them.
     """
 
     entering: Mapping[str, Activation]
     leaving: Sequence[Sequence[TensorMeta]]
+    look: Look
+
+    def through(self, first: str, last: str) -> tuple[int, int]:
+        """Return how many numbers come into a module, and go out of another, in all calls.
+
+        Those that come in want a gradient.
+        """
+        calls = self.look.modules
+        into = [number for call in calls if call.name == first for number in call.inputs]
+        out = [call.outputs[0] for call in calls if call.name == last]
+        seen = self.look.tensors
+        wanting = [seen[number].facts for number in into if seen[number].requires_grad]
+        made = [seen[number].facts for number in out]
+        return sum(prod(x.shape) for x in wanting), sum(prod(x.shape) for x in made)
 
 
 class StepVolumes:
@@ -171,7 +187,7 @@ class StepVolumes:
         leaving: list[Sequence[TensorMeta]] = []
         if isolated:
             leaving = [block.output.metas for block in recording_of(module, look).blocks]
-        return Forward(entering, leaving)
+        return Forward(entering, leaving, look)
 
     @property
     def _module(self) -> nn.Module:
@@ -185,7 +201,7 @@ class StepVolumes:
         found: Counter[str] = Counter()
         for phase, (name, x) in enumerate(forward.entering.items()):
             if self._layout.has_phase(phase):
-                found += self._of_block(name, plan.blocks[name], x)
+                found += self._of_block(name, plan.blocks[name], x, forward)
         activations = list(forward.entering.values())
         if activations and self._layout.has_phase(0):
             found += self._before_blocks(plan, activations[0])
@@ -212,12 +228,19 @@ class StepVolumes:
     def _end(self, x: Activation) -> Counter[str]:
         return volumes.joined(x, self._line) if self._config.sequence_parallel else Counter()
 
-    def _of_block(self, name: str, derivation: Derivation, x: Activation) -> Counter[str]:
+    def _of_block(
+        self, name: str, derivation: Derivation, x: Activation, forward: Forward
+    ) -> Counter[str]:
         found: Counter[str] = Counter()
-        block = self._module.get_submodule(name)
-        for entering, leaving in _widths(block, derivation):
+        block, sharded = self._module.get_submodule(name), self._config.sequence_parallel
+        for entering, leaving in (
+            _widths(block, derivation) if sharded else _heads(block, derivation)
+        ):
             ends = replace(x, width=entering), replace(x, width=leaving)
-            found += volumes.group(*ends, self._line, sharded=self._config.sequence_parallel)
+            found += volumes.group(*ends, self._line, sharded=sharded)
+        for first, last in () if sharded else _ends(derivation):
+            for numel in forward.through(f"{name}.{first}", f"{name}.{last}"):
+                found += volumes.all_reduce(numel, x.itemsize, self._line)
         return found
 
     def _of_gradients(self) -> Counter[str]:
@@ -277,9 +300,22 @@ def _widths(block: nn.Module, derivation: Derivation) -> Iterator[tuple[int, int
     for group in derivation.plan.groups:
         column = block.get_submodule(next(iter(group.columns)))
         yield features_of(column)[0], features_of(block.get_submodule(group.row))[1]
+    yield from _heads(block, derivation)
+
+
+def _heads(block: nn.Module, derivation: Derivation) -> Iterator[tuple[int, int]]:
+    """Yield the same for each attention that is divided by heads."""
     for name in derivation.plan.attentions:
         width = int(block.get_submodule(name).embed_dim)  # type: ignore[arg-type]
         yield width, width
+
+
+def _ends(derivation: Derivation) -> Iterator[tuple[str, str]]:
+    """Yield the first and last module of each group and region of a block."""
+    for group in derivation.plan.groups:
+        yield next(iter(group.columns)), group.row
+    for region in derivation.plan.regions:
+        yield region.entrance, region.leaving
 
 
 def _activation(look: Look, call: BlockCall) -> Activation:

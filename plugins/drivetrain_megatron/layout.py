@@ -7,6 +7,7 @@ from torch import nn
 
 from drivetrain.collectives.solo import SoloCommunicator
 from drivetrain.cost import TensorSpec
+from drivetrain.model import PLANNING, untouched
 from drivetrain.parts.naming import named_parameters
 from drivetrain.strategy import Run
 from drivetrain_megatron.cell import ParameterFacts
@@ -69,6 +70,11 @@ class CellLayout:
         Raises:
             ConfigError: the model cannot be divided as configured.
         """
+        with untouched(model, PLANNING):
+            return cls._planned(config, model, run)
+
+    @classmethod
+    def _planned(cls, config: MegatronConfig, model: nn.Module, run: Run) -> "CellLayout":
         found = inputs_for(config, model)
         facts = {n: ParameterFacts(tuple(p.shape)) for n, p in named_parameters(model).items()}
         plan = pipeline = None

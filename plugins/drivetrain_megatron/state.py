@@ -70,6 +70,15 @@ class Original:
                 "take another optimizer, or set tp: 1"
             )
 
+    def cut_states(
+        self, optimizers: Iterable[Optimizer], facts: Mapping[str, ParameterFacts], rank: int
+    ) -> None:
+        """Cut the existing state of optimizers that may step parts; refuse the others."""
+        by_parameter = {parameter: facts[name] for parameter, name in self.names.items()}
+        for optimizer in optimizers:
+            self.check_steps_parts(optimizer, facts)
+            cut_states(optimizer, by_parameter, rank)
+
     def check_loads(self, reader: Reader, facts: Mapping[str, ParameterFacts]) -> None:
         """Refuse a checkpoint of another model, or state that cannot be divided.
 
@@ -360,6 +369,18 @@ class WholeState:
             known = replace(facts, dtype=_DTYPES[dtype], trainable=bool(trainable))
             found[facts.name] = TensorHome(rank, known)
         return found
+
+    def described(
+        self, module: nn.Module, facts: Mapping[str, ParameterFacts]
+    ) -> Mapping[str, str]:
+        """Return the stage of each tensor, and whether tp divides it, by name. Collective."""
+        found = {}
+        for name, place in self.places(module).items():
+            words = [f"stage {place.rank}"] if self._axis.size > 1 else []
+            if name in facts and facts[name].partition is not None:
+                words.append("divided over tp")
+            found[name] = ", ".join(words)
+        return {name: words for name, words in found.items() if words}
 
     def broadcast(self, place: TensorHome, mine: Tensor | None) -> Tensor:
         """Return one whole tensor on every rank; the rank that has the tensor gives ``mine``."""

@@ -16,6 +16,7 @@ from drivetrain.building import WeightSource
 from drivetrain.collectives import connect
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.log import get_logger
+from drivetrain.model import PLANNING, untouched
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.naming import named_parameters, persistent_buffers, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
@@ -25,18 +26,18 @@ from drivetrain_megatron.cell import DataParallelCell, ParameterFacts, SameBatch
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout.chain import Dropout, MaskSource
+from drivetrain_megatron.dropout.draws import AlikeDraws
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.levels import PipelinedModel
-from drivetrain_megatron.plan.model import TensorParallel
+from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
 from drivetrain_megatron.plan.report import describe
-from drivetrain_megatron.recording.calls import ExampleInputs, inputs_for
+from drivetrain_megatron.recording.calls import inputs_for
 from drivetrain_megatron.state import (
     GlobalShards,
     LocalReader,
     Original,
     SharedSource,
     WholeState,
-    cut_states,
     joined,
     refusing_forwards,
 )
@@ -64,9 +65,11 @@ class Megatron(DataParallelCell):
         self._facts: dict[str, ParameterFacts] = {}
         source = MaskSource(config.dropout_seed, run.mesh["dp"].rank)
         self._dropout = Dropout(source, self._tp)
+        self._draws = AlikeDraws(self._tp, world.device)
         self._source: SharedSource | None = None
         self._handles: list[RemovableHandle] = []
-        self._builder = PipelineBuilder(config, run, self._pp) if config.pp > 1 else None
+        builds = config.pp > 1
+        self._builder = PipelineBuilder(config, run, self._pp, self._tp) if builds else None
         self._pipeline: PipelinedModel | None = None
         self._synchronizing = True
         if unwise := advice(run.mesh):
@@ -76,6 +79,20 @@ class Megatron(DataParallelCell):
     def axes(cls, config: MegatronConfig, world_size: int) -> Mapping[str, int]:
         """Return the axes tp, dp and pp in the configured order."""
         return config.sizes(world_size)
+
+    @classmethod
+    def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Return all ranks on the axis tp, and all on the axis pp."""
+        return ({"tp": world_size}, {"pp": world_size})
+
+    @property
+    def draws_masks(self) -> bool:
+        """True: masks count elements, and do not depend on a generator."""
+        return True
+
+    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
+        """Return the pipeline stage of each tensor, and whether the ranks of tp divide it."""
+        return self._whole.described(module, self._facts)
 
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Keep the source: parameters get this rank's share of their values once they are cut."""
@@ -91,14 +108,18 @@ class Megatron(DataParallelCell):
             for name, parameter in named_parameters(model).items()
         }
         blocks = repeated_blocks(model)
-        inputs = inputs_for(self.config, model)
-        self._dropout.find(model, inputs)
         # The model is whole for the last time: a pipeline is planned before layers are divided.
-        if self._builder is not None and inputs is not None:  # without any, inputs_for has raised
-            self._builder.plan(model, inputs)
-        if self._tp.size > 1:
-            self._divide_layers(model, optimizers, inputs)
+        with untouched(model, PLANNING):
+            plan = self._planned(model)
+        if self._tensor is not None and plan is not None:
+            before = {name: p.nbytes for name, p in named_parameters(model).items()}
+            self._dropout.layouts = plan.layouts
+            self._facts = self._tensor.divide(model, plan)
+            for line in describe(plan, self._facts, before, self._tp.size):
+                logger.announce(line)
+            self._original.cut_states(optimizers, self._facts, self._tp.rank)
         self._dropout.attach(model, counting=self._builder is None)
+        self._draws.attach(model)
         if self._builder is not None:
             self._builder.split(model, optimizers)
         if self._tensor is not None:
@@ -245,29 +266,24 @@ class Megatron(DataParallelCell):
         """Take hooks off and end threads; layers stay divided."""
         for handle in self._handles:
             handle.remove()
-        if self._tensor is not None:
-            self._tensor.close()
-        self._dropout.close()
+        for each in (self._tensor, self._draws, self._dropout):
+            if each is not None:
+                each.close()
         if self._builder is not None and self._pipeline is not None:
             self._builder.close(self._model)
-        self._inner.close()
-        self._tp.close()
-        self._pp.close()
+        for part in (self._inner, self._tp, self._pp):
+            part.close()
 
-    def _divide_layers(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], inputs: ExampleInputs | None
-    ) -> None:
+    def _planned(self, model: nn.Module) -> ModelPlan | None:
+        """Plan masks, stages and layers; return how layers are divided, None on one rank."""
+        inputs = inputs_for(self.config, model)
+        self._dropout.find(model, inputs)
+        if self._builder is not None and inputs is not None:  # without any, inputs_for has raised
+            self._builder.plan(model, inputs)
+        if self._tp.size == 1:
+            return None
         self._tensor = TensorParallel.of(self.config, model, self._tp)
-        plan = self._tensor.plan(model, inputs)
-        before = {name: p.nbytes for name, p in named_parameters(model).items()}
-        self._dropout.layouts = plan.layouts
-        self._facts = self._tensor.divide(model, plan)
-        for line in describe(plan, self._facts, before, self._tp.size):
-            logger.announce(line)
-        by_parameter = {p: self._facts[name] for name, p in named_parameters(model).items()}
-        for optimizer in optimizers:
-            self._original.check_steps_parts(optimizer, self._facts)
-            cut_states(optimizer, by_parameter, self._tp.rank)
+        return self._tensor.plan(model, inputs)
 
     def _give_values(self, model: nn.Module) -> None:
         """Let a model that was built without values get this rank's share of them."""

@@ -7,5 +7,6 @@ Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 ``masks``    the hash
 ``dropouts`` where a model drops elements, and how the ranks divide a dropout's input
 ``chain``    the key of every dropout of a forward, and the modules with these dropouts
+``draws``    all other random numbers: the same on the ranks that share layers
 ============ ======================================================================================
 """

@@ -37,7 +37,12 @@ from drivetrain_megatron.dropout.dropouts import (
     partition_of,
 )
 from drivetrain_megatron.dropout.masks import combine, keep_mask, mix
-from drivetrain_megatron.recording.calls import ExampleInputs, example_inputs, inputs_of_user
+from drivetrain_megatron.recording.calls import (
+    ExampleInputs,
+    example_inputs,
+    inputs_of_user,
+    uncalled_blocks,
+)
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.behavior import Surrounding, release, surround
 
@@ -73,6 +78,7 @@ class Dropout:
         self._counting = True
         self._numbered = False
         self._dropped = False
+        self._left_out = False
         self._modules: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         self._entered: dict[nn.Module, int] = {}
@@ -96,6 +102,9 @@ class Dropout:
                 logger.announce(f"dropout: only nn.Dropout takes masks that count ({error})")
         else:
             self._names = dropping_modules(model, given.look)
+            for block, like in uncalled_blocks(given.look, model).items():
+                inside = (name for name in self._names if f"{name}.".startswith(f"{like}."))
+                self._names |= {block + name.removeprefix(like) for name in inside}
 
     def attach(self, model: nn.Module, *, counting: bool = True) -> None:
         """Let modules of a model drop by these masks; a model that drops nothing is left alone.
@@ -140,7 +149,16 @@ class Dropout:
                 yield
         finally:
             self._numbered = False
-            self.forwards += self._counting and self._dropped
+            self.forwards += self._counting and self._dropped and not self._left_out
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Context of forwards in which nothing is dropped; they are not counted."""
+        self._left_out, before = True, self._left_out
+        try:
+            yield
+        finally:
+            self._left_out = before
 
     def take(self, count: int) -> int:
         """Return the number of the first of some forwards; in evaluation they do not count."""
@@ -178,8 +196,8 @@ class Dropout:
             UsageError: nothing is known of how the ranks divide ``x``.
         """
         key = self.key()
-        if isinstance(x, StageProxy):
-            return x  # its values are on another stage
+        if isinstance(x, StageProxy) or self._left_out:
+            return x  # its values are on another stage, or a trial is under way
         self._dropped = True
         if p == 1.0:
             return x * 0.0

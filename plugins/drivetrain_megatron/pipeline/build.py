@@ -40,14 +40,19 @@ _ORIGINAL = "_forward_before_stages"
 class PipelineBuilder:
     """Builds the pipeline of one model, step by step, as ``prepare`` needs it.
 
+    The pipeline's ranks lie on one axis, the ranks that share layers on another.
+
     Attributes:
         copied_buffers: names of the buffers here that count on an earlier rank of the pipeline.
     """
 
-    def __init__(self, config: MegatronConfig, run: Run, axis: Communicator) -> None:
+    def __init__(
+        self, config: MegatronConfig, run: Run, axis: Communicator, layers: Communicator
+    ) -> None:
         self._config = config
         self._run = run
         self._axis = axis
+        self._layers = layers
         self._stages = config.pp * config.chunks
         self._link = Link(
             run.mesh["pp"], run.traffic, run.world.device, run.world.timeout, self._stages
@@ -112,9 +117,10 @@ class PipelineBuilder:
         windowed = self._run.accumulation > 1 and not self._config.micro_batches
         if self._config.schedule == "zb-h1":
             self._deferring = defer_weights(model, self._weights)
-        parts = StageParts(self._link, self._axis, self._shared, self._weights, dropout)
+        cell = (self._axis, self._layers)
+        parts = StageParts(self._link, self._axis, cell, self._shared, self._weights, dropout)
         stages = LocalStages(self._split, inner, parts, self._run.world.device)
-        pipeline = PipelinedModel(stages, self._config, windowed, self._trace())
+        pipeline = PipelinedModel(model, stages, self._config, windowed, self._trace())
         self._pipeline = pipeline
         for optimizer in self._optimizers:
             self.follow(optimizer)

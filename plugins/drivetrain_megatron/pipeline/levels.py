@@ -3,97 +3,50 @@
 Three levels, chosen by the script's loop:
 
 - The loss is made outside of the model (L1, ``WholeBatch``): the call runs all forwards (GPipe),
-  and the script makes one loss of the joined outputs.
+  and the script makes one loss of the whole batch's output.
 - Micro-batches are those of an accumulation window (L1b, ``AccumulationWindow``): each call is one
   forward, each backward the next of 1F1B.
 - The model makes its loss itself (L2), or a loss function is handed over (L3, both
   ``PromisedLoss``): ``accelerator.backward(loss)`` runs the whole schedule, and the loss has its
-  value afterwards.
+  value afterwards. A loss that cannot be cut is made as at L1.
 
 On every stage but the last a loss is a proxy; after backward it has the last stage's value.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.pipeline.batches import MicroBatch, cut_batch, cut_from_graph, join_outputs
+from drivetrain_megatron.pipeline.batch_trial import BatchTrial, Division
+from drivetrain_megatron.pipeline.batches import MicroBatch, cut_batch
+from drivetrain_megatron.pipeline.evaluation import Evaluation
+from drivetrain_megatron.pipeline.joining import Dims
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.loss import (
     LossOrigin,
     PromisedLoss,
+    loss_in,
+    mark_elsewhere,
     origins_of,
     refuse_options,
     running,
 )
+from drivetrain_megatron.pipeline.loss_trial import LossTrial
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
+from drivetrain_megatron.pipeline.shares import Weights
 from drivetrain_megatron.pipeline.timing import StepTrace
+from drivetrain_megatron.pipeline.whole_batch import WholeBatch
 from drivetrain_megatron.pipeline.worker import LossOf, find_loss
 from drivetrain_megatron.recording.proxy import StageProxy, resolve
 
 logger = get_logger(__name__)
-
-
-class WholeBatch:
-    """A call of the model whose backward has not come.
-
-    Attributes:
-        output: the result of the call: real on the last stage, proxies before it.
-        origin: the call, as its output knows it.
-    """
-
-    def __init__(self, stages: LocalStages, batches: Sequence[MicroBatch], first: int) -> None:
-        self._stages = stages
-        self._worker = worker = stages.only
-        self._numbers = range(first, first + len(batches))
-        worker.batches |= dict(zip(self._numbers, batches, strict=True))
-        stages.act([Action(ActionKind.FORWARD, stages.rank, number) for number in self._numbers])
-        outputs = [worker.outputs.pop(number) for number in self._numbers]
-        # The script's loss begins a graph of its own, at leaves that stand for the roots of ours.
-        self._leaves: list[Tensor] = []
-        self._roots: list[list[Tensor]] = []
-        if worker.stage.is_last:
-            cuts = [cut_from_graph(output) for output in outputs]
-            outputs = [output for output, _, _ in cuts]
-            self._leaves = [leaf for _, leaves, _ in cuts for leaf in leaves]
-            self._roots = [roots for _, _, roots in cuts]
-        self.output = join_outputs(outputs, batches)
-        self.origin = LossOrigin()
-        self._nodes = self.origin.mark(self.output)
-
-    def begin(self, loss: Tensor) -> None:
-        """Run backward of a loss down to the outputs of this call and of others."""
-        if self._worker.stage.is_last:
-            with self._stages.inner.accumulating():
-                self._stages.inner.backward(loss)
-
-    def backward(self, synchronize: bool) -> None:
-        """Run the backward of every micro-batch; to synchronize averages gradients over dp."""
-        worker = self._worker
-        if worker.stage.is_last:
-            self._seed()
-        worker.final = self._numbers[-1] if synchronize else None
-        self._stages.act(
-            [Action(ActionKind.BACKWARD, self._stages.rank, number) for number in self._numbers]
-        )
-
-    def _seed(self) -> None:
-        """Let each micro-batch's backward begin at the gradients that the loss gave its output."""
-        gradients = iter(self._leaves)
-        for number, roots in zip(self._numbers, self._roots, strict=True):
-            given = [next(gradients).grad for _ in roots]
-            self._worker.begin_at(
-                number,
-                [root for root, gradient in zip(roots, given, strict=True) if gradient is not None],
-                [gradient for gradient in given if gradient is not None],
-            )
 
 
 class AccumulationWindow:
@@ -121,6 +74,7 @@ class AccumulationWindow:
         self._waiting.append(number)
         output, origin = worker.outputs.pop(number), LossOrigin()
         origin.mark(output)
+        mark_elsewhere(output, self._stages.last_blocks)
         self._origins.append(origin)
         return output
 
@@ -157,6 +111,16 @@ class AccumulationWindow:
         self._waiting, self._origins, self._started, self._asked = [], [], 0, 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of the model, and its micro-batches."""
+
+    kind: Hashable
+    whole: MicroBatch
+    parts: Sequence[MicroBatch]
+    division: Division
+
+
 class PipelinedModel:
     """The stages of this rank in the script's loop; a trace keeps the times of each step.
 
@@ -164,16 +128,25 @@ class PipelinedModel:
     """
 
     def __init__(
-        self, stages: LocalStages, config: MegatronConfig, windowed: bool, trace: StepTrace | None
+        self,
+        model: nn.Module,
+        stages: LocalStages,
+        config: MegatronConfig,
+        windowed: bool,
+        trace: StepTrace | None,
     ) -> None:
         self.stages = stages
         self._config, self._windowed = config, windowed
         self._trace = trace
         self._window = AccumulationWindow(stages)
+        self._batches = BatchTrial(model, stages)
+        self._losses = LossTrial(model, stages)
+        self._evaluation = Evaluation(stages)
         self._pending: dict[LossOrigin, WholeBatch | PromisedLoss] = {}
         self._started = 0
         self._synchronized = False
         self._unpublished: list[Tensor] = []
+        self._said: set[str] = set()
         self._level = ""
 
     # --- forward ---
@@ -182,20 +155,28 @@ class PipelinedModel:
         """Carry out a call of the model; return its output, or proxies."""
         self.stages.refresh()
         if not torch.is_grad_enabled():
-            return self.stages.evaluate(self._cut(args, kwargs))
+            call = self._divided(args, kwargs)
+            dims = self._losses.outputs(call.kind, call.whole, call.division)
+            return self._evaluation.run(call.kind, call.parts, call.whole, call.division, dims)
         self._begin()
         if self._windowed:
             self._announce("L1b", "1F1B over the accumulation window")
-            return self._window.call(*self._cut(args, kwargs, count=1))
-        batches = self._cut(args, kwargs)
+            first = self.stages.dropout.take(1)
+            (batch,) = cut_batch(args, kwargs, 1)
+            return self._window.call(replace(batch, number=first))
+        call = self._divided(args, kwargs)
         with torch.enable_grad():
-            outline = self.stages.outline(batches[0])
+            outline = self.stages.outline(call.parts[0])
         loss = find_loss(outline)
         if loss is None:
             self._announce("L1", "all forwards, then all backwards")
-            return self._forward_all(batches)
-        self._announce("L2", f"the model makes its loss: {self._config.schedule}")
-        promised = PromisedLoss(self.stages, batches, loss.dtype)
+            dims = self._losses.outputs(call.kind, call.whole, call.division)
+            return self._forward_all(call, dims).output
+        weights = self._weights(call, loss_in)
+        self._announce("L2", f"the model makes its loss: {self._order(weights)}")
+        if weights is Weights.NONE:
+            return self._forward_all(call).output
+        promised = PromisedLoss(self.stages, call.parts, loss.dtype, weights)
         self._pending[promised.origin] = promised
         return tree_map(lambda x: promised.loss if x is loss else x, outline)
 
@@ -204,14 +185,18 @@ class PipelinedModel:
     ) -> Tensor:
         """Return the loss of a batch, whose value comes with its backward (L3).
 
-        Targets are cut into micro-batches with the inputs. The loss function gets (output, targets)
-        of a micro-batch, and returns the mean over the rows.
+        The loss function gets (output, targets) of a micro-batch; where the loss of the batch does
+        not follow from those of micro-batches, of the whole batch.
         """
-        self._announce("L3", f"a loss function was handed over: {self._config.schedule}")
         self.stages.refresh()
         self._begin()
-        batches = self._cut(args, kwargs, targets)
-        promised = PromisedLoss(self.stages, batches, self.stages.dtype(batches[0]), loss_fn)
+        call = self._divided(args, kwargs, targets)
+        weights = self._weights(call, loss_fn)
+        self._announce("L3", f"a loss function was handed over: {self._order(weights)}")
+        dtype = self.stages.dtype(call.parts[0])
+        if weights is Weights.NONE:
+            return self._forward_all(call).loss(targets, loss_fn, dtype)
+        promised = PromisedLoss(self.stages, call.parts, dtype, weights, loss_fn)
         self._pending[promised.origin] = promised
         return promised.loss
 
@@ -224,29 +209,60 @@ class PipelinedModel:
             self._started = 0
         self._synchronized = False
 
-    def _cut(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        targets: Any = None,
-        count: int | None = None,
-    ) -> list[MicroBatch]:
-        count = count or self._config.micro_batches or self.stages.ranks
-        batches = cut_batch(args, kwargs, count, targets)
+    def _divided(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any = None
+    ) -> "_Call":
+        """Cut a call as the trial of its kind says."""
+        count = self._config.micro_batches or self.stages.ranks
+        kind = self._batches.kind(args, kwargs, targets)
+        division = self._batches.division(kind, args, kwargs, targets, cuts=count > 1)
+        if division.dims is None:
+            if count > 1:
+                self._say(
+                    "these calls are not cut into micro-batches: for no dim of the inputs do the "
+                    "blocks give for parts of a batch what they give for the whole (BatchNorm in "
+                    "training does not, for one). Stages wait for each other"
+                )
+            count = 1
+        batches = cut_batch(args, kwargs, count, targets, division.dims)
         first = self.stages.dropout.take(len(batches))
-        return [replace(batch, number=first + index) for index, batch in enumerate(batches)]
+        parts = [replace(batch, number=first + index) for index, batch in enumerate(batches)]
+        rows = sum(batch.rows for batch in batches)
+        whole = MicroBatch(tuple(args), kwargs, rows, targets, first)
+        return _Call(kind, whole, parts, division)
 
-    def _forward_all(self, batches: list[MicroBatch]) -> Any:
-        call = WholeBatch(self.stages, batches, self._started)
-        self._started += len(batches)
-        self._pending[call.origin] = call
-        return call.output
+    def _weights(self, call: "_Call", loss_of: LossOf) -> Weights:
+        if len(call.parts) == 1:
+            return Weights.ROWS
+        found = self._losses.weights(call.kind, call.whole, call.division, loss_of)
+        if found is Weights.NONE:
+            self._say(
+                "the loss is no weighted sum of its micro-batches' losses: it is made of the whole "
+                "batch, after the forwards of all micro-batches"
+            )
+        return found
+
+    def _order(self, weights: Weights) -> str:
+        return "all forwards first" if weights is Weights.NONE else self._config.schedule
+
+    def _forward_all(self, call: "_Call", outputs: Dims | None = None) -> WholeBatch:
+        numbers = range(self._started, self._started + len(call.parts))
+        made = WholeBatch(self.stages, call.parts, numbers, call.whole, call.division, outputs)
+        self._started += len(call.parts)
+        self._pending[made.origin] = made
+        return made
 
     def _announce(self, level: str, meaning: str) -> None:
         """Say which level the loop has, once."""
         if level != self._level:
             self._level = level
             logger.announce(f"pipeline of {self.stages.count} stages, level {level}: {meaning}")
+
+    def _say(self, line: str) -> None:
+        """Say something once."""
+        if line not in self._said:
+            self._said.add(line)
+            logger.announce(f"pipeline: {line}")
 
     # --- backward ---
 

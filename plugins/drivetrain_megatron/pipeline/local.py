@@ -1,26 +1,25 @@
 """The stages of one rank at work, as a schedule says: receive, compute, send the result on."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.dropout.chain import Dropout
-from drivetrain_megatron.pipeline.batches import MicroBatch, join_outputs
+from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.other_stages import SharedParameters
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.stages import Split, Stage
 from drivetrain_megatron.pipeline.timeline import Span
 from drivetrain_megatron.pipeline.transfer import Arrival, Direction, Link, Message
 from drivetrain_megatron.pipeline.worker import Send, StageWorker
-from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.weight_grad import WeightGradients
 
 
@@ -111,10 +110,14 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """The connections between the stages of a pipeline, and the objects that stages share."""
+    """The connections between the stages of a pipeline, and the objects that stages share.
+
+    The cell's axes are those whose ranks hold one replica together, the pipeline's among them.
+    """
 
     link: Link
     axis: Communicator
+    cell: Sequence[Communicator]
     shared: SharedParameters
     weights: WeightGradients
     dropout: Dropout
@@ -136,6 +139,7 @@ class LocalStages:
         self.device = device
         self.dropout = parts.dropout
         self._axis, self._link = parts.axis, parts.link
+        self._cell = [axis for axis in parts.cell if axis.size > 1]
         self._shared, self._weights = parts.shared, parts.weights
         self.ranks, self.rank = parts.axis.size, parts.axis.rank
         self.count = parts.axis.size * len(split.stages)
@@ -161,6 +165,11 @@ class LocalStages:
         return self.workers[self.rank]
 
     @property
+    def last_blocks(self) -> range:
+        """The blocks whose tensors the last stage has."""
+        return next(iter(self.workers.values())).stage.last_blocks
+
+    @property
     def last(self) -> StageWorker | None:
         """The worker of the last stage; None on other ranks."""
         return self.workers.get(self.count - 1)
@@ -181,25 +190,74 @@ class LocalStages:
         dtypes = {meta.dtype for meta in stage.ends(batch.args, batch.kwargs)}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> Any:
-        """Run forward only, and give every stage the output of the last."""
+    def finish(self, stage: Stage, batch: MicroBatch, given: Mapping[int, Sequence[Tensor]]) -> Any:
+        """Return the model's output for a whole batch whose blocks gave these tensors.
+
+        Raises:
+            UsageError: as in ``Stage.run``; other stages are told that this one fails.
+        """
+        with self.telling(), self.dropout.forward(batch.number), self.inner.running():
+            return stage.finish(batch.args, batch.kwargs, given)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Context after whose failure no other stage waits for this one."""
+        try:
+            yield
+        except BaseException:
+            self._link.reset()
+            self._link.alarm()
+            raise
+
+    def run_forwards(
+        self, batches: Sequence[MicroBatch], kept: Collection[int] | None
+    ) -> dict[int, StageWorker]:
+        """Run blocks without backward, by workers of their own; return these, by their stage."""
         workers = {index: self._worker(worker.stage) for index, worker in self.workers.items()}
         for worker in workers.values():
-            worker.batches = dict(enumerate(batches))
-        actions = [
-            Action(ActionKind.FORWARD, stage, number)
-            for number in range(len(batches))
-            for stage in sorted(workers)
-        ]
-        self._interpreter.run(actions, workers)
-        last = workers[max(workers)]
-        whole = join_outputs([last.outputs[number] for number in range(len(batches))], batches)
-        # Metrics and generation then need to know of no pipeline.
-        return tree_map(self._from_last, whole)
+            worker.batches, worker.kept = dict(enumerate(batches)), kept
+        self._interpreter.run(self.forwards(range(len(batches))), workers)
+        return workers
+
+    def forwards(self, numbers: Iterable[int]) -> list[Action]:
+        """Return the forwards of micro-batches on this rank: a stage's, then the next stage's."""
+        stages = sorted(self.workers)
+        chosen = list(numbers)
+        return [Action(ActionKind.FORWARD, stage, number) for stage in stages for number in chosen]
+
+    def backwards(self, numbers: Iterable[int]) -> list[Action]:
+        """Return the backwards of micro-batches on this rank, from the last stage on."""
+        stages = sorted(self.workers, reverse=True)
+        chosen = list(numbers)
+        return [Action(ActionKind.BACKWARD, stage, number) for stage in stages for number in chosen]
+
+    def mark_final(self, actions: Sequence[Action]) -> None:
+        """Tell a worker which of its backwards is the last of this rank; without any, none is."""
+        for worker in self.workers.values():
+            worker.final = worker.final_weight = None
+        final = next((action for action in reversed(actions) if action.kind.frees), None)
+        if final is None:
+            return
+        worker = self.workers[final.stage]
+        if final.kind is ActionKind.WEIGHT:
+            worker.final_weight = final.micro_batch
+        else:
+            worker.final = final.micro_batch
+
+    def share(self, values: Tensor, source: int, label: str) -> None:
+        """Give every rank, in place, the values of one stage."""
+        self._axis.broadcast(values, source % self.ranks, label=label).wait()
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of each number over the ranks of the cell."""
+        found = torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        for axis in self._cell:
+            axis.all_reduce(found, reduction="max", label="decision of a pipeline").wait()
+        return found.tolist()
 
     def broadcast(self, values: Tensor, label: str) -> None:
         """Give every stage, in place, the values of the last."""
-        self._axis.broadcast(values, (self.count - 1) % self.ranks, label=label).wait()
+        self.share(values, self.count - 1, label)
 
     def refresh(self) -> None:
         """Bring copies of shared parameters up to date, if values have changed."""
@@ -224,15 +282,3 @@ class LocalStages:
         return StageWorker(
             stage, self.inner, self._shared, self._weights, self.dropout, self.device
         )
-
-    def _from_last(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or self.ranks == 1:
-            return x
-        if self.last is not None:
-            values = x.detach().contiguous()
-        elif isinstance(x, StageProxy):
-            values = torch.empty(x.shape, dtype=x.dtype, device=self.device)
-        else:
-            return x
-        self.broadcast(values, "outputs of the last stage")
-        return values

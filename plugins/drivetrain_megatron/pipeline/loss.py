@@ -4,32 +4,34 @@ A script may make one loss of several calls of the model, and may run backwards 
 whatever comes out of a call knows the call (``LossOrigin``).
 
 L2: the model returns its loss. L3: the script hands a loss function over. Either way the loss of a
-batch is promised (``PromisedLoss``), and made while its backward runs, in any schedule. The weight
-of each micro-batch in it is known before anything is computed (``shares_of``).
+batch is promised (``PromisedLoss``), and made while its backward runs, in any schedule, as the
+weighted sum of the micro-batches' losses (``shares``).
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.local import LocalStages
-from drivetrain_megatron.pipeline.schedules import Action, ActionKind, make_schedule
+from drivetrain_megatron.pipeline.schedules import make_schedule
+from drivetrain_megatron.pipeline.shares import Weights, shares_of
 from drivetrain_megatron.pipeline.worker import LossOf, find_loss
 from drivetrain_megatron.recording.proxy import OTHER, StageProxy, resolve, slope_of
 
 _KEY = "drivetrain_megatron.call"
 """Under which a node of autograd's graph keeps the call that it came out of."""
+
+
+_ELSEWHERE = "a tensor of an earlier stage"
+"""Stands among the origins of a proxy for a part of the output that the last stage lacks."""
 
 
 class LossOrigin:
@@ -62,6 +64,18 @@ class LossOrigin:
             )
 
 
+def mark_elsewhere(output: Any, blocks: range) -> None:
+    """Let parts of an output know that they are on other stages than the last, on every rank.
+
+    Args:
+        output: of the model, in any structure.
+        blocks: those whose tensors the last stage has.
+    """
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, StageProxy) and leaf.requires_grad and not leaf.blocks <= {*blocks}:
+            leaf.origins = frozenset({_ELSEWHERE})
+
+
 @contextmanager
 def running(origins: frozenset[LossOrigin]) -> Iterator[None]:
     """Context in which the pipeline itself runs the backward of calls."""
@@ -81,10 +95,19 @@ def origins_of(loss: Tensor) -> frozenset[LossOrigin]:
         UsageError: something else is in it, too, or no call.
     """
     found = loss.origins if isinstance(loss, StageProxy) else _traced(loss)
+    if _ELSEWHERE in found:
+        raise UsageError(
+            "expected a loss made of tensors of the last pipeline stage, found one that takes the "
+            "output of an earlier block, too (deep supervision, hidden states): its gradient "
+            "would begin on another stage. Let the blocks pass this tensor on with their output, "
+            "or use no pipeline (pp: 1)"
+        )
     if not found - {OTHER}:
         raise UsageError(
-            "expected a loss made of what a forward of the model returned, found one made of none: "
-            "call the model with gradients enabled, and make the loss of its output"
+            "expected a loss made of a tensor that the model returned, found none in it: call the "
+            "model with gradients enabled, make the loss of its output, and let it return tensors "
+            "in a tuple, list, dict or Hugging Face ModelOutput (a dataclass has to be registered "
+            "by torch.export.register_dataclass)"
         )
     if OTHER in found:
         raise UsageError(
@@ -136,74 +159,6 @@ def _metadata(node: Node) -> dict[str, Any]:
     return content() if callable(content) else content  # type: ignore[no-any-return]
 
 
-_TOTAL = "num_items_in_batch"
-"""Hugging Face's models divide a sum by it, instead of taking a mean."""
-
-
-def shares_of(
-    batches: Sequence[MicroBatch], loss_without_blocks: Callable[[MicroBatch], Any]
-) -> list[float]:
-    """Return factors of the micro-batches' losses whose sum is the loss of the batch.
-
-    Targets that do not count are found by making the loss of each micro-batch on proxies.
-    """
-    if any(batch.kwargs.get(_TOTAL) is not None for batch in batches):
-        return [1.0] * len(batches)
-    counts = [float(batch.rows) for batch in batches]
-    if len(batches) > 1 and any(map(_may_ignore, batches)):
-        counted = [_counted(batch, loss_without_blocks) for batch in batches]
-        known: list[float] = [count for count in counted if count is not None]
-        if len(known) == len(batches) and sum(known, 0.0):
-            counts = known
-    return [count / sum(counts) for count in counts]
-
-
-def _may_ignore(batch: MicroBatch) -> bool:
-    """Whether some target may be ignored by losses: negative targets may."""
-    leaves = tree_leaves((batch.args, dict(batch.kwargs), batch.targets))
-    integers = [x for x in leaves if isinstance(x, Tensor) and x.dtype == torch.int64 and x.numel()]
-    return any(bool((x < 0).any()) for x in integers)
-
-
-def _counted(batch: MicroBatch, loss_without_blocks: Callable[[MicroBatch], Any]) -> float | None:
-    """Return over how many targets the loss is a mean; None if that is not seen."""
-    counter = _Counter()
-    with counter, torch.no_grad():
-        loss_without_blocks(batch)
-    return counter.counts[0] if len(counter.counts) == 1 else None
-
-
-class _Counter(TorchFunctionMode):
-    """Counts the targets of cross entropies of proxies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: list[float] = []
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a function of torch; note the targets of a loss."""
-        kwargs = kwargs or {}
-        if func in (F.cross_entropy, F.nll_loss):
-            self._note(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        given = inspect.signature(func).bind(*args, **kwargs)
-        given.apply_defaults()
-        target, weight = given.arguments["target"], given.arguments["weight"]
-        is_mean = given.arguments["reduction"] == "mean"
-        if not is_mean or target.is_floating_point() or isinstance(target, StageProxy):
-            return
-        kept = target[target != given.arguments["ignore_index"]]
-        self.counts.append(float(kept.numel() if weight is None else weight[kept].sum()))
-
-
 class PromisedLoss:
     """A batch of which nothing has been computed.
 
@@ -219,11 +174,13 @@ class PromisedLoss:
         stages: LocalStages,
         batches: Sequence[MicroBatch],
         dtype: torch.dtype,
+        weights: Weights,
         loss_of: LossOf | None = None,
     ) -> None:
         self._stages = stages
         self._batches = batches
-        self._loss_of = functools.partial(self._made, loss_of) if loss_of else _loss_in
+        self._weights = weights
+        self._loss_of = functools.partial(self._made, loss_of) if loss_of else loss_in
         self._made_outside = loss_of is not None
         self._autocast = _autocast(stages.device)
         self.loss: StageProxy = StageProxy.like((), dtype, stages.device, requires_grad=True)
@@ -234,15 +191,14 @@ class PromisedLoss:
         """Run the whole schedule; the loss, or a multiple, then has its value."""
         stages = self._stages
         factor = _factor(loss, self.loss)
-        shares = shares_of(self._batches, self._outline)
+        shares = shares_of(self._weights, self._batches, self._outline)
         plan = make_schedule(schedule, stages.ranks, len(self._batches), len(stages.workers))
         actions = plan.ranks[stages.rank]
         for worker in stages.workers.values():
             worker.batches = dict(enumerate(self._batches))
             worker.loss_of = self._loss_of
             worker.seeds = {i: factor * share for i, share in enumerate(shares) if share}
-        if synchronize:
-            self._mark_final(actions)
+        stages.mark_final(actions if synchronize else ())
         try:
             with _casting(self._autocast), torch.enable_grad():
                 stages.act(actions)
@@ -256,15 +212,6 @@ class PromisedLoss:
                     total += stages.last.losses[index] * share
         stages.broadcast(total, "value of the loss")
         resolve(self.loss, total)
-
-    def _mark_final(self, actions: Sequence[Action]) -> None:
-        """Tell a worker which of its backwards is the last of this rank."""
-        final = next(action for action in reversed(actions) if action.kind.frees)
-        worker = self._stages.workers[final.stage]
-        if final.kind is ActionKind.WEIGHT:
-            worker.final_weight = final.micro_batch
-        else:
-            worker.final = final.micro_batch
 
     def _made(self, loss_of: LossOf, output: Any, targets: Any) -> Tensor:
         """Make the loss of the model's output; whatever else goes in must want no gradient."""
@@ -282,7 +229,12 @@ class PromisedLoss:
         return self._loss_of(output, batch.targets) if self._made_outside else output
 
 
-def _loss_in(output: Any, targets: Any) -> Tensor:
+def loss_in(output: Any, targets: Any) -> Tensor:
+    """Return the loss in a model's output.
+
+    Raises:
+        UsageError: there is none.
+    """
     loss = find_loss(output)
     if loss is None:
         raise UsageError("expected a model that returns its loss for every micro-batch, found none")

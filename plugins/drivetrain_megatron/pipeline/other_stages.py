@@ -61,11 +61,14 @@ def ties(recording: Recording, cut: StageCut) -> tuple[Tie, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ProxyPlace:
-    """The module and name where a proxy stands, or will stand, for a parameter or buffer."""
+    """The module and name where a proxy stands, or will stand, for a parameter or buffer.
+
+    In trials the place of a proxy is taken by a tensor with other values.
+    """
 
     module: nn.Module
     name: str
-    proxy: StageProxy
+    proxy: Tensor
 
 
 def is_local(use: Use, phases: Collection[int]) -> bool:

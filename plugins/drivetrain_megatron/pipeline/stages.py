@@ -6,17 +6,16 @@ sent, and proxies go on. Masks and other values without parameters are computed 
 the inputs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from drivetrain.errors import UsageError
-from drivetrain.model.look import named_leaves
 from drivetrain.model.substitution import keep_padding
 from drivetrain.parts.blocks import BlockHooks
 from drivetrain_megatron.pipeline.cut import StageCut
@@ -31,10 +30,13 @@ from drivetrain_megatron.pipeline.other_stages import (
     take_hooks,
     ties,
 )
+from drivetrain_megatron.pipeline.stage_pass import ModelParts, PassOptions, StagePass
 from drivetrain_megatron.recording.phases import Recording, block_order
-from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Metas, Shapes
-from drivetrain_megatron.recording.structure import PLAIN, TensorMeta, changed
+from drivetrain_megatron.recording.structure import TensorMeta
+
+Watch: TypeAlias = Callable[[StagePass], AbstractContextManager[object]]
+"""Makes a context around a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +46,12 @@ class StageOutput:
     Attributes:
         sent: tensors for the next stage, with their history; empty on the last stage.
         output: of the model's forward: real on the last stage, proxies before it.
+        made: the tensors of blocks that were asked for, by index of the block.
     """
 
     sent: tuple[Tensor, ...]
     output: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The parts that the stages of a rank share."""
-
-    model: nn.Module
-    blocks: tuple[nn.Module, ...]
-    forward: Callable[..., Any]
-    recording: Recording
-    cut: StageCut
-    gates: BlockHooks
-    shapes: Shapes
-    device: torch.device
-
-    @property
-    def inside(self) -> set[int]:
-        """Identities of the modules inside of blocks."""
-        return {id(module) for block in self.blocks for module in block.modules()}
+    made: Mapping[int, tuple[Tensor, ...]]
 
 
 class Stage:
@@ -82,7 +67,7 @@ class Stage:
 
     def __init__(
         self,
-        parts: _Parts,
+        parts: ModelParts,
         index: int,
         tied: tuple[Tie, ...],
         places: Sequence[ProxyPlace],
@@ -102,6 +87,12 @@ class Stage:
         """Names of the parameters here that an earlier stage owns."""
         return tuple(tie.name for tie in self.ties if tie.owner != self.index)
 
+    @property
+    def last_blocks(self) -> range:
+        """The blocks whose tensors the last stage has: its own, and the one before."""
+        blocks = self._parts.cut.blocks(self._parts.cut.stages - 1)
+        return range(blocks.start - 1, blocks.stop)
+
     def receives(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
         """Return the facts of the tensors that ``run`` needs for these inputs, in order."""
         if self.is_first:
@@ -116,43 +107,80 @@ class Stage:
         """Return the facts of the last block's output for these inputs, in order."""
         return self._parts.shapes.of(args, kwargs)[-1]
 
+    def metas(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
+        """Return the facts of the tensors that each block of the model returns, in order."""
+        return self._parts.shapes.of(args, kwargs)
+
     def run(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], received: Sequence[Tensor] = ()
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        received: Sequence[Tensor] = (),
+        kept: Collection[int] | None = None,
     ) -> StageOutput:
         """Run the model's forward with the blocks of this stage alone.
 
         Inputs are the same on every stage; ``receives`` describes the received tensors.
 
+        Args:
+            args: positional inputs of the model.
+            kwargs: inputs by name.
+            received: the tensors of the block before this stage.
+            kept: blocks whose tensors are handed out. Then on the last stage, too, the forward
+                goes on with proxies after the last block, as ``finish`` computes the rest.
+
         Raises:
             UsageError: the blocks are called in another way than when the model was recorded, or
                 one of this stage needs a tensor of another stage.
         """
-        metas = self._parts.shapes.of(args, kwargs)
-        self._check(received, metas)
-        return self._pass(self.blocks, metas, args, kwargs, received)
+        self._check(received, self.metas(args, kwargs))
+        stops = kept is not None or not self.is_last
+        given = {self.blocks.start - 1: received}
+        options = PassOptions(self.blocks, given, stops=stops, kept=kept or ())
+        return self._pass(options, args, kwargs)
+
+    def finish(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Mapping[int, Sequence[Tensor]],
+        watch: Watch | None = None,
+    ) -> Any:
+        """Run the model's forward around blocks that return given tensors; return its output.
+
+        No block computes. Without given tensors a block returns proxies. A context, made for the
+        pass, may watch it.
+        """
+        options = PassOptions(self.blocks, given, computes=False)
+        return self._pass(options, args, kwargs, watch).output
 
     def run_ambient(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the model's forward without any block, for the parts that every stage computes."""
-        metas = self._parts.shapes.of(args, kwargs)
-        return self._pass(range(0), metas, args, kwargs, ()).output
+        return self._pass(PassOptions(range(0), {}), args, kwargs).output
+
+    def outer_places(self) -> Mapping[str, Sequence[ProxyPlace]]:
+        """Return where this stage's parameters outside of blocks stand, by their first names."""
+        return self._outer
 
     def _pass(
         self,
-        blocks: range,
-        metas: Metas,
+        options: PassOptions,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        received: Sequence[Tensor],
+        watch: Watch | None = None,
     ) -> StageOutput:
         parts = self._parts
-        conductor = _Pass(parts, blocks, metas, received, tree_flatten((args, kwargs))[0])
+        leaves = tree_flatten((args, kwargs))[0]
+        conductor = StagePass(parts, options, self.metas(args, kwargs), leaves)
         with ExitStack() as stack, conductor.before:
             stack.enter_context(hidden(self._places))
-            conductor.before.enter_context(hidden(self._not_before(blocks)))
+            conductor.before.enter_context(hidden(self._not_before(options.own)))
             stack.enter_context(parts.gates.conducted(conductor))
+            if watch is not None:
+                stack.enter_context(watch(conductor))
             output = parts.forward(*args, **kwargs)
         conductor.finish()
-        return StageOutput(conductor.sent, output)
+        return StageOutput(() if self.is_last else conductor.sent, output, conductor.made)
 
     def _not_before(self, blocks: range) -> list[ProxyPlace]:
         """Return the parameters that stay out of sight until the pass reaches these blocks.
@@ -181,7 +209,7 @@ class Split:
         ties: the parameters that several stages use, of all stages.
     """
 
-    def __init__(self, parts: _Parts, stages: tuple[Stage, ...], tied: tuple[Tie, ...]) -> None:
+    def __init__(self, parts: ModelParts, stages: tuple[Stage, ...], tied: tuple[Tie, ...]) -> None:
         self._parts = parts
         self.stages = stages
         self.ties = tied
@@ -228,7 +256,7 @@ def split(
     gates = BlockHooks(blocks)
     shapes = Shapes(recording, model, gates, device)
     modules = tuple(block for _, block in blocks)
-    parts = _Parts(model, modules, model.forward, recording, cut, gates, shapes, device)
+    parts = ModelParts(model, modules, model.forward, recording, cut, gates, shapes, device)
     tied = ties(recording, cut)
     stages = []
     for index in sorted(owned):
@@ -238,7 +266,7 @@ def split(
     return Split(parts, tuple(stages), tied)
 
 
-def _of_other_stages(parts: _Parts, stage: int, stages: int) -> list[ProxyPlace]:
+def _of_other_stages(parts: ModelParts, stage: int, stages: int) -> list[ProxyPlace]:
     """Return the places outside of blocks that only other stages of this rank use."""
     if stages == 1:
         return []
@@ -251,7 +279,7 @@ def _of_other_stages(parts: _Parts, stage: int, stages: int) -> list[ProxyPlace]
     ]
 
 
-def _outer_of(parts: _Parts, stage: int) -> dict[str, list[ProxyPlace]]:
+def _outer_of(parts: ModelParts, stage: int) -> dict[str, list[ProxyPlace]]:
     """Return where the parameters of a stage stand outside of blocks, by their first names."""
     phases, inside = parts.cut.phases(stage), parts.inside
     found = {
@@ -268,108 +296,3 @@ def _outer_of(parts: _Parts, stage: int) -> dict[str, list[ProxyPlace]]:
 def _device(model: nn.Module) -> torch.device:
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
-
-
-class _Pass:
-    """Decides which blocks compute in one forward of a stage.
-
-    The metas are those of each block's tensors; the block before the first own block returned the
-    received tensors.
-
-    Attributes:
-        before: contexts that end where the phases of the own blocks begin.
-        sent: the tensors for the next stage.
-    """
-
-    def __init__(
-        self,
-        parts: _Parts,
-        own: range,
-        metas: Metas,
-        received: Sequence[Tensor],
-        inputs: Sequence[Any],
-    ) -> None:
-        self._parts, self._own, self._metas, self._received = parts, own, metas, received
-        self._grad = torch.is_grad_enabled()
-        self._objects = {id(leaf) for leaf in inputs if not isinstance(leaf, (Tensor, *PLAIN))}
-        self._next = 0
-        self.before = ExitStack()
-        self.sent: tuple[Tensor, ...] = ()
-
-    def call(
-        self,
-        index: int,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Compute an own block; return the received tensors, or proxies, for another."""
-        block = self._parts.recording.blocks[index]
-        if index != self._next:
-            expected = self._name(self._next)
-            raise changed(expected, f"a call of {block.name!r} in its place", "one call in order")
-        self._next += 1
-        if index not in self._own:
-            leaves = tree_flatten((tuple(args), dict(kwargs)))[0]
-            before = bool(self._own) and index == self._own.start - 1
-            if before:
-                self.before.close()
-            tensors = self._received if before else self._proxies(index)
-            return block.output.build(block.name, tensors, leaves)
-        self._check_arguments(block.name, args, kwargs)
-        result = compute(*args, **kwargs)
-        if index < self._own.stop - 1 or index == len(self._metas) - 1:
-            return result
-        self.sent = self._checked(index, block.output.carried(block.name, result))
-        leaves = tree_flatten((tuple(args), dict(kwargs)))[0]
-        return block.output.build(block.name, self._proxies(index), leaves)
-
-    def finish(self) -> None:
-        """Check that all blocks were called.
-
-        Raises:
-            UsageError: some were not.
-        """
-        if self._next < len(self._metas):
-            raise changed(self._name(self._next), "no call of it", "one call")
-
-    def _name(self, index: int) -> str:
-        blocks = self._parts.recording.blocks
-        return blocks[index].name if index < len(blocks) else "after the last"
-
-    def _proxies(self, index: int) -> list[StageProxy]:
-        return [
-            StageProxy.like(shape, dtype, self._parts.device, requires_grad and self._grad)
-            for shape, dtype, requires_grad in self._metas[index]
-        ]
-
-    def _checked(self, index: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tensors to send, after a check that the next stage expects them."""
-        name = self._name(index)
-        if self._grad and not torch.is_grad_enabled():
-            raise UsageError(
-                f"expected the output of block {name!r} with its history, found it computed "
-                "without gradients inside of a reentrant checkpoint: use checkpoint(..., "
-                "use_reentrant=False), or the configuration's recompute"
-            )
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        expected = [meta[:2] for meta in self._metas[index]]
-        if found != expected:
-            raise changed(name, f"a result of {found}", f"{expected} for these inputs")
-        return tensors
-
-    def _check_arguments(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for argument, leaf in named_leaves(args, kwargs):
-            if isinstance(leaf, StageProxy):
-                raise UsageError(
-                    f"expected argument {argument!r} of block {name!r} to come from the block "
-                    "before it or from the inputs, found a tensor of another pipeline stage (a "
-                    "skip connection): let every block return it with its output, or choose "
-                    "stages that keep both ends together"
-                )
-            if id(leaf) in self._objects:
-                raise UsageError(
-                    f"expected blocks that get tensors, found the caller's {type(leaf).__name__} "
-                    f"as argument {argument!r} of block {name!r}: blocks of other stages cannot "
-                    "fill it. Call the model without it (use_cache=False for a cache)"
-                )

@@ -1,6 +1,6 @@
 """One stage at work: forward and backward of micro-batches, and the tensors kept between."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,8 @@ class StageWorker:
 
     Attributes:
         outputs: of the model, by micro-batch: real on the last stage only.
+        kept: indices of blocks whose tensors are kept in ``made``, by micro-batch and block: the
+            rest of the model then runs on those of the whole batch. None on ordinary passes.
         final: the micro-batch whose backward is the rank's last and synchronises gradients; None
             while gradients stay local.
         final_weight: the same, where the half for the weights is the last.
@@ -62,6 +64,8 @@ class StageWorker:
         self._returned: dict[int, list[Meta]] = {}
         self.batches: dict[int, MicroBatch] = {}
         self.outputs: dict[int, Any] = {}
+        self.kept: Collection[int] | None = None
+        self.made: dict[int, dict[int, tuple[Tensor, ...]]] = {}
         self.losses: dict[int, Tensor] = {}
         self.final: int | None = None
         self.final_weight: int | None = None
@@ -97,8 +101,11 @@ class StageWorker:
         # A view, so that what the block changes in place is not the leaf itself.
         views = tuple(t.view_as(t) if t.requires_grad else t for t in received)
         with self._dropout.forward(batch.number), self._inner.running():
-            found = self.stage.run(batch.args, batch.kwargs, views)
+            found = self.stage.run(batch.args, batch.kwargs, views, self.kept)
         self.outputs[micro_batch], roots = found.output, found.sent
+        if self.kept is not None:
+            made = {self.stage.blocks.start - 1: received, **found.made}
+            self.made[micro_batch] = {i: made[i] for i in self.kept if i in made}
         if self.stage.is_last and self.loss_of is not None:
             loss = self.loss_of(found.output, batch.targets)
             self.losses[micro_batch] = loss.detach()
@@ -167,8 +174,9 @@ class StageWorker:
 
     def clear(self) -> None:
         """Forget micro-batches whose backward nobody asked for."""
-        for kept in (self._kept, self.batches, self.outputs, self.losses, self.seeds, self._begin):
+        for kept in (self._kept, self.batches, self.outputs, self.made, self.losses, self.seeds):
             kept.clear()
+        self._begin.clear()
         self._returned.clear()
         self.final = self.final_weight = None
         self._weights.clear()

@@ -5,18 +5,34 @@ layer may. In both cases the structure says which layers belong together and whe
 the trial decides.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import NamedTuple
 
 from torch import nn
 
+from drivetrain.model.look import Look
+from drivetrain_megatron.plan.alike import alike
 from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, SizeAttribute
-from drivetrain_megatron.plan.groups import GroupDivision, LayerGroup, LinearUse, find_groups, ways
+from drivetrain_megatron.plan.groups import (
+    GroupDivision,
+    LayerGroup,
+    LinearUse,
+    find_groups,
+    linear_uses,
+    ways,
+)
+from drivetrain_megatron.plan.own_weights import WeightRegion, find_regions, ways_of
 from drivetrain_megatron.plan.trial import Trial, verify
 from drivetrain_megatron.tensor.linear import is_linear
 
 _CONFIGURATIONS = ("config", "cfg", "args")
 """Under which names modules keep the configuration of their model."""
+
+_MOST_WAYS = 24
+"""How many ways to divide a region are tried."""
 
 _MOST_MIXED = 8
 """How many choices of attributes are tried together with reshapes: every trial takes time."""
@@ -43,34 +59,65 @@ class Derivation:
     @property
     def is_whole(self) -> bool:
         """Whether every rank computes the whole block."""
-        return not self.plan.groups and not self.plan.attentions
+        return not (self.plan.groups or self.plan.regions or self.plan.attentions)
+
+
+class BlockStructure(NamedTuple):
+    """The structure of a block in a look: its linear layers, and its weights in no layer.
+
+    Attributes:
+        uses: the linear layers by name, in the order of first calls.
+        regions: the weights that modules multiply by themselves.
+        shared: names of the parameters that are used outside of the block, too.
+    """
+
+    uses: Mapping[str, LinearUse]
+    regions: Sequence[WeightRegion]
+    shared: frozenset[str]
+
+
+def structure_of(
+    look: Look, model: nn.Module, block: nn.Module, operations: range
+) -> BlockStructure:
+    """Return the structure in one call of a block, which may be the model itself."""
+    uses = linear_uses(look, model, block, operations)
+    regions = find_regions(look, model, block, operations)
+    return BlockStructure(uses, regions, shared_with_others(model, block))
+
+
+def shared_with_others(model: nn.Module, block: nn.Module) -> frozenset[str]:
+    """Return the names of a block's parameters that have a name outside of the block, too."""
+    everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    inside = list(block.named_parameters(remove_duplicate=False))
+    here = Counter(id(p) for _, p in inside)
+    return frozenset(name for name, p in inside if everywhere[id(p)] > here[id(p)])
 
 
 def derive(
     trial: Trial,
-    uses: Mapping[str, LinearUse],
+    structure: BlockStructure,
     ranks: int,
     *,
     sequence_parallel: bool,
-    layers: Iterable[str] | None = None,
+    layers: set[str] | None = None,
 ) -> Derivation:
-    """Return the plan for a block, from its linear layers in the order of their first calls.
+    """Return the plan for a block of this structure.
 
-    Layers may be divided that ``layers`` names, or modules around them; None lets all.
+    Layers may be divided that ``layers`` names, or modules around them; None lets all, and the
+    weights of regions.
     """
+    uses = structure.uses
     allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
     tryout = _Tryout(trial, ranks, sequence_parallel)
     found = Derivation(groups=find_groups(uses))
-    for name, module in trial.block.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and (layers is None or name in layers):
-            plan, reason = tryout(replace(found.plan, attentions=(*found.plan.attentions, name)))
-            if plan is None:
-                found.refused[name] = reason
-            else:
-                found.plan = plan
+    _divide_attentions(found, structure, layers, tryout)
     for group in found.groups:
-        if {*group.columns, group.row} <= allowed:
-            _divide_group(found, group, uses, tryout)
+        divided = {each.row for each in found.plan.groups}
+        if {*group.columns, group.row} <= allowed and group.row not in divided:
+            _divide_group(found, group, structure, tryout)
+            _divide_alike(found, group.row, layers, tryout)
+    for region in structure.regions if layers is None and not sequence_parallel else ():
+        _divide_region(found, region, structure, tryout)
     if sequence_parallel and found.plan == BlockPlan():
         plan, found.broken = tryout(found.plan)
         found.plan = plan or found.plan
@@ -98,15 +145,38 @@ class _Tryout:
         return (None, reason) if partial is None else (replace(plan, partial=partial), "")
 
 
+def _divide_attentions(
+    found: Derivation,
+    structure: BlockStructure,
+    layers: Container[str] | None,
+    tryout: _Tryout,
+) -> None:
+    """Add torch's attentions to the plan, those whose division gives equal numbers."""
+    for name, module in tryout.trial.block.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and (layers is None or name in layers):
+            reason = _of_others([name], structure)
+            plan = None
+            if not reason:
+                attentions = (*found.plan.attentions, name)
+                plan, reason = tryout(replace(found.plan, attentions=attentions))
+            if plan is None:
+                found.refused[name] = reason
+            else:
+                found.plan = plan
+
+
 def _divide_group(
-    found: Derivation, group: LayerGroup, uses: Mapping[str, LinearUse], tryout: _Tryout
+    found: Derivation, group: LayerGroup, structure: BlockStructure, tryout: _Tryout
 ) -> None:
     """Add a group to the plan, in the first way that gives equal numbers."""
+    if others := _of_others((*group.columns, group.row), structure):
+        found.refused[group.row] = others
+        return
     if owners := _shared(tryout.trial.block, group):
         found.refused[group.row] = f"a parameter belongs to {' and '.join(owners)}"
         return
     reasons = []
-    for division in ways(group, uses, tryout.ranks):
+    for division in ways(group, structure.uses, tryout.ranks):
         for attempt in _attempts(tryout.trial.block, group, division, tryout.sequence_parallel):
             plan, reason = tryout(replace(found.plan, groups=(*found.plan.groups, attempt)))
             if plan is not None:
@@ -114,6 +184,50 @@ def _divide_group(
                 return
             reasons.append(reason)
     found.refused[group.row] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+
+
+def _divide_alike(
+    found: Derivation, row: str, layers: Iterable[str] | None, tryout: _Tryout
+) -> None:
+    """Divide the experts of a list alike, also without a token; one of them has this row."""
+    group = next((each for each in found.plan.groups if each.row == row), None)
+    if group is None:
+        return
+    named = None if layers is None else set(layers)
+    divided = {each.row for each in found.plan.groups}
+    others = [
+        each
+        for each in alike(tryout.trial.block, group)
+        if each.row not in divided
+        and (named is None or all(is_named(name, named) for name in (*each.columns, each.row)))
+    ]
+    if others:
+        plan, _ = tryout(replace(found.plan, groups=(*found.plan.groups, *others)))
+        found.plan = plan or found.plan
+
+
+def _divide_region(
+    found: Derivation, region: WeightRegion, structure: BlockStructure, tryout: _Tryout
+) -> None:
+    """Add a region to the plan, in the first way that gives equal numbers."""
+    if others := _of_others([use.name for use in (*region.columns, region.row)], structure):
+        found.refused[region.row.name] = others
+        return
+    reasons = []
+    for way in islice(ways_of(tryout.trial.block, region, tryout.ranks), _MOST_WAYS):
+        plan, reason = tryout(replace(found.plan, regions=(*found.plan.regions, way)))
+        if plan is not None:
+            found.plan = plan
+            return
+        reasons.append(reason)
+    found.refused[region.row.name] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+
+
+def _of_others(members: Iterable[str], structure: BlockStructure) -> str:
+    """Return why layers or weights stay whole that are used outside of the block; "" if none is."""
+    inside = tuple(f"{member}." for member in members)
+    found = sorted(name for name in structure.shared if f"{name}.".startswith(inside))
+    return f"other blocks use {', '.join(found[:3])} too" if found else ""
 
 
 def _shared(block: nn.Module, group: LayerGroup) -> list[str]:

@@ -18,6 +18,7 @@ from drivetrain_megatron.tensor.linear import attach_column, attach_row, is_tran
 from drivetrain_megatron.tensor.local_sizes import attach_resized
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather, scatter
 from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.region import attach_bias, attach_region
 from drivetrain_megatron.tensor.shared_input import enter_group
 
 
@@ -56,16 +57,39 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionPlan:
+    """How weights are divided that modules multiply by themselves, see ``tensor/region``.
+
+    Attributes:
+        weights: how each weight, and each bias of a column, is cut, by its name.
+        row: name of the row-parallel weight.
+        summed: how the biases are cut that are added before the sum, by name.
+        entrance: name of the module whose inputs enter all ranks.
+        leaving: name of the module whose result is summed.
+        numbers: sizes of attributes that the code counts with, on each rank.
+    """
+
+    weights: Mapping[str, Partition]
+    row: str
+    summed: Mapping[str, Partition]
+    entrance: str
+    leaving: str
+    numbers: Mapping[SizeAttribute, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class BlockPlan:
     """How a block is divided; names are names inside of the block.
 
     Attributes:
         groups: its groups of layers.
+        regions: its weights that are in no layer.
         attentions: its ``nn.MultiheadAttention``, which are divided by heads.
         partial: parameters that stay whole and whose gradients are summed over ranks.
     """
 
     groups: tuple[GroupPlan, ...] = ()
+    regions: tuple[RegionPlan, ...] = ()
     attentions: tuple[str, ...] = ()
     partial: frozenset[str] = frozenset()
 
@@ -84,6 +108,8 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
             cut(block.get_parameter(name), known.partition, edges.ranks.rank)
     for group in plan.groups:
         _attach(block, group, edges)
+    for region in plan.regions:
+        _attach_region(block, region, edges)
     for attention in plan.attentions:
         attach_heads(block.get_submodule(attention), edges)
     _resize(block, plan, edges)
@@ -98,6 +124,9 @@ def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, Paramet
     }
     for group in plan.groups:
         for name, partition in _partitions(block, group).items():
+            facts[name] = replace(facts[name], partition=partition)
+    for region in plan.regions:
+        for name, partition in (*region.weights.items(), *region.summed.items()):
             facts[name] = replace(facts[name], partition=partition)
     for attention in plan.attentions:
         module: Any = block.get_submodule(attention)
@@ -143,7 +172,22 @@ def _attach(block: nn.Module, group: GroupPlan, edges: Edges) -> None:
     if entrance is not None:
         entrance.register_forward_pre_hook(ModuleEntrance(edges, layers), with_kwargs=True)
     attach_row(block.get_submodule(group.row), edges, replace(group.inputs, dim=-1))
-    for number, values in group.numbers.items():
+    _set_numbers(block, group.numbers, rank)
+
+
+def _attach_region(block: nn.Module, region: RegionPlan, edges: Edges) -> None:
+    entrance, leaving = map(block.get_submodule, (region.entrance, region.leaving))
+    attach_region(entrance, leaving, edges.ranks)
+    for full, partition in region.summed.items():
+        owner, _, name = full.rpartition(".")
+        attach_bias(block.get_submodule(owner), name, partition, edges.ranks.rank)
+    _set_numbers(block, region.numbers, edges.ranks.rank)
+
+
+def _set_numbers(
+    block: nn.Module, numbers: Mapping[SizeAttribute, tuple[int, ...]], rank: int
+) -> None:
+    for number, values in numbers.items():
         _set(block.get_submodule(number.module), number.attribute, values[rank])
 
 

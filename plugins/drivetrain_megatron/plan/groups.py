@@ -104,7 +104,9 @@ class _Notes:
         given = operation.inputs
         sources = frozenset[str]().union(*(self._sources.get(n, frozenset()) for n in given))
         if sources:
-            for made in operation.outputs:
+            for made in (*operation.outputs, *operation.changed):
+                if not self._facts(made).dtype.is_floating_point:
+                    continue  # a choice: its features are not those of the layer
                 self._sources[made] = self._sources.get(made, frozenset()) | sources
                 for source in given:
                     self._reshape(source, made, operation)
@@ -169,19 +171,24 @@ def find_groups(uses: Mapping[str, LinearUse]) -> list[LayerGroup]:
 
     A layer that others feed becomes their row, unless a member of the group is in a group already.
     Layers with more feeding layers come first, then the order of calls decides: a summand of a
-    query (LoRA) is a column with the query, not a pair by itself. Layers that are called more than
-    once in a block stay whole.
+    query (LoRA) is a column with the query, not a pair by itself. Layers that a block calls
+    unequally often stay whole.
     """
     groups: list[LayerGroup] = []
     taken: set[str] = set()
     for use in sorted(uses.values(), key=lambda use: -len(use.fed_by)):
         members = {*use.fed_by, use.name}
-        once = all(uses[name].calls == 1 for name in members)
-        if use.fed_by and once and not members & taken:
+        alike = len({uses[name].calls for name in members}) == 1
+        if use.fed_by and alike and not members & taken:
             groups.append(LayerGroup(tuple(name for name in uses if name in use.fed_by), use.name))
             taken |= members
     order = list(uses)
     return sorted(groups, key=lambda group: order.index(group.row))
+
+
+def rows_of(uses: Mapping[str, LinearUse]) -> set[str]:
+    """Return the names of the layers that may be cut by rows."""
+    return {group.row for group in find_groups(uses)}
 
 
 def ways(group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int) -> Iterator[GroupDivision]:

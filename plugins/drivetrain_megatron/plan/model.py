@@ -20,9 +20,17 @@ from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout.dropouts import DropoutLayout, Layouts, Site, open_attentions
-from drivetrain_megatron.plan.derive import Derivation, derive
+from drivetrain_megatron.plan.alike import same_in_list
+from drivetrain_megatron.plan.derive import (
+    BlockStructure,
+    Derivation,
+    derive,
+    shared_with_others,
+    structure_of,
+)
 from drivetrain_megatron.plan.divide import BlockPlan, SequenceRegion, cut, divide, facts_of
-from drivetrain_megatron.plan.groups import LinearUse, linear_uses
+from drivetrain_megatron.plan.groups import rows_of
+from drivetrain_megatron.plan.misfit import find_misfit
 from drivetrain_megatron.plan.named import ATTENTION as ATTENTIONS
 from drivetrain_megatron.plan.named import (
     COLUMN,
@@ -36,7 +44,14 @@ from drivetrain_megatron.plan.named import (
 )
 from drivetrain_megatron.plan.trial import find_layouts, make_trial
 from drivetrain_megatron.plan.vocabulary import by_words, find_vocabulary, words_of
-from drivetrain_megatron.recording.calls import Call, Calls, ExampleInputs, calls_in
+from drivetrain_megatron.recording.calls import (
+    Call,
+    Calls,
+    ExampleInputs,
+    calls_in,
+    kind_of,
+    uncalled_blocks,
+)
 from drivetrain_megatron.tensor.attention import keep_padded
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
@@ -226,20 +241,32 @@ class TensorParallel:
         """Return how repeated blocks are divided: those of one kind alike."""
         known: dict[Any, tuple[Derivation, Mapping[Site, DropoutLayout]]] = {}
         plan = ModelPlan(sharded=self._tokens is not None)
-        shown = look.first_calls()
-        for name, each in calls.blocks:
-            block = uncompiled(each)
-            kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
-            layers = self._layers_of(name)
-            key = (kind, None if layers is None else frozenset(layers))
-            if key not in known:
-                uses = linear_uses(look, model, block, shown[name].operations)
-                known[key] = self._tried(block, calls.arguments[name], uses, layers, self._tokens)
+        shown, ranks = look.first_calls(), self._ranks.size
+
+        def add(name: str, key: Any) -> None:
             plan.blocks[name], found = known[key]
             if plan.sharded or not plan.blocks[name].is_whole:
                 plan.layouts.add(name, found)
-        self._check(plan)
+
+        for name, each in calls.blocks:
+            layers, key = self._layers_of(name), self._key(model, name, each)
+            if key not in known:
+                block = uncompiled(each)
+                found_in = structure_of(look, model, block, shown[name].operations)
+                call = calls.arguments[name]
+                known[key] = _tried(block, call, found_in, layers, self._tokens, ranks)
+            add(name, key)
+        for name in () if plan.sharded else uncalled_blocks(look, model):
+            if (key := self._key(model, name, model.get_submodule(name))) in known:
+                add(name, key)
+        _check(plan)
         return plan
+
+    def _key(self, model: nn.Module, name: str, block: nn.Module) -> tuple[Any, ...]:
+        """Return a key that is equal for blocks that are divided alike."""
+        layers = self._layers_of(name)
+        named = None if layers is None else frozenset(layers)
+        return kind_of(block), named, shared_with_others(model, uncompiled(block))
 
     def _of_whole(self, model: nn.Module, inputs: ExampleInputs) -> ModelPlan:
         """Return how a model is divided in which nothing repeats: as one block, if that works.
@@ -248,34 +275,15 @@ class TensorParallel:
         no activation comes in, there is nothing to cut into shards.
         """
         layers, call = self._layers_of(""), Call(inputs.args, inputs.kwargs)
-        uses = linear_uses(inputs.look, model, model, range(len(inputs.look.operations)))
+        operations = range(len(inputs.look.operations))
+        structure = structure_of(inputs.look, model, model, operations)
         for tokens in dict.fromkeys((self._tokens, None)):
-            found, layouts = self._tried(model, call, uses, layers, tokens)
+            found, layouts = _tried(model, call, structure, layers, tokens, self._ranks.size)
             if not found.is_whole:
                 plan = ModelPlan({"": found}, sharded=tokens is not None)
                 plan.layouts.add("", layouts)
                 return plan
         return ModelPlan({"": replace(found, plan=BlockPlan(), broken="")})
-
-    def _tried(
-        self,
-        block: nn.Module,
-        call: Call,
-        uses: Mapping[str, LinearUse],
-        layers: set[str] | None,
-        tokens: TokenShards | None,
-    ) -> tuple[Derivation, Mapping[Site, DropoutLayout]]:
-        """Return how a block is divided, and the layouts of its dropouts' inputs."""
-        try:
-            trial = make_trial(block, call)
-        except Exception as error:  # whatever the user's code raises in fp64: it stays whole
-            reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
-            return Derivation(untried=reason, broken=reason if tokens is not None else ""), {}
-        ranks = self._ranks.size
-        found = derive(trial, uses, ranks, sequence_parallel=tokens is not None, layers=layers)
-        is_divided = tokens is not None or not found.is_whole
-        fits = is_divided and not found.broken
-        return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}
 
     def _layers_of(self, block: str) -> set[str] | None:
         """Return the names, inside of a block, of the layers that the plan lets divide."""
@@ -296,18 +304,6 @@ class TensorParallel:
         taken |= self._named.named(WHOLE)
         return lambda name: name not in taken
 
-    def _check(self, plan: ModelPlan) -> None:
-        """Refuse shards where a block needs all tokens."""
-        for name, derivation in plan.blocks.items():
-            if derivation.broken:
-                refused = "; ".join(f"{k}: {v}" for k, v in derivation.refused.items())
-                raise ConfigError(
-                    f"sequence_parallel: expected blocks of which every layer that mixes tokens "
-                    f"can be divided, found {name or 'the model'!r}, which gives other numbers on "
-                    f"shards of the sequence ({derivation.broken}; {refused}); set "
-                    "sequence_parallel: false"
-                )
-
     def _divide_vocabulary(
         self, module: nn.Module, rows: int, edges: Edges, done: set[int]
     ) -> None:
@@ -319,6 +315,52 @@ class TensorParallel:
             attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
         else:
             attach_column(module, edges, even(-1, rows, self._ranks.size), logits=True)
+
+
+def _tried(
+    block: nn.Module,
+    call: Call,
+    structure: BlockStructure,
+    layers: set[str] | None,
+    tokens: TokenShards | None,
+    ranks: int,
+) -> tuple[Derivation, Mapping[Site, DropoutLayout]]:
+    """Return how a block is divided, and the layouts of its dropouts' inputs.
+
+    Large matrices are thin in the trial. If the plan does not fit the block itself, or a thin
+    block cannot run, it is tried as it is.
+    """
+    sharded = tokens is not None
+    rows = {name for row in rows_of(structure.uses) for name in same_in_list(block, row)}
+    for thin in (True, False):
+        try:
+            trial = make_trial(block, call, rows if thin else None)
+        except Exception as error:  # whatever the user's code raises in fp64: it stays whole
+            reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
+            continue
+        found = derive(trial, structure, ranks, sequence_parallel=sharded, layers=layers)
+        if thin and find_misfit(block, call, found.plan, ranks, sequence_parallel=sharded):
+            continue
+        fits = (sharded or not found.is_whole) and not found.broken
+        return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}
+    return Derivation(untried=reason, broken=reason if sharded else ""), {}
+
+
+def _check(plan: ModelPlan) -> None:
+    """Refuse shards where a block needs all tokens.
+
+    Raises:
+        ConfigError: names the block.
+    """
+    for name, derivation in plan.blocks.items():
+        if derivation.broken:
+            refused = "; ".join(f"{k}: {v}" for k, v in derivation.refused.items())
+            raise ConfigError(
+                f"sequence_parallel: expected blocks of which every layer that mixes tokens "
+                f"can be divided, found {name or 'the model'!r}, which gives other numbers on "
+                f"shards of the sequence ({derivation.broken}; {refused}); set "
+                "sequence_parallel: false"
+            )
 
 
 def _refuse(module: nn.Module, args: Any) -> None:

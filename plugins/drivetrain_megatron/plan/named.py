@@ -114,7 +114,9 @@ def models_plan(model: nn.Module) -> NamedPlan | None:
         for name in names
         if fnmatchcase(name, pattern)
     }
-    return NamedPlan(f"the plan of {type(model).__name__}", styles) if styles else None
+    if not set(styles.values()) & (COLUMN | ROW | ATTENTION):
+        return None  # the head alone: the plan is silent about blocks
+    return NamedPlan(f"the plan of {type(model).__name__}", styles)
 
 
 def _names(model: nn.Module) -> list[str]:

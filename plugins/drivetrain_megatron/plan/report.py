@@ -59,6 +59,9 @@ def _uneven(facts: Mapping[str, ParameterFacts], ranks: int) -> Iterator[str]:
 
 def _groups(derivation: Derivation) -> str:
     groups = [f"{', '.join(group.columns)} -> {group.row}" for group in derivation.plan.groups]
+    for region in derivation.plan.regions:
+        columns = [name for name in region.weights if name != region.row]
+        groups.append(f"{', '.join(columns)} -> {region.row}")
     return "; ".join([*groups, *(f"heads of {name}" for name in derivation.plan.attentions)])
 
 

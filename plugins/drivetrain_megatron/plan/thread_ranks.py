@@ -1,13 +1,15 @@
 """Ranks as threads of one process, to try a division of a model before any rank is started.
 
 Each thread runs the code of one rank, forward and backward: autograd runs backward on the CPU in
-the calling thread. A collective is a meeting of all threads.
+the calling thread. A collective is a meeting of all threads. Between meetings one thread runs at a
+time, with random generators of its own, which all begin in the same state: what ranks draw is
+alike, as when they are processes.
 """
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -20,6 +22,7 @@ from drivetrain.collectives.communicator import Request, caller, flatten
 from drivetrain.collectives.handles import Finished
 from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.errors import CollectiveError
+from drivetrain.runtime import rng
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
 
@@ -50,10 +53,34 @@ class Offer:
         return f"{self.call.operation} of {self.flat.numel()} {self.flat.dtype} ({self.where})"
 
 
+class Turn:
+    """The right to run, which one thread has at a time, with its own random generators."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._states: dict[int, Mapping[str, Tensor]] = {}
+        self._first = rng.capture()
+
+    def take(self, rank: int) -> None:
+        """Wait until no other thread runs."""
+        self._lock.acquire()
+        rng.restore(self._states.get(rank, self._first))
+
+    def leave(self, rank: int) -> None:
+        """Let another thread run."""
+        self._states[rank] = rng.capture()
+        self._lock.release()
+
+    def end(self) -> None:
+        """Give the generators the state that they had before."""
+        rng.restore(self._first)
+
+
 class Meeting:
     """A barrier at which the threads of all ranks see each other's data."""
 
     def __init__(self, size: int, timeout: timedelta) -> None:
+        self.turn = Turn()
         self._offers: list[Offer | None] = [None] * size
         self._barrier = threading.Barrier(size, timeout=timeout.total_seconds())
         self._timeout = timeout
@@ -84,6 +111,7 @@ class Meeting:
         self._barrier.abort()
 
     def _meet(self, rank: int, offer: Offer) -> None:
+        self.turn.leave(rank)
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
@@ -91,6 +119,8 @@ class Meeting:
                 f"rank {rank} waited for the others in {offer}, but one of them has failed or did "
                 f"not come within {self._timeout.total_seconds():g} s"
             ) from None
+        finally:
+            self.turn.take(rank)
 
 
 class EmulatedCommunicator(Communicator):
@@ -168,9 +198,9 @@ def run_emulated(
 ) -> list[Result]:
     """Run a function as each of several ranks, one thread per rank, and return the results by rank.
 
-    The function gets the rank's communicator, on an axis named ``tp``. Grad mode is the caller's.
-    The random number generator is common to all threads. A rank waits for the others in one
-    operation until the timeout.
+    The function gets the rank's communicator, on an axis named ``tp``. Grad mode and the state of
+    random generators are the caller's, who gets the generators back as they were. A rank waits for
+    the others in one operation until the timeout.
 
     Raises:
         Exception: the first exception that a rank raised; the other ranks are stopped at their next
@@ -186,8 +216,12 @@ def run_emulated(
             name="tp", size=size, rank=rank, ranks=tuple(range(size)), hosts=("here",) * size
         )
         communicator = EmulatedCommunicator(axis, Traffic(), timeout, meeting)
-        with _failing(failures, meeting), torch.set_grad_enabled(grad):
-            results[rank] = function(communicator)
+        meeting.turn.take(rank)
+        try:
+            with _failing(failures, meeting), torch.set_grad_enabled(grad):
+                results[rank] = function(communicator)
+        finally:
+            meeting.turn.leave(rank)
 
     threads = [
         threading.Thread(target=body, args=(rank,), name=f"emulated rank {rank}")
@@ -197,6 +231,7 @@ def run_emulated(
         thread.start()
     for thread in threads:
         thread.join()
+    meeting.turn.end()
     if failures:
         raise failures[0]
     return [results[rank] for rank in range(size)]

@@ -6,13 +6,15 @@ outputs, gradients of inputs and gradients of parameters are compared with those
 at random values. The comparison also tells which parameters, though whole, get a part of their
 gradient on each rank.
 
+Large matrices are thin in the trial (``random_copy``).
+
 A second trial, in training mode with every dropout left out, compares the inputs of dropouts: each
 is the same on all ranks, a shard of the sequence, or the share of some layer's heads or features.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
+from drivetrain.runtime import rng
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.dropout.dropouts import (
     DropoutLayout,
@@ -30,6 +33,7 @@ from drivetrain_megatron.dropout.dropouts import (
     open_attentions,
 )
 from drivetrain_megatron.plan.divide import BlockPlan, divide
+from drivetrain_megatron.plan.random_copy import randn, random_copy
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.recording.calls import Call
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather, scatter
@@ -39,9 +43,9 @@ TOLERANCE = 1e-4
 """Largest relative error. The trial is in fp64, but blocks may compute norms in fp32; a wrong
 division is off by far more."""
 
-NOISE = 1e-6
-"""Largest error relative to the largest gradient: some are zero but for rounding, such as that of a
-key's bias, which softmax does not see."""
+NOISE = {torch.float64: 1e-6, torch.float32: 1e-4}
+"""By dtype of the trial: largest error relative to the largest gradient. Some are zero but for
+rounding, such as that of a key's bias, which softmax does not see."""
 
 SEED = 20190917
 """Of the random values of a trial; any would do, the same on all ranks. The gradients of outputs
@@ -50,7 +54,7 @@ have the next one: they must not be the values of some parameter."""
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A whole block with random fp64 values, the arguments of a call, and its results.
+    """A whole block with random values, the arguments of a call, and its results.
 
     The block is in evaluation mode, so that nothing is dropped.
     """
@@ -75,28 +79,37 @@ class Results:
     parameters: dict[str, Tensor | None]
 
 
-def make_trial(block: nn.Module, call: Call) -> Trial:
+def make_trial(block: nn.Module, call: Call, rows: Collection[str] | None = None) -> Trial:
     """Run a copy of a block with random values, once: forward and backward.
+
+    It computes in fp64, or in fp32 where its code has no fp64 (products of groups of experts).
 
     Args:
         block: its values do not matter; it may be on the meta device.
         call: its arguments: activations get random values, too; other tensors keep theirs.
+        rows: names of the layers that may be cut by rows: large matrices become thin in the other
+            dim; None leaves all matrices as they are.
 
     Raises:
         Exception: whatever the block's code raises when it computes in fp64 on the CPU.
     """
+    try:
+        return _trial_in(torch.float64, block, call, rows)
+    except Exception as error:  # whatever the user's code raises
+        try:
+            return _trial_in(torch.float32, block, call, rows)
+        except Exception:
+            raise error from None
+
+
+def _trial_in(
+    dtype: torch.dtype, block: nn.Module, call: Call, rows: Collection[str] | None
+) -> Trial:
     generator = torch.Generator().manual_seed(SEED)
-    trial = copy.deepcopy(block)
-    trial = trial.to_empty(device="cpu") if _on_meta(block) else trial.to("cpu")
-    trial = trial.double().eval()
-    with torch.no_grad():
-        for parameter in trial.parameters():
-            # Also what is frozen now: it may be trained later.
-            parameter.requires_grad_(parameter.is_floating_point())
-            spread = max(parameter.shape[-1], 1) ** -0.5 if parameter.dim() > 1 else 0.5
-            parameter.copy_(_random(parameter.shape, generator) * spread + (parameter.dim() < 2))
-    wide = _wide(call, generator)
-    return Trial(trial, wide, run_block(trial, wide))
+    trial = random_copy(block, generator, rows, dtype)
+    wide = _wide(call, generator, dtype)
+    with rng.fork(SEED):
+        return Trial(trial, wide, run_block(trial, wide))
 
 
 def verify(
@@ -119,7 +132,8 @@ def verify(
     if sequence_parallel and trial.results.given is None:
         return None, "no activation comes in that could be cut into shards"
     try:
-        found = run_emulated(ranks, one_rank)
+        with rng.fork(SEED):
+            found = run_emulated(ranks, one_rank)
     except Exception as error:  # whatever the user's code says to sizes that it does not expect
         return None, f"{type(error).__name__}: {error}"
     return _compare(trial.results, [results for results, _ in found], found[0][1])
@@ -135,8 +149,8 @@ def _compare(
             return None, "outputs differ"
         if not _is_same(results.given, expected.given):
             return None, "the gradients of the inputs differ"
-    sizes = [g.norm().item() for g in expected.parameters.values() if g is not None]
-    noise = NOISE * max(sizes, default=0.0)
+    gradients = [g for g in expected.parameters.values() if g is not None]
+    noise = max((g.norm().item() * NOISE[g.dtype] for g in gradients), default=0.0)
     partial = set()
     for name, whole in expected.parameters.items():
         mine = [results.parameters[name] for results in found]
@@ -168,18 +182,13 @@ def _kind_of(
 def run_block(block: nn.Module, call: Call, edges: Edges | None = None) -> Results:
     """Run forward and backward; with edges as one of the ranks."""
     args, kwargs = call.copied()
-    given = _activation((args, kwargs))
-    with ExitStack() as stack:
-        inside, sequence = given, None
-        if given is not None:
-            given.requires_grad_()
-        if given is not None and edges is not None and edges.tokens is not None:
-            stack.enter_context(edges.tokens.of(given.shape[edges.tokens.dim]))
-            sequence = edges.tokens.partition(edges.ranks.size)
-            inside = scatter(given, edges.ranks, sequence)
+    given = activation_in((args, kwargs))
+    if given is not None:
+        given.requires_grad_()
+    with entered(given, given, edges) as (inside, sequence):
         if given is not None:
             args, kwargs = tree_map(lambda x: inside if x is given else x, (args, kwargs))
-        outputs = _floating(block(*args, **kwargs))
+        outputs = floating_in(block(*args, **kwargs))
         if edges is not None and sequence is not None:
             outputs[0] = gather(outputs[0], edges.ranks, sequence)
         _backward(outputs)
@@ -190,35 +199,49 @@ def run_block(block: nn.Module, call: Call, edges: Edges | None = None) -> Resul
     )
 
 
+@contextmanager
+def entered(
+    given: Tensor | None, inside: Tensor | None, edges: Edges | None
+) -> Iterator[tuple[Tensor | None, Partition | None]]:
+    """Context with the incoming activation, or a shard of the activation, and its partition."""
+    if given is None or inside is None or edges is None or edges.tokens is None:
+        yield inside, None
+        return
+    with edges.tokens.of(given.shape[edges.tokens.dim]):
+        sequence = edges.tokens.partition(edges.ranks.size)
+        yield scatter(inside, edges.ranks, sequence), sequence
+
+
 def _backward(outputs: Sequence[Tensor]) -> None:
     """Run backward from random gradients, equal wherever outputs have equal shapes."""
     generator = torch.Generator().manual_seed(SEED + 1)
-    pairs = [(x, _random(x.shape, generator)) for x in outputs]
+    pairs = [(x, randn(x.shape, generator).to(x.device, x.dtype)) for x in outputs]
     if wanted := [(x, gradient) for x, gradient in pairs if x.requires_grad]:
         torch.autograd.backward([x for x, _ in wanted], [gradient for _, gradient in wanted])
 
 
-def _wide(call: Call, generator: torch.Generator) -> Call:
-    """Return the arguments in fp64 on the CPU, the activation with random values."""
+def _wide(call: Call, generator: torch.Generator, dtype: torch.dtype) -> Call:
+    """Return the arguments in the trial's dtype on the CPU, the activation with random values."""
 
     def widen(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         if first is not None and x is first:
-            return _random(x.shape, generator)
-        return x.detach().to("cpu", torch.float64 if x.is_floating_point() else x.dtype)
+            return randn(x.shape, generator).to(dtype)
+        return x.detach().to("cpu", dtype if x.is_floating_point() else x.dtype)
 
-    first = _activation((call.args, call.kwargs))
+    first = activation_in((call.args, call.kwargs))
     args, kwargs = tree_map(widen, (call.args, dict(call.kwargs)))
     return Call(args, kwargs)
 
 
-def _activation(arguments: Any) -> Tensor | None:
+def activation_in(arguments: Any) -> Tensor | None:
     """Return the first activation among arguments; None if there is none."""
-    return next((leaf for leaf in _floating(arguments) if leaf.dim() > 1), None)
+    return next((leaf for leaf in floating_in(arguments) if leaf.dim() > 1), None)
 
 
-def _floating(values: Any) -> list[Tensor]:
+def floating_in(values: Any) -> list[Tensor]:
+    """Return the floating point tensors among values."""
     leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return [leaf for leaf in leaves if leaf.is_floating_point()]
 
@@ -229,20 +252,12 @@ def _is_same(found: Tensor | None, expected: Tensor | None) -> bool:
     return is_close(found, expected)
 
 
-def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    return torch.randn(tuple(shape), dtype=torch.float64, device="cpu", generator=generator)
-
-
 def is_close(found: Tensor, expected: Tensor, noise: float = 0.0) -> bool:
     """Whether a tensor equals the expected one up to rounding and this much noise."""
     if found.shape != expected.shape:
         return False
     error = torch.linalg.vector_norm(found - expected)
     return bool(error <= TOLERANCE * torch.linalg.vector_norm(expected) + noise)
-
-
-def _on_meta(block: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in block.parameters())
 
 
 def find_layouts(
@@ -267,10 +282,12 @@ def find_layouts(
             run_block(block, trial.call, edges)
         return recorder.seen
 
-    whole = run_emulated(1, lambda communicator: recorded(communicator, False))[0]
+    with rng.fork(SEED):
+        whole = run_emulated(1, lambda communicator: recorded(communicator, False))[0]
     if not whole:
         return {}
-    parts = run_emulated(ranks, lambda communicator: recorded(communicator, True))
+    with rng.fork(SEED):
+        parts = run_emulated(ranks, lambda communicator: recorded(communicator, True))
     found = {}
     for site, expected in whole.items():
         seen = [part.get(site, []) for part in parts]
@@ -296,6 +313,7 @@ def _candidates(
     if tokens is not None and whole.dim() >= -tokens.dim:
         yield tokens
     partitions = [part for group in plan.groups for part in (*group.columns.values(), group.inputs)]
+    partitions += [part for region in plan.regions for part in region.weights.values()]
     for name in plan.attentions:
         partitions.append(even(0, block.get_submodule(name).num_heads, ranks))
     for partition in dict.fromkeys(partitions):

@@ -8,7 +8,12 @@ from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
 from drivetrain_megatron.recording.calls import Calls
 from drivetrain_megatron.tensor.embedding import reason_against
-from drivetrain_megatron.tensor.linear import features_of, is_linear, is_transposed
+from drivetrain_megatron.tensor.linear import (
+    computes_as_linear,
+    features_of,
+    is_linear,
+    is_transposed,
+)
 
 
 def words_of(module: nn.Module) -> int:
@@ -55,7 +60,9 @@ def find_vocabulary(
 
 
 def _can_be_cut(module: nn.Module) -> bool:
-    return not isinstance(module, nn.Embedding) or not reason_against(module)
+    if isinstance(module, nn.Embedding):
+        return not reason_against(module)
+    return not isinstance(module, nn.Linear) or computes_as_linear(module)
 
 
 def _ends_in_loss(look: Look, name: str) -> bool:

@@ -14,6 +14,7 @@ from drivetrain.errors import UsageError
 from drivetrain.model.look import Look, SeenTensor
 from drivetrain.model.recorder import look_at
 from drivetrain.model.results import ValuesNeededError
+from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.parts.blocks import NamedModule, repeated_blocks
 from drivetrain.parts.naming import uncompiled
 from drivetrain_megatron.config import MegatronConfig
@@ -107,9 +108,8 @@ def inputs_of_user(model: nn.Module) -> Any:
 def _looked(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], isolated: bool
 ) -> ExampleInputs:
-    look = look_at(
-        uncompiled(model), args, kwargs, kind=StageProxy, isolated=isolated, training=True
-    )
+    kind = StageProxy if isolated else ValuelessTensor
+    look = look_at(uncompiled(model), args, kwargs, kind=kind, isolated=isolated, training=True)
     return ExampleInputs(args, kwargs, look)
 
 
@@ -172,6 +172,26 @@ def calls_in(look: Look, model: nn.Module) -> Calls:
         if operation.block is None and operation.outputs:
             calls.uses.update(names[number] for number in operation.inputs if number in names)
     return calls
+
+
+def kind_of(block: nn.Module) -> tuple[Any, ...]:
+    """Return a key that is equal for blocks of one class with parameters of the same shapes."""
+    block = uncompiled(block)
+    return type(block), tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+
+
+def uncalled_blocks(look: Look, model: nn.Module) -> dict[str, str]:
+    """Return the blocks that a look did not call, each with a called block of the same kind.
+
+    LayerDrop leaves blocks out, others in each forward.
+    """
+    modules = dict(repeated_blocks(model))
+    called = {kind_of(modules[name]): name for name in reversed(look.first_calls())}
+    return {
+        name: called[kind_of(block)]
+        for name, block in modules.items()
+        if name not in look.first_calls() and kind_of(block) in called
+    }
 
 
 def _placeholder(seen: SeenTensor) -> Tensor:

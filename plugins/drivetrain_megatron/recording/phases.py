@@ -155,6 +155,9 @@ class _Replay:
         self._ambient: set[str] = set()
         self._blocks: list[Block] = []
         self._dependencies: dict[tuple[int, int], Dependency] = {}
+        self._inside: dict[
+            int, str
+        ] = {}  # tensors that a block made: the code after it gets others
         self._between = [0]
 
     @property
@@ -181,6 +184,8 @@ class _Replay:
         output = described(call, self._look, self._everywhere)
         like = self._like(output, call)
         self._blocks.append(Block(call.name, call.names, output, like, work))
+        made = {number for each in self._look.inside(call) for number in each.outputs}
+        self._inside |= dict.fromkeys(made - {*call.given} - {*self._names}, call.name)
         for leaf, kind in zip(call.returned, output.leaves, strict=True):
             if leaf.handed is not None and isinstance(kind, Carried):
                 self._phases[leaf.handed] = frozenset({self.phase})
@@ -205,6 +210,9 @@ class _Replay:
         dependent = any(self._phases_of(number) for number in operation.outputs)
         for number in operation.inputs:
             self._note(number, dependent, block)
+            if block is None and number in self._inside:
+                owner = f"block {self._inside[number]!r} made and did not return"
+                self._depend(number, f"a tensor that {operation.name} uses and that {owner},")
             if block is not None:
                 what = f"{operation.name} in block {block!r}"
                 self._depend(

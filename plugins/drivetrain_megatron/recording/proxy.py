@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from drivetrain.errors import UsageError
 from drivetrain.model.look import tensors_in
 from drivetrain.model.results import Facts, ValuesNeededError
-from drivetrain.model.valueless import ValuelessTensor
+from drivetrain.model.valueless import ValuelessTensor, WriteRefusedError
 
 _DEPTH = 100
 """Operations in a row that an expression keeps; a running sum that is never read stops there."""
@@ -155,15 +155,18 @@ class StageProxy(ValuelessTensor):
 
     Attributes:
         origins: where its gradient would go: calls of the model, and ``OTHER``.
+        blocks: indices of the blocks whose outputs it follows from, with or without a gradient.
     """
 
     origins: frozenset[object]
+    blocks: frozenset[int]
     _later: LazyValue | None
 
     def __new__(cls, facts: Facts, requires_grad: bool = False, work: int = 0) -> "StageProxy":
         """Make one without a known expression."""
         self = super().__new__(cls, facts, requires_grad, work)
         self.origins = frozenset()
+        self.blocks = frozenset()
         self._later = None if facts.shape else LazyValue()
         return self
 
@@ -173,7 +176,10 @@ class StageProxy(ValuelessTensor):
         return value
 
     def derived_from(self, tensors: Sequence[Tensor]) -> None:
-        """Note where the gradient of a result of tensors would go."""
+        """Note the blocks that a result follows from, and where its gradient would go."""
+        for tensor in tensors:
+            if isinstance(tensor, StageProxy):
+                self.blocks |= tensor.blocks
         if torch.is_grad_enabled() and (self.requires_grad or any(t is self for t in tensors)):
             self.origins |= _origins(tensors)
 
@@ -209,13 +215,14 @@ class StageProxy(ValuelessTensor):
         )
 
     @classmethod
-    def write_refused(cls, name: str, target: Tensor) -> UsageError:
+    def write_refused(cls, name: str, target: Tensor) -> WriteRefusedError:
         """Return the error for values that are not here and go into a real tensor."""
-        return UsageError(
+        return WriteRefusedError(
             f"expected values for {name}() to write, found a tensor whose values exist on another "
             f"pipeline stage, and a real tensor of shape {tuple(target.shape)} as the target: make "
             "a new tensor instead (torch.where, torch.cat, a + b), or do this inside of one of the "
-            "model's blocks"
+            "model's blocks",
+            target,
         )
 
     @classmethod

@@ -15,7 +15,9 @@ activations between the blocks along the sequence (sequence parallelism). From t
 ``cross_entropy`` the loss of logits that are cut over the vocabulary
 ``writing``       which tensors a call of torch writes into
 ``logits``        the tensor that a head cut over the vocabulary returns
+``once``          gradients that cannot be differentiated again
 ``linear``        layers cut by columns or by rows, of torch and of Hugging Face
+``region``        the ends of a part of a block whose weights are in no layer
 ``attention``     ``nn.MultiheadAttention`` on local heads
 ``local_sizes``   reshapes by code that counts with the sizes of the whole
 ================= =================================================================================

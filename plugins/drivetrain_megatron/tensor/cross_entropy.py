@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
+from drivetrain_megatron.tensor.once import once_differentiable
 from drivetrain_megatron.tensor.partition import Partition, check_words
 
 LossReduction: TypeAlias = Literal["none", "sum", "mean"]

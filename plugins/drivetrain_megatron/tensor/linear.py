@@ -6,10 +6,11 @@ part of each output feature, and the parts are summed. One after the other they 
 in forward and one in backward. ``in_features`` and ``out_features`` stay those of the whole layer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from drivetrain.errors import ConfigError
@@ -30,14 +31,17 @@ from drivetrain_megatron.tensor.weight_grad import WeightGradients, deferral_of,
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies its input's last dim by a matrix, plus perhaps a bias."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    """Whether a module multiplies its input's last dim by a matrix of its own, plus perhaps a bias.
+
+    A weight that is computed whenever it is read (a parametrization) cannot be cut.
+    """
+    own = module._parameters.get("weight") is not None
+    return own and (isinstance(module, nn.Linear) or is_transposed(module))
 
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether a linear layer keeps its weight as (inputs, outputs), as ``Conv1D`` of GPT-2 does."""
-    weight = getattr(module, "weight", None)
-    bias = getattr(module, "bias", None)
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     return (
         type(module).__name__ == "Conv1D"
         and isinstance(weight, nn.Parameter)
@@ -46,6 +50,53 @@ def is_transposed(module: nn.Module) -> bool:
         and bias.shape == weight.shape[1:]
         and not isinstance(module, nn.modules.conv._ConvNd)
     )
+
+
+def computes_as_linear(module: nn.Linear) -> bool:
+    """Whether a layer gives the numbers of ``nn.Linear``, by trial if it has a forward of its own.
+
+    The trial has a small weight; the code may use weight and bias, and nothing random.
+    """
+    forward: Any = original_class(module).forward
+    if forward is nn.Linear.forward:
+        return True
+    if module._modules or module._buffers or set(module._parameters) - {"weight", "bias"}:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 5), (3, 5), (3,))
+    )
+    used = [x, weight] if module.bias is None else [x, weight, bias]
+    expected = nn.functional.linear(*used)
+    try:
+        return all(
+            _equal(expected, forward(_small(module, used[1:], training=training), x), used)
+            for training in (True, False)
+        )
+    except Exception:  # whatever the user's code raises
+        return False
+
+
+def _small(module: nn.Linear, tensors: Sequence[Tensor], *, training: bool) -> nn.Module:
+    """Return a layer of the same class with other tensors as weight and bias."""
+    small: nn.Module = object.__new__(original_class(module))
+    small.__dict__.update(module.__dict__)
+    weight, *bias = tensors
+    parameters = {"weight": weight, "bias": bias[0] if bias else None}
+    small.__dict__.update(_parameters=parameters, training=training, in_features=5, out_features=3)
+    return small
+
+
+def _equal(expected: Tensor, found: Any, used: Sequence[Tensor]) -> bool:
+    """Whether outputs and gradients are equal."""
+    seed = torch.arange(expected.numel(), dtype=torch.float64).view(expected.shape)
+    pairs = zip(
+        (expected, *torch.autograd.grad(expected, used, seed, retain_graph=True)),
+        (found, *torch.autograd.grad(found, used, seed)),
+        strict=True,
+    )
+    return all(torch.allclose(one, other, rtol=1e-12) for one, other in pairs)
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:
@@ -195,7 +246,7 @@ def _is_transposed(module: nn.Module) -> bool:
             f"expected a linear layer (nn.Linear, or Conv1D of transformers), found {module!r}; "
             "leave it out of the plan"
         )
-    if original_class(module).forward is not nn.Linear.forward:
+    if not computes_as_linear(module):
         raise ConfigError(
             f"expected a linear layer that computes as nn.Linear does, found "
             f"{type(module).__module__}.{type(module).__qualname__} with a forward of its own; "

@@ -2,7 +2,8 @@
 
 ``x.view(batch, length, 3, heads, dim // heads)`` asks for all heads, and the rank has some of them.
 If the sizes do not fit the tensor, and would with the rank's value of one size, this size is
-replaced. The trial tells whether that was meant.
+replaced. A bias of all heads that is added to the scores of some is cut. The trial tells whether
+that was meant.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from drivetrain.collectives import Communicator
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
-from drivetrain_megatron.tensor.operators import Edges
+from drivetrain_megatron.tensor.operators import Edges, copy
+from drivetrain_megatron.tensor.partition import even
 
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
+
+_SUMS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
+"""Functions that add a bias of all heads, such as one of positions, to scores of local heads."""
 
 
 class LocalSizes(TorchFunctionMode):
@@ -30,16 +36,23 @@ class LocalSizes(TorchFunctionMode):
         dim: of activations that counts tokens; features and heads stand behind it.
         tokens: how many tokens a shard of the sequence has, and how many all have; None where
             activations are whole.
+        ranks: the axis, to add a whole bias to local scores; None to leave sums alone.
     """
 
     def __init__(
-        self, numbers: Mapping[int, int], place: int, dim: int, tokens: tuple[int, int] | None
+        self,
+        numbers: Mapping[int, int],
+        place: int,
+        dim: int,
+        tokens: tuple[int, int] | None,
+        ranks: Communicator | None = None,
     ) -> None:
         super().__init__()
         self._numbers = numbers
         self._place = place
         self._dim = dim
         self._tokens = tokens
+        self._ranks = ranks
 
     def __torch_function__(
         self,
@@ -51,7 +64,29 @@ class LocalSizes(TorchFunctionMode):
         """Call a function of torch."""
         if func in _RESHAPES and not kwargs:
             args = self._local(args)
+        elif func in _SUMS:
+            one, other, *rest = args
+            args = (one, self._share(other, one), *rest)
+        elif func is nn.functional.scaled_dot_product_attention and kwargs:
+            mask = self._share(kwargs.get("attn_mask"), args[0] if args else None, last=-3)
+            kwargs = {**kwargs, "attn_mask": mask}
         return func(*args, **(kwargs or {}))
+
+    def _share(self, bias: Any, scores: Any, last: int = -1) -> Any:
+        """Return a bias, with this rank's heads if it has all of them and the scores have some.
+
+        All ranks give a part of the gradient of the bias.
+        """
+        tensors = isinstance(bias, Tensor) and isinstance(scores, Tensor)
+        if not tensors or self._ranks is None or scores.dim() < bias.dim():
+            return bias
+        for dim in range(last, -bias.dim() - 1, -1):
+            every, some = bias.shape[dim], scores.shape[dim]
+            if every != some and some == self._numbers.get(every):
+                partition = even(dim, every, self._ranks.size)
+                start, stop = next(iter(partition.ranges[self._ranks.rank]), (0, 0))
+                return copy(bias, self._ranks).narrow(dim, start, stop - start)
+        return bias
 
     def _local(self, args: Sequence[Any]) -> Sequence[Any]:
         tensor, *sizes = args
@@ -114,7 +149,8 @@ class Resized(Behavior):
         if sequence is not None:
             tokens = (sequence.local_size(self.edges.ranks.rank), sequence.size)
         given = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        with LocalSizes(self.numbers, self.place, max(given.dim() - 2, 0), tokens):
+        dim = max(given.dim() - 2, 0)
+        with LocalSizes(self.numbers, self.place, dim, tokens, self.edges.ranks):
             return original_class(module).forward(module, *args, **kwargs)
 
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
+from drivetrain_megatron.tensor.once import once_differentiable
 from drivetrain_megatron.tensor.operators import gather, gathered, is_outline, outlined
 from drivetrain_megatron.tensor.partition import Partition
 from drivetrain_megatron.tensor.writing import TorchCall

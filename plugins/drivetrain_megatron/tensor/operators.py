@@ -30,7 +30,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.errors import UsageError
@@ -49,7 +48,7 @@ def reduce(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the sum over ranks; backward passes the gradient on, equal on all ranks."""
     if is_outline(tensor) or ranks.size == 1:
         return tensor
-    return _Reduce.apply(tensor, ranks)  # type: ignore[no-any-return,no-untyped-call]
+    return _conjugate(tensor, lambda x: _summed(x, ranks), lambda grad: grad.view_as(grad))
 
 
 def gather(
@@ -191,27 +190,21 @@ def _to_share(tensor: Tensor, ranks: Communicator, partition: Partition, forward
 
 
 class _Conjugate(torch.autograd.Function):
-    """One function of the tensor in forward, another one of its gradient in backward."""
+    """One function of the tensor in forward, another one of its gradient in backward.
+
+    Each of the two is the gradient of the other: so a gradient can be differentiated again.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward: Way, backward: Way) -> Tensor:
-        ctx.way_back = backward
+        ctx.ways = forward, backward
         return forward(tensor)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.way_back(grad), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Communicator) -> Tensor:
-        return _summed(tensor, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        forth, back = ctx.ways
+        again = torch.is_grad_enabled() and grad.requires_grad
+        return _conjugate(grad, back, forth) if again else back(grad), None, None
 
 
 def _summed(tensor: Tensor, ranks: Communicator) -> Tensor:
@@ -230,7 +223,9 @@ def outlined(tensor: Tensor, dim: int | None = None, size: int = 0) -> Tensor:
     shape = list(tensor.shape)
     if dim is not None:
         shape[dim] = size
-    return StageProxy.like(shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    found = StageProxy.like(shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    found.derived_from([tensor])
+    return found
 
 
 class TokenShards:

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from drivetrain.collectives import Communicator
+from drivetrain_megatron.tensor.once import once_differentiable
 from drivetrain_megatron.tensor.operators import (
     PendingSum,
+    copy,
     gather,
     gathered,
     is_outline,
+    reduce,
     reduce_scatter,
     start_scattered_sum,
     start_sum,
@@ -54,6 +56,11 @@ class Product(NamedTuple):
         """Return this rank's summand of the gradient of x."""
         matrix = weight if self.transposed else weight.t()
         return torch.mm(rows_of(grad), matrix.t()).view(*grad.shape[:-1], matrix.shape[0])
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the weight, now and within autograd."""
+        product = torch.mm(rows_of(grad).t(), rows_of(x))
+        return product.t() if self.transposed else product
 
     def weight_grads(
         self, grad: Tensor, x: Tensor, *, for_weight: bool = True, for_bias: bool = False
@@ -112,10 +119,17 @@ class _ColumnProduct(torch.autograd.Function):
         return product.of(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        product: Product = ctx.product
+        if torch.is_grad_enabled() and product.sequence is None:
+            return *_column_grads(ctx, grad), None
+        return _ColumnProduct.once(ctx, grad)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         product: Product = ctx.product
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -146,8 +160,15 @@ class _RowProduct(torch.autograd.Function):
         return start_scattered_sum(own, product.ranks, product.sequence, own=True).result()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        product: Product = ctx.product
+        if torch.is_grad_enabled() and product.sequence is None:
+            return *_row_grads(ctx, grad), None
+        return _RowProduct.once(ctx, grad)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         product: Product = ctx.product
         if product.sequence is not None:
@@ -156,3 +177,27 @@ class _RowProduct(torch.autograd.Function):
         grad_x = product.input_grad(grad, weight) if needs_x else None
         grad_weight, _ = product.weight_grads(grad, x, for_weight=needs_weight)
         return grad_x, grad_weight, None
+
+
+def _column_grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of input, weight and bias, which can be differentiated again."""
+    x, weight = ctx.saved_tensors
+    product: Product = ctx.product
+    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    return (
+        reduce(product.input_grad(grad, weight), product.ranks) if needs_x else None,
+        product.weight_grad(grad, copy(x, product.ranks)) if needs_weight else None,
+        rows_of(grad).sum(0) if needs_bias else None,
+    )
+
+
+def _row_grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of input and weight, which can be differentiated again."""
+    x, weight = ctx.saved_tensors
+    product: Product = ctx.product
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    entered = copy(grad, product.ranks)
+    return (
+        product.input_grad(entered, weight) if needs_x else None,
+        product.weight_grad(entered, x) if needs_weight else None,
+    )

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from drivetrain_megatron.tensor.behavior import behavior_of
+from drivetrain_megatron.tensor.once import once_differentiable
 from drivetrain_megatron.tensor.operators import (
     Edges,
     PendingSum,

@@ -10,14 +10,17 @@ run.
 - ``valueless``: the tensors in it, which have a shape and no values
 - ``results``: results of functions of torch, by torch's fake tensors; remembered
 - ``substitution``: takes a model's values away for a pass, and gives them back
+- ``untouched``: lets code run on a model that must leave no trace
 """
 
 from drivetrain.model.look import BlockCall, Look, ModelOperation, ModuleCall, SeenTensor, TensorRef
 from drivetrain.model.recorder import look_at
 from drivetrain.model.results import ValuesNeededError
+from drivetrain.model.untouched import PLANNING, untouched
 from drivetrain.model.valueless import ValuelessTensor
 
 __all__ = [
+    "PLANNING",
     "BlockCall",
     "Look",
     "ModelOperation",
@@ -27,4 +30,5 @@ __all__ = [
     "ValuelessTensor",
     "ValuesNeededError",
     "look_at",
+    "untouched",
 ]

@@ -1,34 +1,34 @@
 """Runs a model's forward once without values, and writes every operation down."""
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from drivetrain.model.look import (
     BlockCall,
     Look,
     ModelOperation,
     ModuleCall,
-    ReturnedLeaf,
-    SeenTensor,
     TensorRef,
     View,
     named_leaves,
     tensors_in,
     to_device,
 )
-from drivetrain.model.results import Facts, WorkTally, facts_of
+from drivetrain.model.random_values import SEED, filled, random_like
+from drivetrain.model.results import WorkTally
+from drivetrain.model.seen import SeenTensors
 from drivetrain.model.substitution import Substitutes, without_values
-from drivetrain.model.valueless import ValuelessTensor
+from drivetrain.model.valueless import ValuelessTensor, WriteRefusedError
 from drivetrain.parts.blocks import BlockHooks, NamedModule, repeated_blocks
 from drivetrain.parts.torch_calls import BLANK, LOOKUPS, Arguments, Function, Keywords, targets
+from drivetrain.runtime import rng
 
 
 def look_at(
@@ -43,7 +43,8 @@ def look_at(
     """Run a model's forward once without values; it is not changed, and nothing is computed.
 
     Parameters have no values, and whatever follows from them has none. Operations on inputs and
-    buffers alone are computed, so that masks and positions are known.
+    buffers alone are computed, so that masks and positions are known; a buffer that the forward
+    overwrites by what follows from parameters has no values either.
 
     Args:
         model: the user's, also on the meta device.
@@ -57,21 +58,40 @@ def look_at(
     Raises:
         ValuesNeededError: the forward depends on values of hidden states.
     """
+    overwritten: set[str] = set()
+    while True:
+        with without_values(model, kind, overwritten) as substitutes:
+            if training is not None:
+                model.train(training)
+            try:
+                return _looked(model, args, kwargs, substitutes, kind, isolated)
+            except WriteRefusedError as error:
+                found = substitutes.buffers_at(error.target)
+                if isolated or not found:
+                    raise
+                overwritten |= found  # as of spectral normalisation: they follow from parameters
+
+
+def _looked(
+    model: nn.Module,
+    args: Arguments,
+    kwargs: Keywords,
+    substitutes: Substitutes,
+    kind: type[ValuelessTensor],
+    isolated: bool,
+) -> Look:
     blocks = repeated_blocks(model)
+    recorder = _Recorder(blocks, substitutes, kind, isolated)
+    given, named = to_device((tuple(args), dict(kwargs)), substitutes.device)
     forward = model.forward
-    with without_values(model, kind) as substitutes:
-        if training is not None:
-            model.train(training)
-        recorder = _Recorder(blocks, substitutes, kind, isolated)
-        given, named = to_device((tuple(args), dict(kwargs)), substitutes.device)
-        with (
-            recorder.watching(model),
-            BlockHooks(blocks).conducted(recorder),
-            recorder,
-            torch.enable_grad(),
-        ):
-            output = forward(*given, **named)
-        return recorder.look(output)
+    with (
+        recorder.watching(model),
+        BlockHooks(blocks).conducted(recorder),
+        recorder,
+        torch.enable_grad(),
+    ):
+        output = forward(*given, **named)
+    return recorder.look(output)
 
 
 class _Running(NamedTuple):
@@ -98,17 +118,17 @@ class _Recorder(TorchFunctionMode):
         self._candidates = blocks
         self._substitutes = substitutes
         self._kind, self._isolated = kind, isolated
-        # torch's mapping by identity has no types.
-        by_identity: Any = WeakIdKeyDictionary
-        self._numbers: MutableMapping[Tensor, int] = by_identity()
-        self._tensors: list[SeenTensor] = []
+        self._seen = SeenTensors()
         self._operations: list[ModelOperation] = []
         self._modules: list[ModuleCall] = []
         self._running = [_Running("", 0)]
         self._blocks: list[BlockCall | None] = []  # None while a call runs
         self._open: list[tuple[int, str]] = []
-        self._parameters = {name: self._number(p) for name, p in substitutes.parameters.items()}
-        self._buffers = {name: self._number(b) for name, b in substitutes.buffers.items()}
+        self._valued = False  # whether a block runs with values
+        self._parameters = {
+            name: self._seen.number(p) for name, p in substitutes.parameters.items()
+        }
+        self._buffers = {name: self._seen.number(b) for name, b in substitutes.buffers.items()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Arguments = (), kwargs: Any = None
@@ -122,7 +142,7 @@ class _Recorder(TorchFunctionMode):
             with WorkTally() as tally:
                 result = func(*args, **kwargs)
             work = tally.work
-        if self._isolated and self._open and func in BLANK:
+        if self._isolated and self._open and not self._valued and func in BLANK:
             if not isinstance(result, ValuelessTensor):
                 result = self._kind.of(result)  # the block will write into it
             given = []
@@ -140,14 +160,15 @@ class _Recorder(TorchFunctionMode):
         made: Sequence[Tensor],
         work: int,
     ) -> None:
-        inputs = tuple(self._number(tensor) for tensor in given)
+        inputs = tuple(self._seen.number(tensor) for tensor in given)
         new = [t for t in made if not any(t is tensor for tensor in given)]
-        outputs = tuple(self._number(tensor) for tensor in made)
+        known = not self._valued and all(self._seen.tensors[number].known for number in inputs)
+        outputs = tuple(self._seen.number(tensor, known) for tensor in made)
         written = targets(getattr(func, "__name__", ""), args, kwargs)
-        changed = tuple(self._number(target) for target in tensors_in(list(written)))
+        changed = tuple(self._seen.number(target) for target in tensors_in(list(written)))
         shown = [(t, _shown(t, given)) for t in new]
         views = tuple(
-            View(self._number(t), inputs[place], offset)
+            View(self._seen.number(t), inputs[place], offset)
             for t, (place, offset) in shown
             if place is not None
         )
@@ -157,15 +178,17 @@ class _Recorder(TorchFunctionMode):
         self._operations.append(
             ModelOperation(
                 func,
-                tuple(self._referring(arg) for arg in args) if given else (),
-                {key: self._referring(value) for key, value in kwargs.items()} if given else {},
+                tuple(self._seen.referring(arg) for arg in args) if given else (),
+                {key: self._seen.referring(value) for key, value in kwargs.items()}
+                if given
+                else {},
                 inputs,
                 outputs,
                 changed,
                 views,
                 self._running[-1].name,
                 self._open[-1][0] if self._open else None,
-                not any(isinstance(t, ValuelessTensor) for t in (*given, *made)),
+                all(self._seen.tensors[number].known for number in (*inputs, *outputs)),
                 work,
                 read,
                 wrote,
@@ -176,32 +199,11 @@ class _Recorder(TorchFunctionMode):
         """Return the bytes that an operation reads and writes; none for mere views."""
         if not written:
             return 0, 0
-        sizes = sorted(self._tensors[number].facts.nbytes for number in {*inputs})
-        wrote = sum(self._tensors[number].facts.nbytes for number in written)
+        sizes = sorted(self._seen.tensors[number].facts.nbytes for number in {*inputs})
+        wrote = sum(self._seen.tensors[number].facts.nbytes for number in written)
         if func in LOOKUPS and sizes:
             sizes[-1] = min(sizes[-1], wrote)
         return sum(sizes), wrote
-
-    def _referring(self, value: Any) -> Any:
-        """Return an argument with references in place of tensors."""
-        if isinstance(value, Tensor):
-            return TensorRef(self._number(value))
-        if type(value) in (list, tuple):
-            return type(value)(self._referring(item) for item in value)
-        if type(value) is dict:
-            return {key: self._referring(item) for key, item in value.items()}
-        return value
-
-    def _number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor; a new tensor gets the next number."""
-        number = self._numbers.get(tensor)
-        if number is None:
-            number = self._numbers[tensor] = len(self._tensors)
-            known = not isinstance(tensor, ValuelessTensor)
-            with torch._C.DisableTorchFunction():
-                seen = SeenTensor(_facts(tensor), tensor.requires_grad, known)
-            self._tensors.append(seen)
-        return number
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -226,13 +228,13 @@ class _Recorder(TorchFunctionMode):
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name, start = self._running.pop()
-        given = tuple(self._number(tensor) for tensor in tensors_in((args, kwargs)))
-        made = tuple(self._number(tensor) for tensor in tensors_in(output))
+        given = tuple(self._seen.number(tensor) for tensor in tensors_in((args, kwargs)))
+        made = tuple(self._seen.number(tensor) for tensor in tensors_in(output))
         self._modules.append(ModuleCall(name, range(start, len(self._operations)), given, made))
 
     def call(self, index: int, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
-        """Run a block and write its call down."""
-        name = self._candidates[index][0]
+        """Run a block, with random values if need be, and write its call down."""
+        name, block = self._candidates[index]
         with torch._C.DisableTorchFunction():
             leaves = named_leaves(args, kwargs)
             copied, copied_kwargs = tree_map(self._copied, (tuple(args), dict(kwargs)))
@@ -240,41 +242,79 @@ class _Recorder(TorchFunctionMode):
         self._open.append((len(self._blocks), name))
         self._blocks.append(None)
         start = len(self._operations)
+        ended = len(self._modules), len(self._running), len(self._blocks)
+        given = [leaf for _, leaf in leaves]
         try:
             result = compute(*args, **kwargs)
+        except Exception as error:  # it may depend on values, or write into real tensors
+            del self._operations[start:], self._modules[ended[0] :]
+            del self._running[ended[1] :], self._blocks[ended[2] :]
+            with self._values_for(block, copied, copied_kwargs, given) as (values, named):
+                try:
+                    result = compute(*values, **named)
+                except Exception:
+                    raise error from None
+            given = [leaf for _, leaf in named_leaves(values, named)]
         finally:
             place, _ = self._open.pop()
         operations = range(start, len(self._operations))
         with torch._C.DisableTorchFunction():
             flat, tree = tree_flatten(result)
-            places = {id(leaf): i for i, (_, leaf) in enumerate(leaves)}
-            handed = [self._handed(leaf, id(leaf) in places) for leaf in flat]
+            places = {id(leaf): i for i, leaf in enumerate(given)}
+            arguments = [places.get(id(leaf)) for leaf in flat]
+            handed = [
+                self._handed(leaf if i is None else leaves[i][1], i is not None)
+                for leaf, i in zip(flat, arguments, strict=True)
+            ]
             self._blocks[place] = BlockCall(
                 name,
                 caller,
                 operations,
                 tuple(readable for readable, _ in leaves),
-                tuple(self._number_of(leaf) for _, leaf in leaves),
+                tuple(self._seen.number_of(leaf) for _, leaf in leaves),
                 copied,
                 copied_kwargs,
                 tree,
                 tuple(
-                    ReturnedLeaf(
-                        self._number_of(leaf),
-                        self._number_of(other),
-                        places.get(id(leaf)),
-                        None if isinstance(leaf, Tensor) else leaf,
-                        isinstance(leaf, Tensor) and leaf.requires_grad,
-                    )
-                    for leaf, other in zip(flat, handed, strict=True)
+                    self._seen.returned(*leaf) for leaf in zip(flat, handed, arguments, strict=True)
                 ),
             )
-            return tree.unflatten(handed) if self._isolated else result
+            return tree.unflatten(handed)
+
+    @contextmanager
+    def _values_for(
+        self, block: nn.Module, args: Any, kwargs: Any, leaves: Sequence[Any]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Context in which a block has random values; yields arguments with values.
+
+        Operations are written down as if there were none.
+        """
+
+        def argument(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorRef):
+                return copy.deepcopy(leaf)
+            seen = self._seen.tensors[leaf.number]
+            return random_like(seen.facts, seen.requires_grad)
+
+        with ExitStack() as stack:
+            stack.enter_context(rng.fork(SEED))  # ranks see the same operations
+            with torch._C.DisableTorchFunction():
+                for without, value in stack.enter_context(filled(block)):
+                    self._seen.equate(value, self._seen.number(without))
+                values: Any = tree_map(argument, (args, dict(kwargs)), is_leaf=_is_reference)
+                for leaf, value in zip(leaves, tree_leaves(values), strict=True):
+                    if isinstance(value, Tensor):
+                        self._seen.equate(value, self._seen.number(leaf))
+            outer, self._valued = self._valued, True
+            try:
+                yield values
+            finally:
+                self._valued = outer
 
     def _copied(self, leaf: Any) -> Any:
         """Return an argument for a later call; objects that can change are copied."""
         if isinstance(leaf, ValuelessTensor):
-            return TensorRef(self._number(leaf))
+            return TensorRef(self._seen.number(leaf))
         if isinstance(leaf, Tensor):
             return leaf.detach().clone()
         try:
@@ -284,19 +324,22 @@ class _Recorder(TorchFunctionMode):
 
     def _handed(self, leaf: Any, is_argument: bool) -> Any:
         """Return a leaf of a block's result as the code after the block gets it."""
-        if not self._isolated or not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor):
             return leaf
-        if is_argument and not isinstance(leaf, ValuelessTensor):
+        has_values = not isinstance(leaf, ValuelessTensor)
+        if self._isolated:
+            return leaf if is_argument and has_values else self._kind.of(leaf)
+        number = self._seen.number(leaf)
+        if self._seen.tensors[number].known or not has_values:
             return leaf
-        return self._kind.of(leaf)
-
-    def _number_of(self, leaf: Any) -> int | None:
-        return self._number(leaf) if isinstance(leaf, Tensor) else None
+        other = self._kind.of(leaf)  # the values were only for the block
+        self._seen.equate(other, number)
+        return other
 
     def look(self, output: Any) -> Look:
         """Return the record, of a forward with this output."""
         return Look(
-            self._tensors,
+            self._seen.tensors,
             self._parameters,
             self._substitutes.aliases,
             self._buffers,
@@ -304,17 +347,12 @@ class _Recorder(TorchFunctionMode):
             self._modules,
             tuple(name for name, _ in self._candidates),
             [block for block in self._blocks if block is not None],
-            [(name, self._number_of(leaf)) for name, leaf in named_leaves((output,), {})],
+            [(name, self._seen.number_of(leaf)) for name, leaf in named_leaves((output,), {})],
         )
 
 
-def _facts(tensor: Tensor) -> Facts:
-    """Return the facts of any tensor; no shape counts of ragged and sparse tensors."""
-    if isinstance(tensor, ValuelessTensor):
-        return tensor.facts
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return Facts((), (), tensor.dtype, tensor.device)
-    return facts_of(tensor)
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, TensorRef)
 
 
 def _shown(tensor: Tensor, given: Sequence[Tensor]) -> tuple[int | None, int]:

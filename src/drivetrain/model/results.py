@@ -5,7 +5,9 @@ shape, strides, dtype and device of the real ones and no values. That takes some
 microseconds, sometimes milliseconds. So the result is kept, and asked again it costs a look-up.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.torch_calls import Arguments, Function
+
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 _UNKNOWN = (
     DataDependentOutputException,
@@ -206,7 +210,7 @@ def computed(function: Function, args: Any, kwargs: Any, surroundings: Any) -> C
     # Whoever watches the real operations must not see these.
     with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         try:
-            with mode, WorkTally() as tally:
+            with mode, WorkTally() as tally, _unlogged():
                 result = function(*given, **named)
         except _UNKNOWN as error:
             raise ValuesNeededError(f"{error.func} needs values", str(error.func)) from error
@@ -215,6 +219,16 @@ def computed(function: Function, args: Any, kwargs: Any, surroundings: Any) -> C
             function(*thaw(args, meta), **thaw(kwargs, meta))
             raise
     return CallResult(freeze(result, _Naming(fakes)), tally.work)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep errors off the log: a block whose code needs values gets some."""
+    disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
+    try:
+        yield
+    finally:
+        _FAKE_LOG.disabled = disabled
 
 
 _remembered = lru_cache(maxsize=1 << 14)(computed)

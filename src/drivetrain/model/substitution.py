@@ -1,15 +1,14 @@
 """Lets a model run once without values: its parameters have none until the context ends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain.model.untouched import untouched
 from drivetrain.model.valueless import ValuelessTensor
-from drivetrain.runtime import rng
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class Substitutes:
         device: where the model's values are, or would be: the CPU for the meta device.
         parameters: in place of the distinct parameters, by their first name.
         aliases: all names of each, by its first name.
-        buffers: copies of the buffers by name; without values for those on the meta device.
+        buffers: copies of the buffers by name; some without values.
     """
 
     device: torch.device
@@ -28,28 +27,28 @@ class Substitutes:
     aliases: dict[str, tuple[str, ...]]
     buffers: dict[str, Tensor]
 
+    def buffers_at(self, tensor: Tensor) -> set[str]:
+        """Return the names of the buffers with values that a real tensor shares memory with."""
+        memory = tensor.untyped_storage().data_ptr()
+        valued = {n: b for n, b in self.buffers.items() if not isinstance(b, ValuelessTensor)}
+        return {name for name, b in valued.items() if b.untyped_storage().data_ptr() == memory}
+
 
 @contextmanager
 def without_values(
-    model: nn.Module, kind: type[ValuelessTensor] = ValuelessTensor
+    model: nn.Module,
+    kind: type[ValuelessTensor] = ValuelessTensor,
+    unknown: Collection[str] = (),
 ) -> Iterator[Substitutes]:
     """Context in which a model runs without values, of this kind; afterwards it is as before.
 
-    Parameters lose their values, and buffers become copies. Caches, statistics and all other things
-    that a forward sets on modules are undone, and the random generators get their states back.
+    Parameters lose their values, and so do the buffers named in ``unknown``, and those on the meta
+    device; all else that a forward may change is a copy (``untouched``).
     """
-    modules = list(model.modules())
-    saved = [pair for module in modules for pair in _contents(module)]
-    state = rng.capture()
-    try:
+    with untouched(model):
         keep_padding(model)
-        with _uncompiled(modules):
-            yield _substitute(model, kind)
-    finally:
-        for owner, before in saved:
-            owner.clear()
-            owner.update(before)
-        rng.restore(state)
+        with _uncompiled(list(model.modules())):
+            yield _substitute(model, kind, unknown)
 
 
 def keep_padding(model: nn.Module) -> None:
@@ -71,17 +70,9 @@ def _uncompiled(modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
-def _contents(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    owners: list[dict[str, Any]] = [
-        module._parameters,
-        module._buffers,
-        module._modules,
-        module.__dict__,
-    ]
-    return [(owner, dict(owner)) for owner in owners]
-
-
-def _substitute(model: nn.Module, kind: type[ValuelessTensor]) -> Substitutes:
+def _substitute(
+    model: nn.Module, kind: type[ValuelessTensor], unknown: Collection[str]
+) -> Substitutes:
     device = _device(model)
     by_identity: dict[int, str] = {}
     parameters: dict[str, ValuelessTensor] = {}
@@ -100,15 +91,11 @@ def _substitute(model: nn.Module, kind: type[ValuelessTensor]) -> Substitutes:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 full = f"{prefix}.{name}" if prefix else name
-                module._buffers[name] = buffers[full] = _copy(buffer, kind)
+                is_valued = not buffer.is_meta and full not in unknown
+                found = buffer if is_valued else kind.of(buffer, _real(buffer.device))
+                module._buffers[name] = buffers[full] = found
     names = {first: tuple(all_names) for first, all_names in aliases.items()}
     return Substitutes(device, parameters, names, buffers)
-
-
-def _copy(buffer: Tensor, kind: type[ValuelessTensor]) -> Tensor:
-    if buffer.is_meta:
-        return kind.of(buffer, _real(buffer.device))
-    return buffer.detach().clone()
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -42,6 +42,19 @@ _Kind: TypeAlias = type["ValuelessTensor"]
 _Handler: TypeAlias = Callable[[_Kind, Function, Arguments, Keywords], Any]
 
 
+class WriteRefusedError(UsageError):
+    """Values that are not there were to go into a real tensor.
+
+    Args:
+        message: for the user.
+        target: the real tensor.
+    """
+
+    def __init__(self, message: str, target: Tensor) -> None:
+        super().__init__(message)
+        self.target = target
+
+
 class Shown(NamedTuple):
     """Which memory a view shows.
 
@@ -119,16 +132,18 @@ class ValuelessTensor(Tensor):
         """Return the error for a use of values."""
         return ValuesNeededError(
             f"expected a forward that depends on shapes alone, found {use}, which needs values: "
-            "the model is looked at without any; choose by shapes, or in the data",
+            "the model is looked at without any; choose by shapes, in the data, or inside of a "
+            "repeated block",
             use,
         )
 
     @classmethod
-    def write_refused(cls, name: str, target: Tensor) -> UsageError:
+    def write_refused(cls, name: str, target: Tensor) -> WriteRefusedError:
         """Return the error for values that are not there and go into a real tensor."""
-        return UsageError(
+        return WriteRefusedError(
             f"expected values for {name}() to write, found a tensor without values, and a real "
-            f"tensor of shape {tuple(target.shape)} as the target: make a new tensor instead"
+            f"tensor of shape {tuple(target.shape)} as the target: make a new tensor instead",
+            target,
         )
 
     @classmethod

@@ -127,6 +127,75 @@ def test_values_are_refused():
         look_at(Chooses(D, D), (torch.ones(B, D),), {})
 
 
+class Notes:
+    """What a look did, which a list of the model would not tell: it is as before."""
+
+    def __init__(self):
+        self.list = []
+
+    def append(self, item):
+        self.list.append(item)
+
+
+class ChoosingBlock(nn.Module):
+    """Reads values, writes into a tensor that has some, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.drawn = Notes()
+
+    def forward(self, x, mask):
+        out = torch.zeros(x.shape)
+        chosen = x.sum(-1) > x.sum(-1).min()
+        if chosen.any():
+            self.drawn.append(torch.rand(()).item())
+            out[chosen] += self.linear(x[chosen])
+        return out, mask
+
+
+class ChoosingModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(ChoosingBlock() for _ in range(2))
+        self.kinds, self.seen = Notes(), []
+
+    def forward(self, x, mask):
+        x = self.first(x)
+        for block in self.blocks:
+            x, mask = block(x, mask)
+            self.kinds.append((type(x), type(mask)))
+            self.seen.append(x)
+        return 2 * x
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_block_that_depends_on_values_gets_some(isolated):
+    model, x, mask = ChoosingModel(), torch.ones(B, D), torch.ones(B, 1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for seed in (0, 1):  # as ranks may have
+        torch.manual_seed(seed)
+        look = look_at(model, (x, mask), {}, isolated=isolated)
+        assert torch.initial_seed() == seed
+    assert not model.seen
+    first, second, *_ = model.blocks[0].drawn.list
+    assert first == second
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert model.kinds.list == [(ValuelessTensor, torch.Tensor)] * 4
+    for call in look.blocks:
+        (linear,) = [each for each in look.inside(call) if each.name == "linear"]
+        weight = look.parameters[f"{call.name}.linear.weight"]
+        assert weight in linear.inputs
+        assert linear.work
+        assert not linear.known
+        assert call.returned[0].requires_grad
+        assert look.tensors[call.returned[0].number].facts.shape == (B, D)
+        assert call.returned[1].argument == 1
+    assert look.blocks[1].given[0] == look.blocks[0].returned[0].handed
+    assert not look.operations[-1].known
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -141,7 +210,7 @@ class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.kinds = []
+        self.kinds, self.seen = Notes(), []
 
     def forward(self, x, mask):
         for block in self.blocks:
@@ -174,7 +243,7 @@ def test_calls_of_blocks(isolated):
     assert torch.equal(args[1], mask)
     assert kwargs == {"cache": []}
     valueless, real = ValuelessTensor, torch.Tensor
-    assert model.kinds == [(valueless, real, valueless if isolated else real)] * 2
+    assert model.kinds.list == [(valueless, real, valueless if isolated else real)] * 2
 
 
 def test_the_mode_of_the_forward_is_chosen_and_undone():

@@ -95,7 +95,7 @@ def test_only_the_first_training_forwards_are_compared():
         before = sent()
         model(token_batch(0))
         counts.append(sent() - before)
-    assert counts[0] == counts[1] == counts[2] + 1
+    assert counts[0] - 1 == counts[1] == counts[2] + 1  # the first shares random generators
     assert counts[2] == counts[3]
     accelerator.free_memory()
 

@@ -36,18 +36,23 @@ def test_an_exception_on_one_stage(place, kind):
     rank = accelerator.mesh["pp"].rank
     odd = rank == (2 if place == "forward" else 3)
     ids = token_batch(0, rows=4)
-    accelerator.pipeline_step(model, ids, ids, loss_fn=loss_of)
+    failing = []
 
     def fail(*_):
         raise kind("sprung")
+
+    def loss_or_fail(output, targets):
+        return fail() if failing else loss_of(output, targets)
+
+    accelerator.pipeline_step(model, ids, ids, loss_fn=loss_or_fail)
+    if odd and place == "loss":
+        failing.append(rank)
 
     if odd and place == "forward":
         model.transformer.h[2].mlp.register_forward_hook(fail)
     started = time.monotonic()
     with pytest.raises(kind if odd else CollectiveError) as caught:
-        accelerator.pipeline_step(
-            model, ids, ids, loss_fn=fail if odd and place == "loss" else loss_of
-        )
+        accelerator.pipeline_step(model, ids, ids, loss_fn=loss_or_fail)
     assert time.monotonic() - started < SOON_S
     if not odd:
         assert "stage" in str(caught.value)

@@ -1,5 +1,6 @@
 """Ranks as threads: collectives, their bytes, errors that end all of them, backward per thread."""
 
+import random
 import time
 from datetime import timedelta
 
@@ -8,6 +9,7 @@ import torch
 
 from drivetrain.collectives import sent_elements
 from drivetrain.errors import CollectiveError, UsageError
+from drivetrain.runtime import rng
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -129,3 +131,18 @@ def test_grad_mode_is_the_callers():
     with torch.no_grad():
         assert run_emulated(2, lambda ranks: torch.is_grad_enabled()) == [False, False]
     assert run_emulated(2, lambda ranks: torch.is_grad_enabled()) == [True, True]
+
+
+def test_ranks_draw_alike_and_leave_generators_alone():
+    def body(ranks):
+        drawn = [torch.rand(()).item()]
+        for _ in range(3):
+            ranks.barrier()
+            drawn += [torch.rand(()).item(), random.random()]
+        return drawn
+
+    before = rng.capture()
+    first, *others = run_emulated(3, body)
+    assert len(set(first)) == len(first)
+    assert others == [first, first]
+    torch.testing.assert_close(rng.capture(), before)

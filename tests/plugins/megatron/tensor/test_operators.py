@@ -199,12 +199,18 @@ def test_frozen_inputs_and_weights_send_and_compute_nothing():
     run_emulated(2, body)
 
 
-def test_a_second_derivative_is_refused():
+def test_second_derivatives():
     def body(ranks):
         x = numbers(3).requires_grad_()
-        (grad,) = torch.autograd.grad(copy(x, ranks).square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
+        (grad,) = torch.autograd.grad(copy(x, ranks).pow(3).sum(), x, create_graph=True)
+        close(grad, 2 * 3 * x.square())
+        grad.sum().backward()
+        close(x.grad, 2 * 6 * x)
+        y = numbers(3, seed=1 + ranks.rank).requires_grad_()
+        total = reduce(y, ranks)
+        (grad,) = torch.autograd.grad(total.pow(3).sum(), y, create_graph=True)
+        (grad * y).sum().backward()  # each rank a part of the sum
+        close(y.grad, 3 * total.square() + 6 * total * total)
 
     run_emulated(2, body)
 

@@ -1,0 +1,323 @@
+"""Batches and losses in a pipeline: cut where the result is the whole batch's, and only there."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from drivetrain import Accelerator
+from drivetrain.errors import UsageError
+from drivetrain_megatron.pipeline.shares import Weights
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+WORDS = 11
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, norm=nn.LayerNorm):
+        super().__init__()
+        self.norm, self.up = norm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.up(self.norm(x)).tanh()
+
+
+class Words(nn.Module):
+    """Residual blocks between an embedding and a head."""
+
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.blocks = nn.ModuleList(Block(norm=norm) for _ in range(2))
+        self.double()
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def cross_entropy(output, y, **options):
+    return F.cross_entropy(output.flatten(0, -2), y.flatten(), **options)
+
+
+def masked(output, y):
+    """A mean over the words that are not the third, by hand."""
+    each = F.cross_entropy(output.flatten(0, -2), y.flatten(), reduction="none")
+    counts = y.flatten() != 3
+    return (each * counts).sum() / counts.sum()
+
+
+def distance(output, y):
+    """A mean of squares over the positive words, as a mask of floats has it."""
+    mask = y.to(output.dtype).clamp(0, 1)
+    return (output.square().mean(-1) * mask).sum() / mask.sum()
+
+
+def contrastive(output, y):
+    vectors = output.mean(1)
+    return F.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
+
+
+CLASSES = torch.linspace(0.2, 2, WORDS).double()
+LOSSES = {
+    "mean": (cross_entropy, Weights.TARGETS),
+    "padding word": (lambda o, y: cross_entropy(o, y, ignore_index=0), Weights.COUNTED),
+    "class weights": (lambda o, y: cross_entropy(o, y, weight=CLASSES), Weights.COUNTED),
+    "sum": (lambda o, y: cross_entropy(o, y, reduction="sum"), Weights.ONES),
+    "squares": (lambda o, y: o.square().mean(), Weights.ROWS),
+    "two": (lambda o, y: cross_entropy(o, y) + F.cross_entropy(o[:, 0], y[:, 1]), Weights.NONE),
+    "masked by hand": (masked, Weights.NONE),
+    "masked by floats": (distance, Weights.NONE),
+    "contrastive": (contrastive, Weights.NONE),
+}
+
+
+def batch(seed, rows=4):
+    return torch.randint(1, WORDS, (rows, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def batches(name):
+    """Return (ids, targets): nothing to ignore at first, then uneven, then a part with nothing."""
+    ignored = {"padding word": 0, "masked by hand": 3, "masked by floats": 0}.get(name, -100)
+    if name in {"class weights", "sum", "squares", "contrastive"}:
+        ignored = 5
+    for seed in range(3):
+        ids = batch(seed, rows=4 + seed)
+        targets = ids.clone()
+        if seed:
+            targets[:2, 2:] = ignored
+        if seed == 2:
+            targets[:2] = ignored
+        yield ids, targets
+
+
+class Twins:
+    """A model in a pipeline, and the same in one process."""
+
+    def __init__(self, model, **options):
+        self.twin = copy.deepcopy(model)
+        self.accelerator = Accelerator(strategy={"name": "megatron", "pp": 2, **options}, cpu=True)
+        self.model = self.accelerator.prepare(model)
+
+    @property
+    def pipeline(self):
+        return self.accelerator.strategy_of(self.model)._pipeline
+
+    def check(self, loss, expected):
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+        whole = dict(self.twin.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            torch.testing.assert_close(parameter.grad, whole[name].grad, **EXACT)
+        self.model.zero_grad()
+        self.twin.zero_grad()
+
+    def close(self):
+        self.accelerator.free_memory()
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"schedule": "zb-h1", "micro_batches": 3}, {"schedule": "interleaved", "chunks": 2}],
+    ids=["1f1b", "zb-h1", "interleaved"],
+)
+@pytest.mark.ranks(2)
+def test_losses_that_are_handed_over(name, options):
+    """First a batch in which every target counts alike, so that it tells nothing of the weights."""
+    torch.manual_seed(0)
+    model = Words()
+    if options.get("chunks"):
+        model.blocks.extend(Block().double() for _ in range(2))
+    both = Twins(model, **options)
+    loss_of, weights = LOSSES[name]
+    for ids, targets in batches(name):
+        loss = both.accelerator.pipeline_step(both.model, ids, targets, loss_fn=loss_of)
+        both.check(loss, loss_of(both.twin(ids), targets))
+    assert set(both.pipeline._losses._known.values()) == {weights}
+    both.close()
+
+
+class Returning(Words):
+    """Makes its loss itself; a second one is over rows."""
+
+    def __init__(self, loss_of):
+        super().__init__()
+        self.loss_of = loss_of
+
+    def forward(self, ids, labels=None):
+        output = super().forward(ids)
+        loss = None if labels is None else self.loss_of(output, labels)
+        return {"logits": output, "loss": loss, "mean": output.mean()}
+
+
+@pytest.mark.parametrize("name", ["padding word", "two", "contrastive", "mean"])
+@pytest.mark.ranks(2)
+def test_losses_that_models_return(name):
+    """In training and in evaluation, where other numbers are the whole batch's, too."""
+    torch.manual_seed(0)
+    loss_of = LOSSES[name][0]
+    model = Returning(loss_of)
+    model.example_inputs = {"ids": batch(0), "labels": batch(0)}
+    both = Twins(model)
+    for ids, targets in batches(name):
+        loss = both.model(ids, labels=targets)["loss"]
+        both.accelerator.backward(loss)
+        both.check(loss, both.twin(ids, labels=targets)["loss"])
+        with torch.no_grad():
+            found, expected = (m(ids, labels=targets) for m in (both.model, both.twin))
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, **EXACT)
+    both.close()
+
+
+class SequenceFirst(nn.Module):
+    """Of torch's own default layout: (sequence, batch)."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.double()
+
+    def forward(self, ids, padding):
+        mask = nn.Transformer.generate_square_subsequent_mask(len(ids), dtype=torch.float64)
+        hidden = self.encoder(self.words(ids), mask=mask, src_key_padding_mask=padding)
+        return self.head(hidden)
+
+
+@pytest.mark.ranks(2)
+def test_the_dim_of_the_batch_is_found():
+    """Ids are (sequence, batch), the mask (batch, sequence); in evaluation, dropout is off."""
+    torch.manual_seed(0)
+    model = SequenceFirst()
+    padding = torch.zeros(4, 6, dtype=torch.float64)
+    padding[1, 4:] = float("-inf")
+    model.example_inputs = (batch(0).T, padding)
+    both = Twins(model)
+    both.model.eval()
+    both.twin.eval()
+    ids = batch(0).T
+    found, expected = (cross_entropy(m(ids, padding), ids) for m in (both.model, both.twin))
+    both.accelerator.backward(found)
+    both.check(found, expected)
+    (division,) = both.pipeline._batches._known.values()
+    assert division.dims == (1, 0, None)
+    before = torch.get_rng_state()
+    both.model.train()
+    with torch.no_grad():
+        both.model(ids, padding)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(d.dims == (1, 0, None) for d in both.pipeline._batches._known.values())
+    both.close()
+
+
+class RowNorm(nn.BatchNorm1d):
+    """Statistics over the rows of a batch, for (batch, length, width)."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.ranks(2)
+def test_blocks_that_couple_rows_are_not_cut():
+    """Nor does the trial move their running statistics; in evaluation they may be cut."""
+    torch.manual_seed(0)
+    both = Twins(Words(norm=RowNorm))
+    for seed in range(2):
+        ids = batch(seed)
+        loss, expected = (cross_entropy(m(ids), ids) for m in (both.model, both.twin))
+        both.accelerator.backward(loss)
+        both.check(loss, expected)
+    buffers = dict(both.twin.named_buffers())
+    rank = both.accelerator.mesh["pp"].rank
+    for name, buffer in both.model.named_buffers():
+        if name.startswith(f"blocks.{rank}"):
+            torch.testing.assert_close(buffer, buffers[name], **EXACT)
+    assert [d.dims for d in both.pipeline._batches._known.values()] == [None]
+    both.model.eval()
+    both.twin.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(both.model(ids), both.twin(ids), **EXACT)
+    assert [d.dims for d in both.pipeline._batches._known.values()] == [None, (0, None)]
+    both.close()
+
+
+class Deep(Words):
+    """Returns the hidden states of all blocks, and attention-like extras of hooks."""
+
+    def forward(self, ids, states=False):
+        x = self.words(ids)
+        hidden = [x]
+        for block in self.blocks:
+            x = block(x)
+            hidden.append(x)
+        logits = self.head(x)
+        return {"logits": logits, "states": hidden} if states else {"logits": logits}
+
+
+@pytest.mark.ranks(2)
+def test_hidden_states_in_evaluation():
+    """The states of all stages; then training goes on."""
+    torch.manual_seed(0)
+    both = Twins(Deep())
+    for seed in range(3):
+        ids = batch(seed)
+        with torch.no_grad():
+            found, expected = (m(ids, states=True) for m in (both.model, both.twin))
+        for mine, theirs in zip(found["states"], expected["states"], strict=True):
+            torch.testing.assert_close(mine, theirs, **EXACT)
+        loss, theirs = (cross_entropy(m(ids)["logits"], ids) for m in (both.model, both.twin))
+        both.accelerator.backward(loss)
+        both.check(loss, theirs)
+    assert len(both.accelerator.get_state_dict(both.model)) == len(both.twin.state_dict())
+    both.close()
+
+
+@pytest.mark.ranks(2)
+def test_deep_supervision_is_refused_by_its_name():
+    """On every rank; the pipeline then trains on."""
+    torch.manual_seed(0)
+    model = Deep()
+    model.blocks.extend(Block().double() for _ in range(2))
+    accelerator = Accelerator(
+        strategy={"name": "megatron", "pp": 2, "cut": "2,2"},
+        cpu=True,
+    )
+    model = accelerator.prepare(model)
+    for place in (2, 1, 2):  # the last stage receives the second block's state
+        output = model(batch(0), states=True)
+        loss = output["logits"].mean() + output["states"][place].mean()
+        if place == 2:
+            accelerator.backward(loss)
+            continue
+        with pytest.raises(UsageError, match="deep supervision"):
+            accelerator.backward(loss)
+    accelerator.free_memory()
+
+
+@dataclass
+class Plain:
+    logits: torch.Tensor
+
+
+class ReturningDataclass(Words):
+    def forward(self, ids):
+        return Plain(super().forward(ids))
+
+
+@pytest.mark.ranks(2)
+def test_a_dataclass_is_refused_by_its_name():
+    """In training and in evaluation, before anything is sent."""
+    both = Twins(ReturningDataclass())
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(UsageError, match="found a Plain"):
+            both.model(batch(0))
+    assert len(both.accelerator.get_state_dict(both.model)) == len(both.twin.state_dict())
+    both.close()

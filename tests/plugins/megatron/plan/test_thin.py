@@ -1,0 +1,125 @@
+"""Trials with thin matrices: the same plans as with whole ones, in little time and memory."""
+
+import resource
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.collectives.solo import SoloCommunicator
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.plan import random_copy
+from drivetrain_megatron.plan.model import TensorParallel
+from drivetrain_megatron.recording.calls import inputs_for
+from huggingface_models import ARCHITECTURES, llama
+
+
+class Axis(SoloCommunicator):
+    """Two ranks, of which a plan only asks how many there are."""
+
+    def __init__(self):
+        self.axis = None
+
+    size, rank = 2, 0
+
+
+def planned(model, **options):
+    config = MegatronConfig(tp=2, **options)
+    return TensorParallel.of(config, model, Axis()).plan(model, inputs_for(config, model))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_thin_trials_find_the_plans_of_whole_ones(monkeypatch, name, sharded):
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name]()
+    expected = planned(model, sequence_parallel=sharded)
+    monkeypatch.setattr(random_copy, "LARGE", 64)
+    monkeypatch.setattr(random_copy, "FEATURES", 4)
+    calls = []
+
+    def counted(model, rows):
+        calls.append(thin_layers(model, rows))
+        return calls[-1]
+
+    thin_layers = random_copy._thin_layers
+    monkeypatch.setattr(random_copy, "_thin_layers", counted)
+    found = planned(model, sequence_parallel=sharded)
+    assert len(calls) == len({id(each) for each in found.blocks.values()})  # none was tried again
+    assert all(calls)
+    assert found.vocabulary == expected.vocabulary
+    for block, derivation in expected.blocks.items():
+        assert found.blocks[block].plan == derivation.plan
+        assert found.blocks[block].refused.keys() == derivation.refused.keys()
+
+
+def test_a_block_of_200_million_parameters_is_tried_in_little_time_and_memory():
+    """Less than two of its blocks hold, with its shapes looked at as they are."""
+    config = llama(1).config
+    config.update({"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32})
+    config.update({"num_key_value_heads": 32, "head_dim": 128, "num_hidden_layers": 2})
+    with torch.device("meta"):
+        model = type(llama(1))(config)
+    block = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert block > 200e6
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    plan = planned(model)
+    assert time.process_time() - started < 10
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown * 1024 < 2 * 4 * block
+    (rows,) = {tuple(g.row for g in d.plan.groups) for d in plan.blocks.values()}
+    assert rows == ("self_attn.o_proj", "mlp.down_proj")
+
+
+class Halved(nn.Module):
+    """Code that reads a weight of a layer itself: a thin matrix does not fit it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + (self.up(x).relu() @ self.down.weight.t() / 2) + self.down.bias
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Halved() for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_that_reads_its_weights_is_tried_as_it_is(monkeypatch):
+    monkeypatch.setattr(random_copy, "LARGE", 64)
+    monkeypatch.setattr(random_copy, "FEATURES", 4)
+    plan = planned(Model())
+    assert not any(derivation.untried for derivation in plan.blocks.values())
+
+
+def test_tied_matrices_become_thin_together():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(3000, 64), nn.Linear(64, 3000)
+            self.head.weight = self.words.weight
+            self.up, self.down = nn.Linear(64, 2048), nn.Linear(2048, 64)
+
+        def forward(self, ids):
+            return self.head(self.down(self.up(self.words(ids))))
+
+    model = Tied()
+    thin = random_copy.random_copy(model, torch.Generator(), {"down"}, torch.float64)
+    assert thin.head.weight is thin.words.weight
+    assert thin.words.weight.shape == (3000, random_copy.FEATURES)
+    assert thin.down.weight.shape == (random_copy.FEATURES, 2048)
+    assert thin.down.bias.shape == (random_copy.FEATURES,)
+    assert thin.up.weight.shape == (2048, random_copy.FEATURES)
+    ids = torch.arange(6).view(2, 3)
+    assert thin(ids).shape == model(ids).shape
