@@ -156,6 +156,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
                 until=config.until,
                 neighbors=self.neighbors,
                 most_live=config.most_live,
+                keep_changes=self.keep_changes,
             )
         )
         self.hooks = self.made(StepHooks(model, self.gather, self))

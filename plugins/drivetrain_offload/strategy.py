@@ -5,6 +5,7 @@ shards of optimizer state lie in host memory.
 """
 
 from abc import ABC
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -57,6 +58,12 @@ class Offload(Strategy[OffloadConfig], ABC):
 
     summary: ClassVar[str] = "optimizer state in host memory or on a disk, also on one device"
     Config: ClassVar[type] = OffloadConfig
+
+    @override
+    @classmethod
+    def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Return the form with the optimizer's state in host memory."""
+        return ({"optimizer": "cpu"},)
 
     @override
     @classmethod

@@ -36,6 +36,12 @@ _WAYS_OUT: Mapping[Tier, str] = {
     "offload.ratio where memory has room",
 }
 
+_WAY_OUT_BESIDE_DISK = (
+    "name the store on the disk in offload.params, too, where the strategy divides parameters, "
+    "run fewer ranks on a host, or take more hosts"
+)
+"""For host memory, where a store on a disk has the optimizer's state already."""
+
 _logger = get_logger(__name__)
 
 
@@ -81,7 +87,7 @@ class Tiers:
         """Return a sentence for each tier with too little room: needed, found, the way out."""
         return [
             f"{self._name(tier)}: expected at least {self._needs(tier)}, found "
-            f"{_size(self.room[tier])}; {_WAYS_OUT[tier]}"
+            f"{_size(self.room[tier])}; {self._way_out(tier)}"
             for tier in self.used
             if self.total(tier) > self.room.get(tier, self.total(tier))
         ]
@@ -95,6 +101,10 @@ class Tiers:
         shortages = self.shortages()
         if shortages:
             raise PreflightError("\n".join(shortages))
+
+    def _way_out(self, tier: Tier) -> str:
+        moved = self.needed["disk"].total() and not self.needed["host"]["optimizer"]
+        return _WAY_OUT_BESIDE_DISK if tier == "host" and moved else _WAYS_OUT[tier]
 
     def _name(self, tier: Tier) -> str:
         return f"{_NAMES[tier]} of {self.path}" if tier == "disk" and self.path else _NAMES[tier]

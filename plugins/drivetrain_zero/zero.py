@@ -87,6 +87,7 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
                 until=config.until,
                 neighbors=self.neighbors,
                 most_live=config.most_live,
+                keep_changes=self.keep_changes,
             )
         )
         self.hooks = self.made(StepHooks(model, self.gather, self))

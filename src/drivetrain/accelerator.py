@@ -27,6 +27,7 @@ from drivetrain.facade.checkpoints import Decode, Encode, RunCheckpoints
 from drivetrain.facade.gathering import Gathering
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
+from drivetrain.facade.observer import Observer
 from drivetrain.facade.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -34,13 +35,21 @@ from drivetrain.facade.options import (
     Handlers,
     ProfileKwargs,
     ProjectConfiguration,
+    announce_unused,
     profiler_of,
     project_of,
 )
 from drivetrain.facade.preparation import Preparation, is_scheduler
 from drivetrain.facade.prepared import PreparedObjects, restore_forward
 from drivetrain.facade.recomputing import Recomputations
-from drivetrain.facade.settings import Arguments, Runs, StrategyChoice, agree, resolve_run
+from drivetrain.facade.settings import (
+    Arguments,
+    Runs,
+    StrategyChoice,
+    agree,
+    check_unchanged,
+    resolve_run,
+)
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.parts.naming import uncompiled
@@ -51,6 +60,7 @@ from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy
 from drivetrain.tracking import Trackers
+from drivetrain.verify.recorder import launched_observer
 
 
 class Accelerator(Processes):
@@ -114,7 +124,8 @@ class Accelerator(Processes):
             dataloader=dataloader_config,
             accumulation=gradient_accumulation_plugin,
         )
-        self.config = resolve_run(arguments, handlers)
+        observer = launched_observer()
+        self.config = observer.configured(resolve_run(arguments, handlers))
         self._owns_group = not dist.is_initialized()
         self.world = World.discover(
             cpu=self.config.run.launch.device == "cpu",
@@ -124,6 +135,7 @@ class Accelerator(Processes):
         super().__init__(self.world)
         shown = [f"{key} = {value}" for key, value, _ in self.config.rows()]
         agree(self.world, "the configuration", [row for row in shown if "node_rank" not in row])
+        announce_unused(handlers, self.config)
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.handlers = handlers
         self.gradient_state = GradientState(
@@ -136,6 +148,7 @@ class Accelerator(Processes):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = tuple(rng_types) if rng_types is not None else ("generator",)
         self._assemble(project_of(project_config, project_dir), log_with)
+        self.observe(observer)
 
     def _assemble(self, project: ProjectConfiguration, log_with: Any) -> None:
         """Make the collaborators, each with the parts of the run for its work."""
@@ -166,6 +179,15 @@ class Accelerator(Processes):
         self._trackers = Trackers(
             log_with, logging_dir=self.logging_dir, is_main=self.is_main_process
         )
+
+    def observe(self, observer: Observer) -> None:
+        """Let an observer, such as a ``drivetrain.verify.Recorder``, follow each training step.
+
+        Args:
+            observer: told of the events of all models; the last one that was given counts.
+        """
+        observer.attach(self._prepared, self._weights, self._runs)
+        self._gradients.observer = observer
 
     def __repr__(self) -> str:
         return (
@@ -204,6 +226,10 @@ class Accelerator(Processes):
     def native_amp(self) -> bool:
         """Whether forward computes in another dtype than the parameters'."""
         return self.precision.compute is not None
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        check_unchanged("native_amp", value, self.native_amp, "mixed_precision")
 
     @property
     def split_batches(self) -> bool:
@@ -742,7 +768,8 @@ class Accelerator(Processes):
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` before each ``save_state``.
 
-        A hook keeps a model out of the checkpoint by popping it from models and weights.
+        Files that a hook writes into the directory become part of the checkpoint. A hook keeps a
+        model out, with its optimizer, by popping from ``models`` or from ``weights``.
         """
         return self._checkpoints.add_save_hook(hook)
 

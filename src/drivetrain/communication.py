@@ -32,11 +32,11 @@ def wait_for_everyone(group: Ranks = None) -> None:
         dist.barrier(_group(group))
 
 
-def gather(data: Any, *, group: Ranks = None) -> Any:
+def gather(tensor: Any, *, group: Ranks = None) -> Any:
     """Concatenate tensors of all ranks along dim 0; every rank receives the result, detached.
 
     Args:
-        data: tensors, nested or not, of equal shapes on all ranks and of any dtype; shape
+        tensor: tensors, nested or not, of equal shapes on all ranks and of any dtype; shape
             (rows, ...) becomes (ranks x rows, ...), and 0-d becomes (ranks,).
         group: the ranks, as a process group or a line of the mesh; None means all.
 
@@ -44,32 +44,32 @@ def gather(data: Any, *, group: Ranks = None) -> Any:
         RankMismatchError: structure, shapes or dtypes differ; on every rank.
         TypeError: leaves that are no tensors.
     """
-    _check_alike("gather", data, group)
-    return recursively_apply(lambda tensor: _gather_one(tensor, group), data)
+    _check_alike("gather", tensor, group)
+    return recursively_apply(lambda leaf: _gather_one(leaf, group), tensor)
 
 
-def gather_object(data: Any, *, group: Ranks = None) -> list[Any]:
+def gather_object(object: Any, *, group: Ranks = None) -> list[Any]:  # noqa: A002 (Accelerate's)
     """Collect objects of all ranks in one list, by rank; every rank receives it.
 
     Args:
-        data: anything that can be pickled; when all ranks pass lists or tuples, their items are
+        object: anything that can be pickled; when all ranks pass lists or tuples, their items are
             joined, else the list holds one object per rank.
         group: the ranks, as a process group or a line of the mesh; None means all.
     """
-    collected: list[Any] = [data]
+    collected: list[Any] = [object]
     if _size(group) > 1:
         collected = [None] * _size(group)
-        dist.all_gather_object(collected, data, group=_group(group))
+        dist.all_gather_object(collected, object, group=_group(group))
     if all(isinstance(item, list | tuple) for item in collected):
         return [inner for item in collected for inner in item]
     return collected
 
 
-def broadcast(data: Any, from_process: int = 0, *, group: Ranks = None) -> Any:
+def broadcast(tensor: Any, from_process: int = 0, *, group: Ranks = None) -> Any:
     """Return one rank's tensors on every rank; the tensors passed in stay as they are.
 
     Args:
-        data: tensors, nested or not, of equal shapes on all ranks and of any dtype.
+        tensor: tensors, nested or not, of equal shapes on all ranks and of any dtype.
         from_process: global rank whose values are taken.
         group: the ranks, as a process group or a line of the mesh; None means all.
 
@@ -79,15 +79,15 @@ def broadcast(data: Any, from_process: int = 0, *, group: Ranks = None) -> Any:
         UsageError: no rank ``from_process`` in the group.
     """
 
-    def broadcast_one(tensor: Tensor) -> Tensor:
-        sent = _travelling(tensor, group).clone(memory_format=torch.contiguous_format)
+    def broadcast_one(leaf: Tensor) -> Tensor:
+        sent = _travelling(leaf, group).clone(memory_format=torch.contiguous_format)
         if _size(group) > 1:
             dist.broadcast(_bytes_of(sent), src=from_process, group=_group(group))
-        return sent.to(tensor.device)
+        return sent.to(leaf.device)
 
     _check_rank(from_process, group)
-    _check_alike(f"broadcast from rank {from_process}", data, group)
-    return recursively_apply(broadcast_one, data)
+    _check_alike(f"broadcast from rank {from_process}", tensor, group)
+    return recursively_apply(broadcast_one, tensor)
 
 
 def broadcast_object_list(
@@ -113,7 +113,7 @@ def broadcast_object_list(
 
 
 def reduce(
-    data: Any,
+    tensor: Any,
     reduction: str = "mean",
     scale: float = 1.0,
     *,
@@ -126,7 +126,7 @@ def reduce(
     mean of integers is a float, and a sum of booleans counts.
 
     Args:
-        data: tensors, nested or not, of equal shapes on all ranks.
+        tensor: tensors, nested or not, of equal shapes on all ranks.
         reduction: ``sum``, ``mean``, ``max`` or ``none``.
         scale: factor of the result.
         group: the ranks, as a process group or a line of the mesh; None means all.
@@ -139,18 +139,18 @@ def reduce(
     if reduction not in (*_OPERATIONS, "none"):
         raise UsageError(f"expected a reduction of sum, mean, max or none, found {reduction!r}")
 
-    def reduce_one(tensor: Tensor) -> Tensor:
-        result = tensor.detach().clone()
+    def reduce_one(leaf: Tensor) -> Tensor:
+        result = leaf.detach().clone()
         if reduction != "none":
-            result = _reduce_one(tensor, reduction, group)
+            result = _reduce_one(leaf, reduction, group)
         return result if scale == 1.0 else result * scale
 
-    _check_alike(f"reduce to the {reduction}", data, group)
-    return recursively_apply(reduce_one, data)
+    _check_alike(f"reduce to the {reduction}", tensor, group)
+    return recursively_apply(reduce_one, tensor)
 
 
 def pad_across_processes(
-    data: Any,
+    tensor: Any,
     dim: int = 0,
     pad_index: int = 0,
     pad_first: bool = False,
@@ -160,7 +160,7 @@ def pad_across_processes(
     """Pad tensors along a dim to the longest of any rank, so that they can be gathered.
 
     Args:
-        data: tensors, nested or not; tensors without that dim stay as they are. Ranks may differ
+        tensor: tensors, nested or not; tensors without that dim stay as they are. Ranks may differ
             in sizes, but not in structure, number of dims or dtypes.
         dim: the dim to pad; may be negative.
         pad_index: the value of the padding.
@@ -173,19 +173,19 @@ def pad_across_processes(
     """
     lengths: list[int] = []
 
-    def measure(tensor: Tensor) -> Tensor:
-        lengths.append(tensor.shape[dim] if _has_dim(tensor, dim) else 0)
-        return tensor
+    def measure(leaf: Tensor) -> Tensor:
+        lengths.append(leaf.shape[dim] if _has_dim(leaf, dim) else 0)
+        return leaf
 
-    def pad_one(tensor: Tensor) -> Tensor:
+    def pad_one(leaf: Tensor) -> Tensor:
         length = next(longest)
-        return _padded(tensor, dim, length, pad_index, pad_first) if length else tensor
+        return _padded(leaf, dim, length, pad_index, pad_first) if length else leaf
 
-    _check_alike("pad_across_processes", data, group, lambda t: f"{t.dtype} of {t.dim()} dims")
-    recursively_apply(measure, data)
+    _check_alike("pad_across_processes", tensor, group, lambda t: f"{t.dtype} of {t.dim()} dims")
+    recursively_apply(measure, tensor)
     mine = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     longest = iter(reduce(mine, "max", group=group).tolist())
-    return recursively_apply(pad_one, data)
+    return recursively_apply(pad_one, tensor)
 
 
 def differing(facts: Sequence[str], group: Ranks = None) -> list[Sequence[str]]:

@@ -66,18 +66,18 @@ def recursively_apply(
 
 
 def send_to_device(
-    data: Any,
+    tensor: Any,
     device: torch.device | str | int,
     non_blocking: bool = False,
     skip_keys: str | Collection[str] | None = None,
 ) -> Any:
-    """Return the data with every tensor on a device.
+    """Return data with every tensor on a device.
 
     Objects with a ``to`` of their own (packed sequences, tokenizer outputs) are asked to move
     themselves; a mapping of which keys are skipped is moved item by item instead.
 
     Args:
-        data: tensors in nested containers; other objects stay as they are.
+        tensor: tensors in nested containers; other objects stay as they are.
         device: the destination.
         non_blocking: copy asynchronously where the memory allows it.
         skip_keys: keys of mappings whose values stay where they are.
@@ -96,7 +96,7 @@ def send_to_device(
             return _same_dataclass(item, {name: move(v) for name, v in _fields(item).items()})
         return item
 
-    return move(data)
+    return move(tensor)
 
 
 def describe(data: Any, show: Callable[[Tensor], str]) -> str:

@@ -18,7 +18,10 @@ from drivetrain.runtime.world import World
 
 
 class DistributedType(StrEnum):
-    """The kind of device that the processes compute on, whatever the strategy."""
+    """The kind of device that the processes compute on, whatever the strategy.
+
+    Members without ``MULTI`` name engines and devices that no run here has, for scripts that ask.
+    """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -28,6 +31,16 @@ class DistributedType(StrEnum):
     MULTI_HPU = "MULTI_HPU"
     MULTI_MPS = "MULTI_MPS"
     MULTI_OTHER = "MULTI_OTHER"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_NEURON = "MULTI_NEURON"
+    MULTI_SDAA = "MULTI_SDAA"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    MEGATRON_LM = "MEGATRON_LM"
+    TP = "TP"
+    TPU = "TPU"
+    XLA = "XLA"
 
 
 class Processes:
@@ -79,6 +92,16 @@ class Processes:
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
         return self.num_processes > 1
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None, for scripts that ask: ``strategy`` chooses the algorithm here."""
+        return
+
+    @property
+    def fsdp_plugin(self) -> None:
+        """None, for scripts that ask: ``strategy`` chooses the algorithm here."""
+        return
 
     @property
     def distributed_type(self) -> DistributedType:

@@ -88,18 +88,30 @@ class Registry:
         Raises:
             ConfigError: not exactly one installed plugin does.
         """
-        claimants = [name for name in self.names if self.load(name).default]
-        if len(claimants) != 1:
-            raise ConfigError(
-                f"expected one default {self.kind}, found {claimants or 'none'}; "
-                f"name one of: {', '.join(self.names) or 'none installed'}"
-            )
-        return claimants[0]
+        return self._only("default")
+
+    def reference(self) -> str:
+        """Return the name of the plugin whose numbers count as right.
+
+        Raises:
+            ConfigError: not exactly one installed plugin declares so.
+        """
+        return self._only("reference")
 
     def find_config(self, name: str) -> tuple[str, type]:
         """Return the full name ("" means the default) and the plugin's Config dataclass."""
         name = name or self.default()
         return name, self.load(name).Config
+
+    def _only(self, flag: str) -> str:
+        """Return the name of the one plugin whose class sets a flag."""
+        claimants = [name for name in self.names if getattr(self.load(name), flag)]
+        if len(claimants) != 1:
+            raise ConfigError(
+                f"expected one {flag} {self.kind}, found {claimants or 'none'}; "
+                f"name one of: {', '.join(self.names) or 'none installed'}"
+            )
+        return claimants[0]
 
     @cached_property
     def _entries(self) -> dict[str, dict[str, EntryPoint]]:

@@ -130,7 +130,39 @@ class Readable:
         )
 
 
-class Strategy(Readable, ABC, Generic[ConfigT]):
+class Verifiable:
+    """The part of the contract for ``drivetrain verify``, which compares runs with a reference.
+
+    Attributes:
+        reference: whether this strategy's numbers are the right ones; one installed strategy says
+            so, and is not offered for training.
+    """
+
+    reference: ClassVar[bool] = False
+
+    @classmethod
+    def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Return the options of each form in which ``verify --strategy all`` tries it."""
+        return ({},)
+
+    @property
+    def draws_masks(self) -> bool:
+        """Whether dropout has masks of the strategy's own, other than those of one process."""
+        return False
+
+    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
+        """Return where tensors of the model lie, for messages: a unit or a stage. Collective.
+
+        Args:
+            module: as ``unwrap`` returns it.
+
+        Returns:
+            A few words by name; tensors that lie whole on every rank are left out.
+        """
+        return {}
+
+
+class Strategy(Readable, Verifiable, ABC, Generic[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh.
 
     Attributes:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
+from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.processes import DistributedType, PartialState, Processes
 from drivetrain.runtime.world import World
@@ -207,3 +208,18 @@ def test_partial_state_alone():
     with state.main_process_first(), state.local_main_process_first():
         state.wait_for_everyone()
     state.destroy_process_group()
+
+
+def test_names_that_scripts_ask_for():
+    alone = processes(size=1, device="cpu")
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TPU"):
+        assert alone.distributed_type != DistributedType[name]
+    assert alone.deepspeed_plugin is None
+    assert alone.fsdp_plugin is None
+
+
+def test_native_amp_is_set_to_its_own_value_alone():
+    accelerator = Accelerator(cpu=True)
+    accelerator.native_amp = False
+    with pytest.raises(UsageError, match="expected native_amp to stay False, found True"):
+        accelerator.native_amp = True

@@ -37,7 +37,7 @@ def begin(target: Path, token: str, *, overwrite: bool) -> Path:
         overwrite: whether an existing checkpoint will be replaced.
 
     Raises:
-        CheckpointError: the target exists and may not be replaced.
+        CheckpointError: the target exists, is not empty and may not be replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
@@ -57,7 +57,7 @@ def draft_of(target: Path, token: str) -> Path:
 def commit(draft: Path, target: Path, token: str, *, overwrite: bool) -> None:
     """Give a complete draft its name; an old checkpoint is deleted only after that.
 
-    Without overwrite a target that appeared meanwhile makes the rename fail, and stays. When the
+    Without overwrite a target that was filled meanwhile makes the rename fail, and stays. When the
     disk refuses, the old checkpoint is at its place again.
     """
     sync_directory(draft)
@@ -150,11 +150,13 @@ def prune(root: Path, limit: int) -> list[Path]:
 def _check_free(target: Path, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
+    if target.is_dir() and not any(target.iterdir()):
+        return  # the rename takes its place
     if not overwrite:
         raise CheckpointError(
             f"{target} already exists; choose another name, or pass overwrite=True to replace it"
         )
-    if not target.is_dir() or not (is_checkpoint(target) or not any(target.iterdir())):
+    if not is_checkpoint(target):
         raise CheckpointError(
             f"{target} is not a checkpoint of this library, so overwrite=True does not delete it; "
             "choose another name or remove it yourself"

@@ -139,6 +139,9 @@ class Save:
 
     The arguments are those of ``save_checkpoint``.
 
+    Attributes:
+        draft: the directory that is to become the checkpoint, with all its files.
+
     Raises:
         CheckpointError: on every rank: they want different things, the directory exists, or it
             cannot be made.
@@ -152,8 +155,8 @@ class Save:
         self._target = Path(directory).resolve()
         self._token = share(world, secrets.token_hex(8))
         self._doing = f"save {self._target}"
-        self._draft = together(world, self._doing, self._begin)
-        self._writer = RankWriter(self._draft, world)
+        self.draft = together(world, self._doing, self._begin)
+        self._writer = RankWriter(self.draft, world)
 
     def stage(self, contents: Contents) -> Contents:
         """Return a copy of the contents in host memory, which training no longer changes.
@@ -161,7 +164,7 @@ class Save:
         Shards that a store reads back from a disk are written now: there may be no room for them.
         On a failure of any rank every rank raises a CheckpointError, and the draft is gone.
         """
-        with self._abandoned_on_failure():
+        with self.abandoned_on_failure():
             return together(self._world, self._doing, partial(self._writer.stage, contents))
 
     def finish(self, contents: Contents, group: Group = None) -> None:
@@ -171,20 +174,21 @@ class Save:
             CheckpointError: on every rank, when it failed on any; the draft is gone.
         """
         world, doing = self._world, self._doing
-        with self._abandoned_on_failure():
+        with self.abandoned_on_failure():
             report = together(world, doing, partial(self._writer.write, contents), group)
             reports = collect(world, report, group)
-            complete = partial(self._on_main, lambda: write_common(self._draft, reports, contents))
+            complete = partial(self._on_main, lambda: write_common(self.draft, reports, contents))
             together(world, doing, complete, group)
             together(world, doing, partial(self._on_main, self._commit), group)
 
     @contextmanager
-    def _abandoned_on_failure(self) -> Iterator[None]:
+    def abandoned_on_failure(self) -> Iterator[None]:
+        """Context in which an exception deletes the draft."""
         try:
             yield
         except BaseException:
             if self._world.is_main:
-                commit.delete(self._draft)
+                commit.delete(self.draft)
             raise
 
     def _begin(self) -> Path:
@@ -193,7 +197,7 @@ class Save:
         return commit.draft_of(self._target, self._token)
 
     def _commit(self) -> None:
-        commit.commit(self._draft, self._target, self._token, overwrite=self._overwrite)
+        commit.commit(self.draft, self._target, self._token, overwrite=self._overwrite)
 
     def _on_main(self, work: Callable[[], None]) -> None:
         if self._world.is_main:

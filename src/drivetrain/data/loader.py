@@ -1,6 +1,6 @@
 """The loader that the training loop iterates: epochs, positions, and who is told about them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ class Delivery:
         non_blocking: copy asynchronously.
         observer: the accumulation window, which ends with a loader's epoch.
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
+        delivered: turns each batch, on its device, into the one that the script gets.
     """
 
     rank: int = 0
@@ -33,6 +34,7 @@ class Delivery:
     non_blocking: bool = False
     observer: GradientState | None = None
     rng_types: tuple[str, ...] = ()
+    delivered: Callable[[Any], Any] | None = None
 
 
 @dataclass(slots=True)
@@ -279,9 +281,9 @@ class PreparedLoader(DataLoader[Any]):
 
     def _deliver(self, batch: Any) -> Any:
         delivery = self._delivery
-        if delivery.device is None:
-            return batch
-        return send_to_device(batch, delivery.device, non_blocking=delivery.non_blocking)
+        if delivery.device is not None:
+            batch = send_to_device(batch, delivery.device, non_blocking=delivery.non_blocking)
+        return batch if delivery.delivered is None else delivery.delivered(batch)
 
     def _check_running(self, iteration: Iteration) -> None:
         if self._progress.running is not iteration:

@@ -1,6 +1,6 @@
 """Turns the user's loader into this rank's part of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
     device: torch.device | None,
     observer: GradientState | None = None,
     rng_types: Sequence[str] = (),
+    delivered: Callable[[Any], Any] | None = None,
 ) -> PreparedLoader:
     """Divide a loader over the data-parallel axis.
 
@@ -42,6 +43,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         device: where batches go; None leaves them where they are.
         observer: is told when epochs start and end.
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
+        delivered: turns each batch, on its device, into the one that the script gets.
 
     Raises:
         UsageError: the loader cannot be divided; the message says how to change it.
@@ -55,6 +57,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         non_blocking=config.non_blocking,
         observer=observer,
         rng_types=tuple(rng_types),
+        delivered=delivered,
     )
     progress = Progress(seed=seed if config.data_seed is None else config.data_seed)
     return PreparedLoader(loader, _source(loader, axis, world, config, device), progress, delivery)

@@ -94,7 +94,7 @@ class RunCheckpoints:
         self._registered.extend(Registered(item, encode, decode) for item in objects)
 
     def add_save_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` before each save."""
+        """Call ``hook(models, weights, output_dir)`` in each save, before anything is written."""
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
@@ -110,10 +110,11 @@ class RunCheckpoints:
         self._check_same_step()
         automatic = self.project.automatic_checkpoint_naming
         directory = self._automatic_directory() if automatic else _given(output_dir)
-        entries = self._entries_to_save(directory)
         doing = f"save {directory}"
-        contents = together(self._world, doing, partial(self._contents, entries))
         save = checkpoint.Save(directory, self._world, overwrite=overwrite)
+        with save.abandoned_on_failure():
+            entries = together(self._world, doing, partial(self._entries_to_save, save.draft))
+            contents = together(self._world, doing, partial(self._contents, entries))
         old = (directory.parent, self.project.total_limit) if automatic else (directory, None)
         if wait:
             self._finish(save, contents, *old)
@@ -162,13 +163,31 @@ class RunCheckpoints:
         }
         check_same(self._world, "save a checkpoint", facts)
 
-    def _entries_to_save(self, directory: Path) -> list[PreparedModel]:
-        models = [entry.model for entry in self._prepared.models]
-        if self._save_hooks:
-            weights = [model.state_dict() for model in models]
-            for hook in self._save_hooks.values():
-                hook(models, weights, str(directory))
-        return self._entries(models)
+    def _entries_to_save(self, draft: Path) -> list[PreparedModel]:
+        """Let hooks write into the draft, and take out models: from one list or from both."""
+        entries = list(self._prepared.models)
+        if not self._save_hooks:
+            return entries
+        models = [entry.model for entry in entries]
+        weights = [model.state_dict() for model in models]
+        given = list(zip(entries, weights, strict=True))
+        for hook in self._save_hooks.values():
+            hook(models, weights, str(draft))
+        left = [
+            entry
+            for entry, values in given
+            if any(entry.model is model for model in models)
+            and any(values is one for one in weights)
+        ]
+        for entry in entries:
+            if entry not in left and entry.optimizers:
+                logger.warning(
+                    f"a hook took {type(entry.model).__name__} out of the checkpoint: the state of "
+                    "its optimizer is not saved either, so a resumed run begins it anew; let the "
+                    "hook save beside the checkpoint's files and leave models and weights as they "
+                    "are, and the run goes on exactly"
+                )
+        return left
 
     def _entries(self, models: Sequence[nn.Module]) -> list[PreparedModel]:
         return [e for e in self._prepared.models if any(e.model is model for model in models)]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain import communication
 from drivetrain.errors import UsageError
+from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.parts.norms import clip_
@@ -99,6 +100,7 @@ class WindowGradients:
 
     Attributes:
         step: micro-batch of the window, from 1; kept in checkpoints.
+        observer: is told of each event.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class WindowGradients:
         self.state = state
         self.scaler = scaler
         self.step = 0
+        self.observer = Observer()
         self._prepared = prepared
         self._runs = runs
         self._mean = WindowMean(state, counted=False)
@@ -146,6 +149,7 @@ class WindowGradients:
                 output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
             )
             return loss
+        self.observer.handed_over(args, kwargs, targets)
         loss = entry.strategy.loss(entry.model, args, kwargs, targets, loss_fn)
         # A strategy may run parts of the model only: then the model's own hook has noted nothing.
         self._prepared.last_run = entry
@@ -163,6 +167,7 @@ class WindowGradients:
         strategy = self._prepared.running().strategy
         strategy.backward(scaled, **options)
         strategy.publish(loss)
+        self.observer.after_backward(loss, weight)
         if self.state.sync_gradients:
             run = self._runs.default
             factor = self._mean.finish(run.mesh["dp"], run.world.device)
@@ -180,6 +185,7 @@ class WindowGradients:
         entries = self._prepared.owners_of(given)
         for entry in entries:
             self._unscale(entry)
+            self.observer.gradients(entry)
         chosen = [_subset(entry, given) for entry in entries]
         if len(entries) == 1:
             return entries[0].strategy.clip_grad_norm(max_norm, norm_type, only=chosen[0])
@@ -203,6 +209,7 @@ class WindowGradients:
             return
         for entry in self._prepared.owners_of(given):
             self._unscale(entry)
+            self.observer.gradients(entry)
             for piece in entry.strategy.gradients(_subset(entry, given)):
                 piece.clamp_(-clip_value, clip_value)
 
@@ -225,6 +232,7 @@ class WindowGradients:
         entries = self._prepared.trained_by(optimizer)
         for entry in entries:
             entry.check_parameters()
+            self.observer.gradients(entry)
         if not self.scaler.is_enabled():
             return True
         for entry in entries:
@@ -236,6 +244,10 @@ class WindowGradients:
         if self.state.micro_batch == 0:  # no accumulate() around the step, which would update it
             self.scaler.update()
         return not bad
+
+    def after_step(self) -> None:
+        """Tell the observer that an optimizer has stepped, or left out a step."""
+        self.observer.after_step()
 
     def _match_scale(self) -> None:
         """Bring the gradients at hand to the loss scale of the backward that is about to run.

@@ -1,15 +1,19 @@
 """Option objects of the Accelerator's constructor, under the names that Accelerate's users know."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from drivetrain.config import Resolved
 from drivetrain.errors import UsageError
+from drivetrain.log import get_logger
 from drivetrain.runtime.scaler import ScaleRule
+
+logger = get_logger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -201,6 +205,16 @@ class DistributedDataParallelKwargs:
         }
         return {key: value for key, value in options.items() if value is not None}
 
+    def options_of(self, config: Any) -> tuple[dict[str, Any], list[str]]:
+        """Return the options that a strategy's configuration has, too, and the names of the rest.
+
+        The rest means nothing under this strategy; a script may be launched with any.
+        """
+        known = {field.name for field in fields(config)}
+        options = self.strategy_options()
+        kept = {key: value for key, value in options.items() if key in known}
+        return kept, sorted(options.keys() - known)
+
 
 @dataclass(slots=True)
 class Handlers:
@@ -236,6 +250,16 @@ class Handlers:
             found.get(AutocastKwargs) or AutocastKwargs(),
             found.get(ProfileKwargs) or ProfileKwargs(),
             found.get(DistributedDataParallelKwargs),
+        )
+
+
+def announce_unused(handlers: Handlers, resolved: Resolved) -> None:
+    """Say which options of the handlers mean nothing under the run's strategy."""
+    _, unused = handlers.ddp.options_of(resolved.strategy_config) if handlers.ddp else ({}, [])
+    if unused:
+        logger.announce(
+            f"DistributedDataParallelKwargs: {', '.join(unused)} means nothing under "
+            f"{resolved.strategy} and is left out"
         )
 
 

@@ -75,8 +75,10 @@ class Preparation:
         """
         if any(entry.model is model for entry in self._prepared.models):
             return model
+        choice = self._gradients.observer.choice(choice)
         self._recomputations.before_prepare(model, choice)
         _refuse_empty(model)
+        self._gradients.observer.before_prepare(model)
         values = self._constructions.values_of(model)
         world, precision = self._runs.default.world, self._runs.default.precision
         agree(world, f"the model {type(model).__name__}", [*_facts(model), *values.facts])
@@ -105,6 +107,7 @@ class Preparation:
         # Before the strategy's own hook, which may communicate.
         note = UninheritedHook(functools.partial(self._note_forward, entry))
         entry.note = module.register_forward_pre_hook(note, prepend=True)
+        self._gradients.observer.after_prepare(entry)
         return module
 
     def evaluated(self, model: nn.Module, *, placed: bool) -> nn.Module:
@@ -130,7 +133,9 @@ class Preparation:
                 bound = entry.strategy.bind(bound)
                 entry.optimizers = (*entry.optimizers, bound)
         gradients = self._gradients
-        prepared = PreparedOptimizer(optimizer, bound, gradients.state, gradients.before_step)
+        prepared = PreparedOptimizer(
+            optimizer, bound, gradients.state, gradients.before_step, gradients.after_step
+        )
         self._prepared.optimizers.append(prepared)
         return prepared
 
@@ -177,6 +182,7 @@ class Preparation:
             device=run.world.device if placed else None,
             observer=self._gradients.state,
             rng_types=rng_types,
+            delivered=self._gradients.observer.delivered,
         )
         self._prepared.loaders.append(prepared)
         return prepared

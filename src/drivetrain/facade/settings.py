@@ -1,6 +1,7 @@
 """The settings of a run: resolved from code, launch configuration and file, alike on all ranks."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from drivetrain.facade.options import (
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
-from drivetrain.runtime.world import World, launched_config
+from drivetrain.runtime.world import World, launched_config, reader_mark
 from drivetrain.strategy import Run, find_strategy
 from drivetrain.traffic import Traffic
 
@@ -50,7 +51,15 @@ def resolve_run(arguments: Arguments, handlers: Handlers) -> Resolved:
     path = launched_config()
     if path:
         layers.append(read_file(path))
+        with suppress(OSError):  # a container may see the file alone
+            reader_mark(Path(path)).touch()
     layers.append(_code_layer(arguments, handlers))
+    resolved = resolve(*layers, find_config=registry.strategies().find_config)
+    if handlers.ddp is None:
+        return resolved
+    origin = ValueOrigin("code", "DistributedDataParallelKwargs")
+    options, _ = handlers.ddp.options_of(resolved.strategy_config)
+    layers.append(Layer.of([(f"strategy.{k}", value, origin) for k, value in options.items()]))
     return resolve(*layers, find_config=registry.strategies().find_config)
 
 
@@ -145,10 +154,6 @@ def _code_layer(arguments: Arguments, handlers: Handlers) -> Layer:
     ]
     if arguments.strategy is not None:
         entries += _strategy_entries(arguments.strategy, "Accelerator")
-    if handlers.ddp is not None:
-        origin = ValueOrigin("code", "DistributedDataParallelKwargs")
-        options = handlers.ddp.strategy_options()
-        entries += [(f"strategy.{key}", value, origin) for key, value in options.items()]
     return Layer.of(entries)
 
 
@@ -204,3 +209,15 @@ def _first_difference(texts: Sequence[Sequence[str]]) -> str:
                 "(same code, same seed, same configuration)"
             )
     return "no single line differs"
+
+
+def check_unchanged(name: str, value: object, current: object, argument: str) -> None:
+    """Let a script set an attribute to the value it has.
+
+    Raises:
+        UsageError: it is another value, which only an argument of the Accelerator may choose.
+    """
+    if value != current:
+        raise UsageError(
+            f"expected {name} to stay {current}, found {value}; pass {argument} to the Accelerator"
+        )

@@ -18,6 +18,7 @@ class PreparedOptimizer(Optimizer):
         state: the accumulation window.
         before_step: called before each real step; False skips the step, as after an infinite
             gradient.
+        after_step: called after each step, also a skipped one.
 
     Attributes:
         steps: how many windows have ended, with skipped steps.
@@ -29,12 +30,14 @@ class PreparedOptimizer(Optimizer):
         optimizer: Optimizer,
         state: GradientState,
         before_step: Callable[[Optimizer], bool],
+        after_step: Callable[[], None],
     ) -> None:
         # Optimizer.__init__ is not called on purpose: groups and state are the wrapped object's.
         self.given = given
         self.optimizer = optimizer
         self._window = state
         self._before_step = before_step
+        self._after_step = after_step
         self._skipped = False
         self.steps = 0
 
@@ -90,9 +93,11 @@ class PreparedOptimizer(Optimizer):
             return None
         self.steps += 1
         self._skipped = not self._before_step(self.optimizer)
-        if self._skipped:
-            return None
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        loss = None
+        if not self._skipped:
+            loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self._after_step()
+        return loss
 
     def train(self) -> None:
         """Switch a schedule-free optimizer to training; others have no such switch."""
@@ -113,7 +118,11 @@ class PreparedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # A copy is on its own: it steps on every call. A scheduler put a "step" of its own there.
         state = {key: value for key, value in self.__dict__.items() if key != "step"}
-        return state | {"_window": GradientState(1), "_before_step": _take}
+        return state | {
+            "_window": GradientState(1),
+            "_before_step": _take,
+            "_after_step": _ignore,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -202,6 +211,10 @@ class PreparedScheduler:
 
 def _take(optimizer: Optimizer) -> bool:
     return True
+
+
+def _ignore() -> None:
+    return
 
 
 def _switch(optimizer: Optimizer, name: str) -> None:

@@ -10,6 +10,7 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from drivetrain.errors import PreflightError
 
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
 """Environment variable with the path of the run's configuration file."""
+
+RECORD_VARIABLE = "DRIVETRAIN_RECORD"
+"""Environment variable with the path of a file that asks to record a run, for a comparison."""
 
 LOOPBACK = "127.0.0.1"
 """Address that only processes of the same host reach."""
@@ -112,6 +116,16 @@ class World:
 def launched_config() -> str:
     """Return the path of the launcher's configuration, "" without a launcher."""
     return os.environ.get(CONFIG_VARIABLE, "")
+
+
+def reader_mark(config: Path) -> Path:
+    """Return the file by which a rank tells the launcher that the configuration was read."""
+    return config.with_suffix(".read")
+
+
+def record_request() -> str:
+    """Return the path of the request to record this run, "" without one."""
+    return os.environ.get(RECORD_VARIABLE, "")
 
 
 def loopback_store(timeout: timedelta) -> TCPStore:

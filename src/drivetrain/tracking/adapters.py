@@ -78,6 +78,11 @@ class TensorboardTracker(Tracker):
     def tracker(self) -> Any:
         return self._writer
 
+    @property
+    def writer(self) -> Any:
+        """The ``SummaryWriter``: ``tracker`` by the name that scripts use."""
+        return self._writer
+
     @override
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         plain = (bool, int, float, str)
@@ -114,6 +119,11 @@ class WandbTracker(Tracker):
     @property
     @override
     def tracker(self) -> Any:
+        return self._run
+
+    @property
+    def run(self) -> Any:
+        """The run: ``tracker`` by the name that scripts use."""
         return self._run
 
     @override

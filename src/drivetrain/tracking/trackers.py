@@ -17,7 +17,14 @@ from drivetrain.registry import Registry, trackers
 
 logger = get_logger(__name__)
 
-_SECRET = re.compile(r"token|key|secret|password", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?:^|[^a-z]|(?-i:[a-z](?=[A-Z])))"
+    r"(?:token|(?:api|access|private|secret)[_-]?key|secret|password|passwd|credentials?)$",
+    re.IGNORECASE,
+)
+"""Whole words at the end of a setting's name."""
+
+_WORD_OF_A_TOKENIZER = re.compile(r"(?:bos|cls|eos|mask|pad|sep|unk)_token$", re.IGNORECASE)
 _ALL = "all"
 
 
@@ -252,8 +259,9 @@ def _without_secrets(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
     def clean(value: Any, path: str) -> Any:
         if isinstance(value, Mapping):
-            dropped.extend(f"{path}{key}" for key in value if _SECRET.search(str(key)))
-            kept = {key: item for key, item in value.items() if not _SECRET.search(str(key))}
+            secret = {key for key, item in value.items() if _is_secret(str(key), item)}
+            dropped.extend(f"{path}{key}" for key in value if key in secret)
+            kept = {key: item for key, item in value.items() if key not in secret}
             return {key: clean(item, f"{path}{key}.") for key, item in kept.items()}
         if isinstance(value, list | tuple):
             items = (clean(item, f"{path}{index}.") for index, item in enumerate(value))
@@ -261,6 +269,12 @@ def _without_secrets(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         return value
 
     return clean(config, ""), dropped
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    """Whether a setting looks like a secret: by its name, and with a text as its value."""
+    sounds = _SECRET.search(name) and not _WORD_OF_A_TOKENIZER.search(name)
+    return isinstance(value, str | bytes) and bool(sounds)
 
 
 def _choose(

@@ -1,6 +1,7 @@
 """A run that was saved and loaded goes on as if nothing had happened, on other ranks too."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,7 +197,66 @@ def test_hooks_may_keep_models_out(tmp_path):
     loader.remove()
     assert kept.weight.abs().sum() > 0
     assert torch.equal(left.weight, before)
-    assert saved_to == [str(tmp_path / "one")]
+    assert len(saved_to) == 1
+
+
+@pytest.mark.ranks(2)
+def test_hooks_write_into_the_checkpoint_and_take_weights_alone(tmp_path, monkeypatch):
+    """The pair of hooks of trainers that save each part in a format of their own."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    def save(models, weights, directory):
+        for one in models:
+            if accelerator.is_main_process:
+                part = Path(directory, "part")
+                part.mkdir()
+                torch.save(one.bias.detach(), part / "bias.pt")
+            weights.pop()
+
+    def load(models, directory):
+        one = models.pop()
+        with torch.no_grad():
+            one.bias.copy_(torch.load(Path(directory, "part", "bias.pt"), weights_only=True))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    expected = model.bias.detach().clone()
+    said = []
+    monkeypatch.setattr("drivetrain.facade.checkpoints.logger.warning", said.append)
+    accelerator.save_state(tmp_path / "one")
+    assert "the state of its optimizer is not saved either" in said[0]
+    with torch.no_grad():
+        model.bias.zero_()
+    accelerator.load_state(tmp_path / "one")
+    assert torch.equal(model.bias, expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_a_save_hook_that_fails_leaves_nothing(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+
+    def fail_on_rank_1(models, weights, directory):
+        Path(directory, f"file-{accelerator.process_index}").write_text("half")
+        if not accelerator.is_main_process:
+            raise OSError("the disk of the hook is full")
+
+    handle = accelerator.register_save_state_pre_hook(fail_on_rank_1)
+    with pytest.raises(CheckpointError, match="the disk of the hook is full"):
+        accelerator.save_state(tmp_path / "one")
+    accelerator.wait_for_everyone()
+    assert not list(tmp_path.iterdir())
+    accelerator.wait_for_everyone()
+    handle.remove()
+    (tmp_path / "one").mkdir(exist_ok=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(tmp_path / "one")  # an empty directory is no obstacle
+    accelerator.load_state(tmp_path / "one")
+    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, ConfigError, RankMismatchError, UnknownPluginError, UsageError
+from drivetrain import (
+    Accelerator,
+    ConfigError,
+    DistributedDataParallelKwargs,
+    RankMismatchError,
+    UnknownPluginError,
+    UsageError,
+)
 
 
 def test_order_and_identity():
@@ -213,3 +220,23 @@ def test_prepare_of_a_thousand_parameters_takes_less_than_50_ms():
         times.append(time.perf_counter() - start)
         accelerator.free_memory()
     assert min(times) < 0.050, times
+
+
+def test_options_of_ddp_are_left_out_where_a_strategy_has_none(monkeypatch):
+    said = []
+    monkeypatch.setattr("drivetrain.facade.options.logger.announce", said.append)
+    kwargs = DistributedDataParallelKwargs(
+        bucket_cap_mb=50, broadcast_buffers=False, comm_hook="bf16"
+    )
+    for strategy in ("ddp", "zero2", "fsdp", "offload"):
+        said.clear()
+        accelerator = Accelerator(cpu=True, strategy=strategy, kwargs_handlers=[kwargs])
+        options = accelerator.config.to_dict()["strategy"]
+        for key, value in {"bucket_mib": 50, "buffers": "none", "hook": "bf16"}.items():
+            if key in options:
+                assert options[key] == value
+                assert not any(key in line for line in said)
+            else:
+                assert f"{key}" in said[0]
+                assert f"means nothing under {strategy}" in said[0]
+    assert said, "offload has no such option"

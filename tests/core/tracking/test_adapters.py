@@ -9,7 +9,7 @@ import torch
 
 from drivetrain.errors import ConfigError
 from drivetrain.tracking import Trackers
-from drivetrain.tracking.adapters import JsonlTracker, TensorboardTracker
+from drivetrain.tracking.adapters import JsonlTracker, TensorboardTracker, WandbTracker
 
 RUN = """
 calls = []
@@ -127,6 +127,16 @@ def test_tensorboard(fake, tmp_path, monkeypatch):
         ("flush",),
         ("close",),
     ]
+
+
+def test_scripts_find_the_writer_and_the_run(fake, tmp_path, monkeypatch):
+    fake("tensorboardX", WRITER)
+    fake("wandb", RUN)
+    here = "drivetrain.tracking.adapters.is_installed"
+    monkeypatch.setattr(here, lambda module: module == "tensorboardX")
+    board = TensorboardTracker("project", logging_dir=tmp_path)
+    assert board.writer is board.tracker
+    assert WandbTracker("project").run is not None
 
 
 def test_tensorboard_missing(tmp_path, monkeypatch):

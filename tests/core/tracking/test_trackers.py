@@ -158,6 +158,27 @@ def test_secrets_are_not_stored_and_the_log_says_so(caplog):
     assert "hf_x" not in caplog.text
 
 
+@pytest.mark.parametrize("name", ["token", "hub_token", "hubToken", "AWS_SECRET", "access-key"])
+def test_texts_by_the_name_of_a_secret_are_left_out(name):
+    assert started([Memory], config={name: "x"}).active[0].said == [{}]
+
+
+def test_settings_of_language_models_are_no_secrets():
+    config = {
+        "tokenizer_name": "gpt2",
+        "max_tokens": 10,
+        "tokens_per_step": 4096,
+        "num_key_value_heads": 8,
+        "pad_token_id": 0,
+        "eos_token": "</s>",
+        "max_new_tokens": 64,
+        "key_dim": 64,
+        "monkey": "see",
+        "use_token": True,
+    }
+    assert started([Memory], config=config).active[0].said == [config]
+
+
 def test_a_failing_tracker_is_left_out_after_one_warning(caplog):
     trackers = started([Failing, Memory], config={"a": 1})
     failing, memory = trackers.active
