@@ -53,7 +53,10 @@ def decoder_step(strategy: str) -> Callable[[], None]:
     accelerator = Accelerator(strategy=STRATEGIES[strategy], cpu=True)
     model = Decoder(sizes)
     model, optimizer = accelerator.prepare(model, adamw(model))
-    batches = random_batches(sizes, accelerator.process_index)
+    # Ranks that share one replica get the same batch.
+    shares = STRATEGIES[strategy] if isinstance(STRATEGIES[strategy], dict) else {}
+    together = "tp" in shares or "pp" in shares
+    batches = random_batches(sizes, 0 if together else accelerator.process_index)
 
     def step() -> None:
         tokens = next(batches)

@@ -17,6 +17,7 @@ from drivetrain.config import RunConfig, options_of
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group, run
 from drivetrain_launch.commands.options import FLAGS
+from drivetrain_launch.commands.verify import INCOMPARABLE
 from drivetrain_launch.ranks.failure import KILLED
 
 ROOT = Path(__file__).parents[2]
@@ -209,7 +210,7 @@ def test_table_of_exit_codes_holds_every_error():
     }
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     raised = {kind.exit_code for kind in kinds if issubclass(kind, errors.DrivetrainError)}
-    assert codes == raised | {0, 1, KILLED, INTERRUPTED, 143}
+    assert codes == raised | {0, 1, KILLED, INCOMPARABLE, INTERRUPTED, 143}
 
 
 def test_imports_of_the_migration_page_exist():

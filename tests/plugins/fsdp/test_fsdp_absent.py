@@ -200,6 +200,65 @@ def test_writes_and_views_are_refused(sharding):
     accelerator.free_memory()
 
 
+class BoundedBlock(Block):
+    """Bounds its own weight in forward."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Bounded(nn.Module):
+    """Bounds weights in forward, also those of a block that is about to run, and of the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(BoundedBlock() for _ in range(3))
+        self.head = linear(WIDTH, OUT)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for block in self.blocks[:2]:
+                block.down.weight.clamp_(-0.1, 0.1)  # twice as once
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@EACH
+@pytest.mark.ranks(2)
+def test_a_forward_changes_parameters(strategy):
+    """Its writes reach the shards: in modules that run, and from outside of them."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, Case(name="bounded", factory=Bounded))
+    for step in range(3):
+        twins.backward(step)
+        twins.step()
+        twins.check()
+        for model in (twins.model, twins.twin):
+            with torch.no_grad():
+                model(numbers(9, 0).inputs)
+        twins.check()
+    assert_freed(twins)
+    accelerator.free_memory()
+
+
+@TWO
+@pytest.mark.ranks(2)
+def test_changes_between_forward_and_backward_are_refused(sharding):
+    """On every rank, as autograd refuses them where parameters are whole."""
+    accelerator = start(STRATEGIES[sharding])
+    twins = Twins(accelerator, NET)
+    loss = twins.loss(0)
+    with accelerator.gathered(twins.model), torch.no_grad():
+        if accelerator.is_main_process:
+            twins.model.blocks[1].up.weight.mul_(2.0)
+    with pytest.raises(UsageError, match=r"blocks\.1 .* changed in place before backward"):
+        accelerator.backward(loss)
+    accelerator.free_memory()
+
+
 class Encoder(nn.Module):
     """A model that scripts use by a method beside ``forward``, which takes views of parameters."""
 
