@@ -2,6 +2,8 @@
 
 from importlib.metadata import entry_points
 
+import pytest
+
 from drivetrain.registry import STRATEGIES
 from drivetrain.testing.conformance import StrategyConformance
 
@@ -11,9 +13,16 @@ PROVIDED = sorted(
     if entry.dist is not None and entry.dist.name == "drivetrain"
 )
 
+IN_TURN = {"megatron", "offload", "plain"}
+"""Each check is taken by one of these in turn: megatron with its defaults divides nothing, plain is
+data parallelism by definition, and offload trains as zero2 does, on stores with a kit of their own."""
+
 for _name in PROVIDED:
     _class = f"Test{_name.title()}"
-    globals()[_class] = type(_class, (StrategyConformance,), {"strategy": _name})
+    _members = {"strategy": _name}
+    if _name in IN_TURN:
+        _members["pytestmark"] = [pytest.mark.variants]
+    globals()[_class] = type(_class, (StrategyConformance,), _members)
 
 
 def test_there_is_something_to_test():

@@ -33,6 +33,11 @@ def losses(launcher: str, folder: Path, *options: str) -> list[str]:
     return printed
 
 
+def test_launch_runs_it_on_two_ranks(tmp_path):
+    losses("launch", tmp_path / "run")
+
+
+@pytest.mark.exhaustive
 def test_launch_and_torchrun_print_the_same(tmp_path):
     assert losses("launch", tmp_path / "a") == losses("torchrun", tmp_path / "b")
 

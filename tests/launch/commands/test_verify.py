@@ -188,7 +188,11 @@ def test_a_refusal_is_shown_with_its_reason(verify):
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("print('hello')", "the script ended without an Accelerator()"),
+        pytest.param(
+            "print('hello')",
+            "the script ended without an Accelerator()",
+            marks=pytest.mark.exhaustive,
+        ),
         (
             "from drivetrain import Accelerator\nAccelerator()",
             "the script ended without accelerator.prepare(model)",
