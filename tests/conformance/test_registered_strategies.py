@@ -15,7 +15,7 @@ PROVIDED = sorted(
 
 IN_TURN = {"megatron", "offload", "plain"}
 """Each check is taken by one of these in turn: megatron with its defaults divides nothing, plain is
-data parallelism by definition, and offload trains as zero2 does, on stores with a kit of their own."""
+data parallelism by definition, and offload trains as zero2 does, whose stores have their kit."""
 
 for _name in PROVIDED:
     _class = f"Test{_name.title()}"
