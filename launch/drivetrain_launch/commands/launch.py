@@ -31,6 +31,7 @@ from drivetrain_launch.ranks.placement import (
     local_ranks,
     threads,
 )
+from drivetrain_launch.ranks.worker import AS_ACCELERATE
 
 
 class Stopped(BaseException):
@@ -62,6 +63,13 @@ class Stopped(BaseException):
     help="SCRIPT is the name of a module, as in 'python -m'.",
 )
 @click.option(
+    "--as-accelerate",
+    cls=GroupedOption,
+    group="Script",
+    is_flag=True,
+    help="The script's 'import accelerate' finds drivetrain; libraries keep the real one.",
+)
+@click.option(
     "--dry-run",
     cls=GroupedOption,
     group="Output",
@@ -73,6 +81,7 @@ def command(
     config: str | None,
     assignments: tuple[str, ...],
     module: bool,
+    as_accelerate: bool,
     dry_run: bool,
     script: tuple[str, ...],
     **flags: Any,
@@ -88,7 +97,8 @@ def command(
 
         preview(resolved)
         return 0
-    return launch(resolved, check_script(script, module=module))
+    arguments = check_script(script, module=module)
+    return launch(resolved, (AS_ACCELERATE, *arguments) if as_accelerate else arguments)
 
 
 def launch(resolved: Resolved, arguments: tuple[str, ...]) -> int:

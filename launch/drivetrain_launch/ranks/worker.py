@@ -1,6 +1,7 @@
 """One rank: runs the user's script as ``__main__`` and reports how it ended.
 
-The agent starts ``python -m drivetrain_launch.ranks.worker PARENT (SCRIPT | -m MODULE) [ARGS]``.
+The agent starts ``python -m drivetrain_launch.ranks.worker PARENT [--as-accelerate]
+(SCRIPT | -m MODULE) [ARGS]``.
 This module imports nothing heavy, and not torch: a script without torch must not load torch.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from drivetrain.compat import importing
 from drivetrain.errors import CollectiveError, DrivetrainError
 
 INTERRUPTED = 130
@@ -38,6 +40,9 @@ LOST_PEER = (
 """Words in the errors of gloo, NCCL and TCPStore when another rank is gone."""
 
 PR_SET_PDEATHSIG = 1
+
+AS_ACCELERATE = "--as-accelerate"
+"""First argument of a rank whose script sees drivetrain where it imports ``accelerate``."""
 
 
 def main() -> None:
@@ -69,8 +74,13 @@ def die_with(parent: int) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` as python itself would."""
-    if arguments[0] == "-m":
+    """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` as python itself would.
+
+    Behind ``--as-accelerate`` the script's ``import accelerate`` finds drivetrain.
+    """
+    if arguments[0] == AS_ACCELERATE:
+        importing.run_script(arguments[1:])
+    elif arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -142,7 +152,8 @@ def script_frames(frames: TracebackType | None) -> TracebackType | None:
 
     None when no frame of the script is left: the script did not compile.
     """
-    hidden = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+    frozen = ("<frozen runpy>", "<frozen importlib._bootstrap>")
+    hidden = (__file__, runpy.__file__, importing.__file__, *frozen)
     kept = frames
     while kept is not None and kept.tb_frame.f_code.co_filename in hidden:
         kept = kept.tb_next

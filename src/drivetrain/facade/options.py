@@ -16,7 +16,7 @@ from drivetrain.runtime.scaler import ScaleRule
 logger = get_logger(__name__)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class DataLoaderConfiguration:
     """How loaders are divided over the ranks; None leaves the choice to the configuration.
 
@@ -39,7 +39,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = True
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class GradientAccumulationPlugin:
     """How micro-batches make up an optimizer step.
 
@@ -57,7 +57,7 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class ProjectConfiguration:
     """Where checkpoints and logs go.
 
@@ -86,7 +86,7 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class InitProcessGroupKwargs:
     """How the ranks are joined.
 
@@ -119,7 +119,7 @@ class GradScalerKwargs(ScaleRule):
     enabled: bool = True
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class AutocastKwargs:
     """How forward computes.
 
@@ -132,7 +132,7 @@ class AutocastKwargs:
     cache_enabled: bool = True
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class ProfileKwargs:
     """Arguments of ``torch.profiler.profile``.
 
@@ -159,7 +159,7 @@ class ProfileKwargs:
     output_trace_dir: str | Path | None = None
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class DistributedDataParallelKwargs:
     """Options of torch's DistributedDataParallel, translated into options of our strategy.
 

@@ -1,0 +1,158 @@
+"""The Accelerator with Accelerate's arguments: positional ones, plugin objects, its schedules."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from drivetrain.accelerator import Accelerator
+from drivetrain.compat.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    ParallelismConfig,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+    refuse,
+)
+from drivetrain.errors import UsageError
+from drivetrain.facade.options import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from drivetrain.facade.settings import StrategyChoice
+
+SCHEDULE = {"step_scheduler_with": "samples"}
+"""Accelerate steps a schedule once per rank and step; ``--set step_scheduler_with`` wins."""
+
+
+class ScriptAccelerator(Accelerator):
+    """The Accelerator for scripts that import ``accelerate``: its arguments in its order.
+
+    Schedules are stepped once for each data-parallel rank, since such scripts multiply by
+    ``num_processes``.
+
+    Args:
+        deepspeed_plugin: or several by name, of which the first one counts.
+        fsdp_plugin: chooses how parameters are divided.
+        torch_tp_plugin: over how many ranks layers are divided.
+        megatron_lm_plugin: chooses tensor and pipeline parallelism.
+        dynamo_backend: compiles models with this backend of ``torch.compile``.
+        dynamo_plugin: the same with all options.
+        deepspeed_plugins: the newer name of ``deepspeed_plugin``.
+        parallelism_config: sizes of the axes.
+
+    Raises:
+        UsageError: a plugin object, whose settings belong into the launch configuration.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the arguments of Accelerate
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        rng_types: Sequence[str] | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[Any] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        *,
+        strategy: StrategyChoice | None = None,
+        config: str | Path | Mapping[str, Any] | None = None,
+    ) -> None:
+        deepspeed = _first(deepspeed_plugin or deepspeed_plugins)
+        plugins = (deepspeed, fsdp_plugin, megatron_lm_plugin, torch_tp_plugin, parallelism_config)
+        refuse(plugin for plugin in plugins if plugin is not None)
+        self.parallelism_config = None
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        self._compilation = dynamo_plugin or TorchDynamoPlugin(dynamo_backend)
+        if not isinstance(config, str | Path):
+            config = {**SCHEDULE, **(config or {})}
+        super().__init__(
+            strategy=strategy,
+            config=config,
+            device_placement=device_placement,
+            split_batches=split_batches,
+            mixed_precision=None if mixed_precision is None else str(mixed_precision),
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            rng_types=rng_types,
+            log_with=log_with,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+        )
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        *,
+        strategy: StrategyChoice | None = None,
+    ) -> nn.Module:
+        """Prepare one model, compiled if the script asked for it."""
+        return super().prepare_model(
+            _compiled(model, self._compilation),
+            device_placement,
+            evaluation_mode,
+            strategy=strategy,
+        )
+
+    def prepare(
+        self,
+        *args: Any,
+        device_placement: Sequence[bool] | None = None,
+        strategy: StrategyChoice | None = None,
+    ) -> Any:
+        """Prepare any objects; models are compiled if the script asked for it."""
+        compiled = (
+            _compiled(item, self._compilation) if isinstance(item, nn.Module) else item
+            for item in args
+        )
+        return super().prepare(*compiled, device_placement=device_placement, strategy=strategy)
+
+
+def _first(plugins: Any) -> Any:
+    """Return the plugin, or of several by name the first, which is active in Accelerate."""
+    return next(iter(plugins.values()), None) if isinstance(plugins, Mapping) else plugins
+
+
+def _compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+    backend = str(plugin.backend or "no").lower()
+    if backend == "no" or plugin.disable or isinstance(model, OptimizedModule):
+        return model
+    if plugin.use_regional_compilation:
+        raise UsageError(
+            "expected use_regional_compilation=False, found True; compile the model's blocks in "
+            "the script, with torch.compile"
+        )
+    compiled: nn.Module = torch.compile(  # type: ignore[assignment]
+        model,
+        backend=backend,
+        mode=plugin.mode,
+        fullgraph=bool(plugin.fullgraph),
+        dynamic=plugin.dynamic,
+        options=plugin.options,
+    )
+    return compiled

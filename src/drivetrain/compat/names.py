@@ -1,0 +1,169 @@
+"""Which object stands for each of Accelerate's names: ours, the real package's, or an error.
+
+A name of ours comes first. Names that know nothing of processes, such as big-model inference, are
+the real package's where it is installed. Every other known name is an object that says, when it
+is used, that it has no counterpart.
+"""
+
+import difflib
+import importlib
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import drivetrain
+from drivetrain.errors import UsageError
+
+FOLLOWED = "1.15.0"
+"""The version of Accelerate whose names and arguments these are."""
+
+PATHS = frozenset(
+    {
+        *("accelerator", "big_modeling", "checkpointing", "data_loader", "hooks", "inference"),
+        *("launchers", "local_sgd", "logging", "memory_utils", "optimizer", "parallelism_config"),
+        *("scheduler", "state", "tracking", "utils", "utils.bnb", "utils.constants"),
+        *("utils.dataclasses", "utils.deepspeed", "utils.environment", "utils.fsdp_utils"),
+        *("utils.imports", "utils.megatron_lm", "utils.memory", "utils.modeling"),
+        *("utils.offload", "utils.operations", "utils.other", "utils.random", "utils.versions"),
+    }
+)
+"""Accelerate's import paths, below the package."""
+
+_HOMES = {
+    "drivetrain.compat.plugins": (
+        "DDPCommunicationHookType",
+        "DeepSpeedPlugin",
+        "DynamoBackend",
+        "FullyShardedDataParallelPlugin",
+        "LoggerType",
+        "MegatronLMPlugin",
+        "ParallelismConfig",
+        "PrecisionType",
+        "RNGType",
+        "TorchDynamoPlugin",
+        "TorchTensorParallelPlugin",
+    ),
+    "drivetrain.compat.states": (
+        "compare_versions",
+        "is_initialized",
+        "is_peft_model",
+        "is_torch_version",
+    ),
+}
+_OURS = {name: home for home, names in _HOMES.items() for name in names} | {
+    name: "drivetrain" for name in drivetrain.__all__ if not name.startswith("_")
+}
+_RENAMED = {"Accelerator": ("drivetrain.compat.accelerator", "ScriptAccelerator")}
+
+_REAL = (
+    "accelerate.big_modeling",
+    "accelerate.hooks",
+    "accelerate.utils.bnb",
+    "accelerate.utils.constants",
+    "accelerate.utils.environment",
+    "accelerate.utils.imports",
+    "accelerate.utils.memory",
+    "accelerate.utils.modeling",
+    "accelerate.utils.offload",
+    "accelerate.utils.operations",
+    "accelerate.utils.other",
+    "accelerate.utils.versions",
+)
+"""Modules of the real package whose functions know nothing of processes."""
+
+_STATEFUL = {"GatheredParameters", "convert_model", "write_basic_config"}
+"""Names of these modules that do."""
+
+_WAYS_OUT = {
+    "GradientState": "ask accelerator.sync_gradients and accelerator.gradient_state",
+    "SeedableRandomSampler": "prepared loaders shuffle by seed and epoch themselves",
+    "prepare_data_loader": "call accelerator.prepare(loader)",
+    "DummyOptim": "make an optimizer of torch.optim, which any strategy takes",
+    "DummyScheduler": "make a scheduler of torch.optim.lr_scheduler",
+    "LocalSGD": "take the strategy's accumulation, or the real package without drivetrain",
+    "prepare_pippy": "take strategy: {name: ..., pp: N} of the configuration",
+    "write_basic_config": "run 'drivetrain config'",
+    "FP8RecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
+    "TERecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
+    "AORecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
+    "MSAMPRecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
+    "MegatronLMDummyDataLoader": "prepare() the script's own loader",
+    "MegatronLMDummyScheduler": "prepare() the script's own scheduler",
+    "GPTTrainStep": "the script's own loop trains under any strategy",
+    "BertTrainStep": "the script's own loop trains under any strategy",
+    "T5TrainStep": "the script's own loop trains under any strategy",
+}
+"""For names without a counterpart: the way to have the same here."""
+
+
+class NoCounterpart(type):
+    """Class of names without counterpart: importing one is no error, using one is.
+
+    ``isinstance(x, name)`` is False.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to be called.
+
+        Raises:
+            UsageError: says what has no counterpart, and the way to have the same.
+        """
+        raise UsageError(_no_counterpart(cls.__name__))
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        message = _no_counterpart(cls.__name__)
+        raise AttributeError(message) if name.startswith("__") else UsageError(message)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return False
+
+
+def resolve(name: str) -> Any:
+    """Return the object of a name in Accelerate.
+
+    Raises:
+        AttributeError: Accelerate has no such name.
+    """
+    if name in _WAYS_OUT:
+        return NoCounterpart(name, (), {"__module__": __name__})
+    if name in _RENAMED or name in _OURS:
+        home, own = _RENAMED.get(name, (_OURS.get(name, ""), name))
+        return getattr(importlib.import_module(home), own)
+    if not name.startswith("_"):
+        found = _from_real_package(name)
+        if found is not None:
+            return found
+    near = difflib.get_close_matches(name, public_names(), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise AttributeError(f"drivetrain has no counterpart of accelerate's {name!r}{hint}")
+
+
+def public_names() -> list[str]:
+    """Return the names with a counterpart here, without the real package's."""
+    return sorted({*_RENAMED, *_OURS} - _WAYS_OUT.keys())
+
+
+def _from_real_package(name: str) -> Any:
+    """Return the installed Accelerate's object, or a refusing one; None without such a name."""
+    if _real_module("accelerate") is None:
+        return None
+    if name not in _STATEFUL:
+        for home in _REAL:
+            found = vars(_real_module(home) or object).get(name)
+            if found is not None:
+                return found
+    known = any(hasattr(_real_module(home), name) for home in ("accelerate", "accelerate.utils"))
+    return NoCounterpart(name, (), {"__module__": __name__}) if known else None
+
+
+@lru_cache(maxsize=len(_REAL) + 2)
+def _real_module(name: str) -> Any:
+    """Return a module of the real package; None where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _no_counterpart(name: str) -> str:
+    way_out = _WAYS_OUT.get(name, "docs/migrating-from-accelerate.md lists what has one")
+    return f"accelerate's {name} has no counterpart in drivetrain; {way_out}"

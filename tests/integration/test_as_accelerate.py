@@ -1,0 +1,51 @@
+"""A script for Accelerate runs as it is: its own modules see drivetrain, libraries the real one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = SCRIPTS / "as_accelerate.py"
+LAUNCH = ("drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2")
+
+
+def run(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, words)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_a_launched_script_sees_drivetrain_and_transformers_the_real_package(tmp_path):
+    done = run(*LAUNCH, "--as-accelerate", SCRIPT, "--project", tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rate, loss, version, seen = done.stdout.splitlines()
+    # 4 windows of 2 ranks: all 8 steps of the schedule, as scripts for Accelerate count them.
+    assert rate == "rate 0.0 ranks [0, 1]"
+    assert loss.startswith("loss 0.")
+    assert version == "accelerate 1.15.0 True"
+    assert seen == "helper True, library accelerate.accelerator"
+
+
+@pytest.mark.exhaustive
+def test_a_module_runs_without_the_launcher(tmp_path):
+    words = ("drivetrain.compat", "-m", "as_accelerate", "--project", tmp_path)
+    done = run(*words, folder=SCRIPTS)
+    assert done.returncode == 0, done.stderr
+    assert "helper True, library accelerate.accelerator" in done.stdout
+
+
+def test_a_name_without_counterpart_says_so_when_it_is_used(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("from accelerate import Accelerator, prepare_pippy\n\nprepare_pippy(None)\n")
+    done = run("drivetrain.compat", "train.py", folder=tmp_path)
+    assert done.returncode == 1
+    assert "accelerate's prepare_pippy has no counterpart in drivetrain; take" in done.stderr
