@@ -31,7 +31,7 @@ from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
 from drivetrain_megatron.plan.report import describe
-from drivetrain_megatron.recording.calls import inputs_for
+from drivetrain_megatron.recording.calls import batches_for, inputs_for
 from drivetrain_megatron.state import (
     GlobalShards,
     LocalReader,
@@ -276,8 +276,9 @@ class Megatron(DataParallelCell):
 
     def _planned(self, model: nn.Module) -> ModelPlan | None:
         """Plan masks, stages and layers; return how layers are divided, None on one rank."""
-        inputs = inputs_for(self.config, model)
-        self._dropout.find(model, inputs)
+        examples = batches_for(self.run, model)
+        inputs = inputs_for(self.config, model, examples)
+        self._dropout.find(model, inputs, examples)
         if self._builder is not None and inputs is not None:  # without any, inputs_for has raised
             self._builder.plan(model, inputs)
         if self._tp.size == 1:

@@ -372,7 +372,8 @@ class Accelerator(Processes):
         optimizers = [item for item in args if isinstance(item, Optimizer)]
         new = [item for item in optimizers if not isinstance(item, PreparedOptimizer)]
         # Models first: strategies replace the parameters that optimizers hold, and schedulers
-        # follow the optimizers.
+        # follow the optimizers. A strategy may look at a batch of the loaders.
+        self._preparation.show([item for item in args if isinstance(item, DataLoader)])
         for i, item in enumerate(args):
             if isinstance(item, nn.Module):
                 placed = self._is_placed(places[i])
@@ -996,6 +997,7 @@ class Accelerator(Processes):
 
     def _forget(self) -> None:
         self._prepared.forget()
+        self._runs.examples.forget()
         self._recomputations.stop()
         self._constructions.forget()
         self.step = 0

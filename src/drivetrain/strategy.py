@@ -7,7 +7,7 @@ object per prepared model, so nothing about a run is global, and it never asks w
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain.building import WeightSource, fill, meta_tensors
 from drivetrain.cost import Cost, ModelSpec
+from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import UsageError
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
@@ -37,6 +38,7 @@ class Run:
         precision: the dtypes of parameters, compute, reduction and master copies.
         accumulation: micro-batches per optimizer step.
         traffic: the ledger that every collective adds to.
+        examples: small batches of the prepared loaders, for strategies that look at the model.
     """
 
     world: World
@@ -44,6 +46,7 @@ class Run:
     precision: Precision
     accumulation: int
     traffic: Traffic
+    examples: ExampleBatches = field(default_factory=ExampleBatches)
 
 
 class Prepared(NamedTuple):
@@ -389,10 +392,7 @@ class Strategy(Readable, Verifiable, ABC, Generic[ConfigT]):
         return model
 
     def close(self) -> None:
-        """Take hooks off and end threads; the model is an ordinary one afterwards.
-
-        Also called when ``prepare`` has raised.
-        """
+        """Take hooks off and end threads, also after a failed prepare: the model is ordinary."""
 
     def _refusal(self, what: str) -> UsageError:
         even = "give every rank as many batches with even_batches=True"

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import Accelerator
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.verify import RunRecord, StepRecord
 from drivetrain.verify.doubles import Doubles
 from families import Batch, Family, Models, Phase
+from families.family import ROWS
 
 STEPS, WINDOW, MAX_NORM = 3, 2, 0.5
 EVALUATION = 7777
@@ -25,6 +27,43 @@ EVALUATION = 7777
 def batch_of(family: Family, step: int, micro: int, part: int) -> Batch:
     """Return the micro-batch of a data-parallel rank."""
     return family.batch(100 * step + 10 * micro + part)
+
+
+class Rows(Dataset[Batch]):
+    """The rows of all micro-batches of a training, in the order in which they are read.
+
+    One more step follows: the last batch of a loader ends a window, also in the middle of a phase.
+    """
+
+    def __init__(self, family: Family, parts: int) -> None:
+        self.family, self.parts = family, parts
+
+    def __len__(self) -> int:
+        return (STEPS + 1) * WINDOW * self.parts * ROWS
+
+    def __getitem__(self, index: int) -> Batch:
+        place, row = divmod(index, ROWS)
+        place, part = divmod(place, self.parts)
+        batch = batch_of(self.family, *divmod(place, WINDOW), part)
+        return {
+            key: value.select(self.family.dim, row) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
+
+    def collated(self, rows: Sequence[Batch]) -> Batch:
+        """Return rows as a batch, shaped as the family has them."""
+        return {
+            key: torch.stack([row[key] for row in rows], self.family.dim)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in rows[0].items()
+        }
+
+
+def loader_of(family: Family, parts: int) -> DataLoader[Batch]:
+    """Return the loader of a script, for all data-parallel ranks together."""
+    rows = Rows(family, parts)
+    return DataLoader(rows, ROWS, collate_fn=rows.collated)
 
 
 def optimizer_of(model: nn.Module) -> Optimizer:
@@ -51,10 +90,11 @@ def on_ranks(family: Family, strategy: Mapping[str, Any], divided: list[float]) 
             strategy=dict(strategy), cpu=True, gradient_accumulation_steps=WINDOW
         )
         sizes = [_sizes(model) for model in models]
-        prepared = accelerator.prepare(*models, *map(optimizer_of, models))
-        models, optimizers = prepared[: len(models)], prepared[len(models) :]
+        loader = loader_of(family, accelerator.mesh["dp"].size)
+        *prepared, loader = accelerator.prepare(*models, *map(optimizer_of, models), loader)
+        models, optimizers = tuple(prepared[: len(models)]), prepared[len(models) :]
         divided += [_share(whole, _sizes(m)) for whole, m in zip(sizes, models, strict=True)]
-        training = _Ranks(family, accelerator, models, optimizers)
+        training = _Ranks(family, accelerator, models, optimizers, loader)
         training.run()
         accelerator.free_memory()
         return training.record
@@ -69,32 +109,36 @@ class _Ranks:
         accelerator: Accelerator,
         models: Models,
         optimizers: Sequence[Optimizer],
+        loader: Iterable[Batch],
     ) -> None:
         self.family, self.accelerator = family, accelerator
         self.models, self.optimizers = models, optimizers
+        self.loader = loader
         self.record = RunRecord(models=len(models))
 
     def run(self) -> None:
         """Take all steps, and evaluate before the last one."""
         self.record.states.append(self._state())
+        batches = iter(self.loader)
         for step in range(STEPS):
             notes = evaluated(self.family, self.models) if step == STEPS - 1 else {}
             losses: list[float] = []
             norms: list[float] = []
+            given = [next(batches) for _ in range(WINDOW)]
             for phase in self.family.phases:
-                window, norm = self._window(step, phase)
+                window, norm = self._window(given, phase)
                 means = self.accelerator.reduce(torch.stack(window).double(), "mean")
                 losses += means.tolist()
                 norms.append(norm)
             self.record.steps.append(step_record(losses, norms, notes))
             self.record.states.append(self._state())
 
-    def _window(self, step: int, phase: Phase) -> tuple[list[Tensor], float]:
+    def _window(self, batches: Sequence[Batch], phase: Phase) -> tuple[list[Tensor], float]:
         """Return the losses of a phase's micro-batches, and the norm of its gradients."""
-        part, losses, norm = self.accelerator.mesh["dp"].rank, [], None
-        for micro in range(WINDOW):
+        losses, norm = [], None
+        for batch in batches:
             with self.accelerator.accumulate(*self.models):
-                loss = phase.loss(self.models, batch_of(self.family, step, micro, part))
+                loss = phase.loss(self.models, batch)
                 self.accelerator.backward(loss)
                 trained = self.models[phase.trained]
                 norm = self.accelerator.clip_grad_norm_(trained.parameters(), MAX_NORM)

@@ -11,7 +11,7 @@ Everything else that a forward draws comes from generators that are seeded alike
 cell; afterwards they are as before.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
+from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.parts.blocks import NamedModule
@@ -83,23 +84,32 @@ class Dropout:
         self._handles: list[RemovableHandle] = []
         self._entered: dict[nn.Module, int] = {}
 
-    def find(self, model: nn.Module, inputs: ExampleInputs | None) -> None:
+    def find(
+        self,
+        model: nn.Module,
+        inputs: ExampleInputs | None,
+        examples: Sequence[ExampleBatch] = (),
+    ) -> None:
         """Note which modules drop; the model is whole yet, and is not changed.
 
-        Without inputs they are guessed. If no guess is accepted, functional dropout remains torch's
-        on one rank, and counts in the whole model on several.
+        Without inputs, batches of loaders are tried, and guesses. If none is accepted, functional
+        dropout remains torch's on one rank, and counts in the whole model on several.
         """
         model = uncompiled(model)
         try:
-            given = example_inputs(model) if inputs is None else inputs
-        except UsageError as error:
+            given = example_inputs(model, examples) if inputs is None else inputs
+        except UsageError:
             if inputs_of_user(model) is not None:
                 raise
             self._names = frozenset(name for name, m in model.named_modules() if drops(m))
             if self._ranks.size > 1:
                 self._names |= {""}  # whatever is random in it must be equal on all of them
             else:
-                logger.announce(f"dropout: only nn.Dropout takes masks that count ({error})")
+                logger.announce(
+                    "dropout: only nn.Dropout takes masks that count: no inputs were found with "
+                    f"which {type(model).__name__} can be called; prepare it together with its "
+                    "loader, or set model.example_inputs"
+                )
         else:
             self._names = dropping_modules(model, given.look)
             for block, like in uncalled_blocks(given.look, model).items():

@@ -60,8 +60,9 @@ from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even
 
 NO_INPUTS = (
-    "nothing in it repeats, and no inputs were found with which it can be called: set "
-    "model.example_inputs to a small batch to let its layers be divided"
+    "nothing in it repeats, and no inputs were found with which it can be called: prepare it "
+    "together with its loader, or set model.example_inputs to a small batch, to let its layers be "
+    "divided"
 )
 
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from drivetrain.errors import UsageError
+from drivetrain import communication
+from drivetrain.data.examples import ExampleBatch
+from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.model.look import Look, SeenTensor
 from drivetrain.model.recorder import look_at
 from drivetrain.model.results import ValuesNeededError
 from drivetrain.model.valueless import ValuelessTensor
+from drivetrain.nested import describe
 from drivetrain.parts.blocks import NamedModule, repeated_blocks
 from drivetrain.parts.naming import uncompiled
+from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.recording.first_batch import Candidate, batches_as_arguments
 from drivetrain_megatron.recording.guesses import guessed_inputs
 from drivetrain_megatron.recording.proxy import StageProxy
+
+_SHOWN_LINES, _SHOWN_CHARACTERS = 5, 100
+"""Reasons of an error that are shown, and how much of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,9 @@ class ExampleInputs:
     look: Look
 
 
-def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None:
+def inputs_for(
+    config: MegatronConfig, model: nn.Module, examples: Sequence[ExampleBatch] = ()
+) -> ExampleInputs | None:
     """Return the example inputs that dividing a model takes.
 
     Returns:
@@ -44,7 +54,7 @@ def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None
     if config.tp * config.pp == 1:
         return None
     try:
-        return example_inputs(model, isolated=config.pp > 1)
+        return example_inputs(model, examples, isolated=config.pp > 1)
     except UsageError:
         if (
             inputs_of_user(model) is not None
@@ -56,43 +66,96 @@ def inputs_for(config: MegatronConfig, model: nn.Module) -> ExampleInputs | None
         return None
 
 
-def example_inputs(model: nn.Module, *, isolated: bool = False) -> ExampleInputs:
+def example_inputs(
+    model: nn.Module, examples: Sequence[ExampleBatch] = (), *, isolated: bool = False
+) -> ExampleInputs:
     """Return inputs that a model's forward accepts, and the look at the model with them.
 
-    Inputs that the script set on the model come first, and an error in them is raised. Else those
-    of the model's class, and guesses (``guesses.py``), are tried: the first count that the forward
-    of a look accepts.
+    Inputs that the script set on the model come first, and an error in them is raised. Else batches
+    of the script's loaders (``first_batch.py``), then inputs of the model's class and guesses
+    (``guesses.py``) are tried: the first count that the forward of a look accepts.
 
     Args:
         model: with or without values, not changed.
+        examples: batches of the prepared loaders.
         isolated: whether blocks may run on different ranks.
 
     Returns:
-        Inputs on the CPU: 2 rows, sequences of length 8.
+        Inputs on the CPU: a few rows, guessed sequences of length 8.
 
     Raises:
-        UsageError: the script's inputs are no dict, tuple or tensor, no guess is accepted, or the
+        UsageError: the script's inputs are no dict, tuple or tensor, nothing is accepted, or the
             model chooses by values of hidden states.
     """
     given = inputs_of_user(model)
     if given is not None:
         return _looked(model, *_arguments(given), isolated)
-    failures = []
+    failures: dict[str, list[str]] = {}
     needed: ValuesNeededError | None = None
-    for what, guess in guessed_inputs(uncompiled(model)):
-        try:
-            return _looked(model, *_arguments(guess), isolated)
-        except Exception as error:  # whatever the user's forward raises means no
-            needed = needed or (error if isinstance(error, ValuesNeededError) else None)
-            failures.append(f"{what}: {type(error).__name__}: {str(error).strip()[:200]}")
+    for candidate in _candidates(uncompiled(model), examples):
+        problem = candidate.problem
+        if not problem:
+            try:
+                return _looked(model, candidate.args, candidate.kwargs, isolated)
+            except Exception as error:  # whatever the user's forward raises means no
+                needed = needed or (error if isinstance(error, ValuesNeededError) else None)
+                problem = f"{type(error).__name__}: {error}"
+        failures.setdefault(_in_one_line(problem), []).append(candidate.what)
     if needed is not None:
         raise needed  # it accepts the input, and then looks at values
-    tried = "; ".join(failures) or "no embedding, linear, convolution or transformer was found"
-    raise UsageError(
-        f"expected inputs with which {type(model).__name__} can be called once, found none that "
-        f"it accepts (tried {tried}): set model.example_inputs = {{'name': tensor}} (or a tuple of "
-        "tensors) to a small batch as in training, before accelerator.prepare()"
+    raise UsageError(_message(model, failures, had_loader=bool(examples)))
+
+
+def _candidates(model: nn.Module, examples: Sequence[ExampleBatch]) -> Iterator[Candidate]:
+    yield from batches_as_arguments(model, examples)
+    for what, guess in guessed_inputs(model):
+        yield Candidate(what, *_arguments(guess))
+
+
+def _in_one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."
+
+
+def _message(model: nn.Module, failures: Mapping[str, Sequence[str]], had_loader: bool) -> str:
+    """Return the error of a model that accepts nothing: a line for each reason."""
+    lines = [
+        f"  {_in_one_line(first)}{f' and {len(others)} more' if others else ''}: {problem}"
+        for problem, (first, *others) in failures.items()
+    ]
+    if not lines:
+        lines = ["  no embedding, linear, convolution or transformer was found to guess them from"]
+    if len(lines) > _SHOWN_LINES:
+        hidden = len(lines) - _SHOWN_LINES + 1
+        lines[_SHOWN_LINES - 1 :] = [f"  and {hidden} other errors"]
+    loader = "" if had_loader else "prepare the model together with its loader, or "
+    return "\n".join(
+        (
+            f"expected inputs with which {type(model).__name__} can be called once, found none "
+            "that it accepts:",
+            *lines,
+            f"{loader}set model.example_inputs = {{'name': tensor}} (or a tuple of tensors) to a "
+            "small batch as in training, before accelerator.prepare()",
+        )
     )
+
+
+def batches_for(run: Run, model: nn.Module) -> Sequence[ExampleBatch]:
+    """Return batches of the prepared loaders, unless the script set inputs itself. Collective.
+
+    Raises:
+        RankMismatchError: ranks have set other inputs.
+    """
+    given = inputs_of_user(model)
+    shown = describe(given, lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}")
+    texts = communication.differing([shown]) if run.world.size > 1 else []
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        raise RankMismatchError(
+            f"expected {type(model).__name__}.example_inputs alike on every rank, found "
+            f"{texts[0][0]} on rank 0 and {texts[other][0]} on rank {other}; set the same on all"
+        )
+    return run.examples.read() if given is None else ()
 
 
 def inputs_of_user(model: nn.Module) -> Any:

@@ -158,6 +158,10 @@ class Preparation:
         self._prepared.schedulers.append(prepared)
         return prepared
 
+    def show(self, loaders: Sequence[DataLoader[Any]]) -> None:
+        """Let strategies ask for batches of these loaders, before they ask those of others."""
+        self._runs.examples.add(loaders)
+
     def loader(
         self,
         loader: DataLoader[Any],
@@ -171,6 +175,7 @@ class Preparation:
             if loader not in self._prepared.loaders:
                 self._prepared.loaders.append(loader)
             return loader
+        self.show([loader])
         settings, run = self._runs.config.run, self._runs.default
         data = dataclasses.replace(settings.data, even_batches=even_batches)
         prepared = prepare_data_loader(

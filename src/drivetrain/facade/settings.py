@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from drivetrain import communication, registry
 from drivetrain.config import Layer, Resolved, ValueOrigin, read_file, resolve
+from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.facade.options import (
     DataLoaderConfiguration,
@@ -85,6 +86,7 @@ class Runs:
 
     Attributes:
         config: the resolved configuration.
+        examples: batches of the prepared loaders.
         default: the run of its strategy.
     """
 
@@ -95,6 +97,7 @@ class Runs:
         self._traffic = Traffic()
         self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
         self.config = config
+        self.examples = ExampleBatches(world)
         self.default = self._lay_out(config)
 
     def of(self, choice: StrategyChoice | None) -> tuple[Resolved, Run]:
@@ -117,6 +120,7 @@ class Runs:
             precision=self._precision,
             accumulation=self._state.num_steps,
             traffic=self._traffic,
+            examples=self.examples,
         )
 
 

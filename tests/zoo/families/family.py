@@ -40,12 +40,14 @@ class Family:
         make: builds the models, with any random weights.
         batch: the batch of a seed; equal seeds give equal batches.
         phases: the parts of a step, each with a backward and an optimizer step of its own.
+        dim: of the tensors of a batch, along which its rows lie.
     """
 
     kind: str
     make: Callable[[], Models]
     batch: Callable[[int], Batch]
     phases: tuple[Phase, ...] = (Phase(0, own_loss),)
+    dim: int = 0
 
     def build(self) -> Models:
         """Return the models in fp64, in training mode, with the same weights on every call."""
@@ -62,15 +64,17 @@ def plain(
     make: Callable[[], nn.Module],
     batch: Callable[[int], Batch],
     loss: Callable[[nn.Module, Batch], Tensor] | None = None,
+    dim: int = 0,
 ) -> Family:
     """Return a family of one model, whose loss the script computes or the model itself."""
     if loss is None:
-        return Family(kind=kind, make=lambda: (make(),), batch=batch)
+        return Family(kind=kind, make=lambda: (make(),), batch=batch, dim=dim)
     return Family(
         kind=kind,
         make=lambda: (make(),),
         batch=batch,
         phases=(Phase(0, lambda models, given: loss(models[0], given)),),
+        dim=dim,
     )
 
 

@@ -268,7 +268,7 @@ def _chosen(model: nn.Module, batch: Batch) -> Tensor:
 SEQUENCES = {
     "lstm": plain(KIND, Lstm, texts, continued),
     "nn-transformer": plain(KIND, Translator, _both_texts, _translated),
-    "sequence-first": plain(KIND, SequenceFirst, _columns, continued),
+    "sequence-first": plain(KIND, SequenceFirst, _columns, continued, dim=1),
     "own-decoder": plain(KIND, Stack, texts, continued),
     "own-method": plain(KIND, Stack, texts, _methods),
     "outer-residual": plain(KIND, lambda: OuterResidual(around=False), texts, continued),

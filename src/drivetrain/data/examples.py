@@ -1,0 +1,151 @@
+"""Small batches of a script's own data, for strategies that look at a model before it is trained.
+
+The first rows of a prepared loader are read as the loader would read them. Nobody notices: the
+sampler is not asked, and generators, counters and lists of the dataset are afterwards as they were.
+"""
+
+import copy
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+
+from drivetrain import communication
+from drivetrain.nested import send_to_device
+from drivetrain.runtime import rng
+from drivetrain.runtime.world import World
+
+SEED = 20150501
+"""Of the numbers that a dataset draws for an example: any would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleBatch:
+    """A few rows of a loader's dataset, collated, on the CPU.
+
+    Attributes:
+        origin: where it comes from, for messages.
+        batch: as the loader's collate_fn returns it; None if there is a problem.
+        problem: why there is no batch; else empty.
+    """
+
+    origin: str
+    batch: Any = None
+    problem: str = ""
+
+
+class ExampleBatches:
+    """The first rows of every loader that was prepared, those of the latest loaders first.
+
+    Args:
+        world: the ranks that need the same batches.
+    """
+
+    def __init__(self, world: World | None = None) -> None:
+        self._world = World() if world is None else world
+        self._loaders: list[DataLoader[Any]] = []
+
+    def add(self, loaders: Sequence[DataLoader[Any]]) -> None:
+        """Put loaders before those that are known."""
+        new = [one for one in loaders if all(one is not known for known in self._loaders)]
+        self._loaders = [*new, *self._loaders]
+
+    def forget(self) -> None:
+        """Let go of all loaders."""
+        self._loaders = []
+
+    def read(self) -> Sequence[ExampleBatch]:
+        """Return a batch, or a problem, for each loader: rank 0's on every rank. Collective."""
+        if self._world.size == 1:
+            return [first_rows(loader) for loader in self._loaders]
+        sent: list[ExampleBatch] = []
+        if self._world.rank == 0:  # others may have rows of their own, or other loaders
+            sent = [_able_to_travel(first_rows(loader)) for loader in self._loaders]
+        return communication.broadcast_object_list(sent)
+
+
+def first_rows(loader: DataLoader[Any]) -> ExampleBatch:
+    """Return rows 0 and 1 of a loader's dataset, or row 0 if two rows do not go together."""
+    dataset = loader.dataset
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        return ExampleBatch(kind, problem="an IterableDataset is not read ahead")
+    problem = ""
+    for rows in ([0, 1], [0]):
+        origin = f"row{'s' * (len(rows) > 1)} {' and '.join(map(str, rows))} of {kind}"
+        try:
+            with rng.fork(SEED), _without_trace(dataset, loader.collate_fn):
+                return ExampleBatch(origin, send_to_device(_collated(loader, rows), "cpu"))
+        except Exception as error:  # whatever the user's code raises
+            problem = problem or f"{type(error).__name__}: {error}"
+    return ExampleBatch(f"rows 0 and 1 of {kind}", problem=problem)
+
+
+def _collated(loader: DataLoader[Any], rows: list[int]) -> Any:
+    """Return rows as the loader makes a batch of them, with batch_size=None one item alone."""
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is None:
+        takes_lists = isinstance(loader.sampler, BatchSampler)
+        return loader.collate_fn(dataset[rows if takes_lists else rows[0]])
+    at_once = getattr(dataset, "__getitems__", None)
+    found = [dataset[row] for row in rows] if at_once is None else at_once(rows)
+    return loader.collate_fn(found)
+
+
+def _able_to_travel(example: ExampleBatch) -> ExampleBatch:
+    """Return a batch, or why other ranks cannot get it: not every object can be pickled."""
+    try:
+        pickle.dumps(example)
+    except Exception as error:
+        return ExampleBatch(example.origin, problem=f"{type(error).__name__}: {error}")
+    return example
+
+
+@contextmanager
+def _without_trace(*objects: Any) -> Iterator[None]:
+    """Context after which attributes of datasets and collations are what they were before.
+
+    A file that the dataset opens at its first row would else be open in all worker processes.
+    """
+    saved = [(vars(member), dict(vars(member))) for member in _members(objects)]
+    try:
+        for attributes, before in saved:
+            attributes.update({name: _copied(value) for name, value in before.items()})
+        yield
+    finally:
+        for attributes, before in saved:
+            attributes.clear()
+            attributes.update(before)
+
+
+def _members(objects: Sequence[Any]) -> Iterator[Any]:
+    """Yield objects with attributes, and the datasets inside of datasets."""
+    waiting, seen = [*objects], set[int]()
+    while waiting:
+        member = waiting.pop()
+        if isinstance(member, MethodType):
+            member = member.__self__
+        if id(member) in seen or isinstance(member, type) or not hasattr(member, "__dict__"):
+            continue
+        seen.add(id(member))
+        yield member
+        for value in vars(member).values():
+            parts = value if isinstance(value, list | tuple) else [value]
+            if parts and isinstance(parts[0], Dataset):  # not millions of samples
+                waiting += parts
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of what a dataset may change while it reads a row; of a list, not its items."""
+    if type(value) in (list, dict, set, deque):
+        return copy.copy(value)
+    own = isinstance(value, torch.Generator | random.Random)
+    numpys = type(value).__module__.startswith("numpy.random")
+    return copy.deepcopy(value) if own or numpys else value

@@ -1,0 +1,222 @@
+"""Example inputs from a loader of the script: how a batch becomes the arguments of a forward."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from drivetrain import Accelerator
+from drivetrain.data.examples import ExampleBatch
+from drivetrain.errors import RankMismatchError, UsageError
+from drivetrain.testing.conformance.twins import everyone
+from drivetrain_megatron.recording.calls import example_inputs
+from drivetrain_megatron.recording.first_batch import LENGTH
+from huggingface_models import llama
+
+WIDTH = 8
+X, Y = torch.zeros(2, WIDTH), torch.ones(2, dtype=torch.long)
+
+
+class Takes(nn.Module):
+    """A layer behind a forward of choice."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.inner = forward
+
+    def forward(self, *args, **kwargs):
+        return self.layer(self.inner(*args, **kwargs))
+
+
+def only(x):
+    return x
+
+
+class Named(Takes):
+    def forward(self, x, scale, labels=None):
+        found = self.layer(x) * scale
+        return found if labels is None else nn.functional.cross_entropy(found, labels)
+
+
+class Plain(Takes):
+    def forward(self, features):
+        return self.layer(features)
+
+
+def found(model, batch):
+    inputs = example_inputs(model, [ExampleBatch("rows", batch)])
+    return inputs.args, inputs.kwargs
+
+
+def same(inputs, args, **kwargs):
+    assert len(inputs[0]) == len(args)
+    assert set(inputs[1]) == set(kwargs)
+    pairs = [*zip(inputs[0], args, strict=True), *((inputs[1][k], kwargs[k]) for k in kwargs)]
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_dict_is_given_by_name_with_labels():
+    scale = torch.tensor(2.0)
+    batch = {"id": 7, "x": X, "scale": scale, "labels": Y}
+    same(found(Named(only), batch), (), x=X, scale=scale, labels=Y)
+    wrong = {**batch, "labels": Y[:, None, None]}  # of another task
+    same(found(Named(only), wrong), (), x=X, scale=scale)
+
+
+def test_a_dict_of_other_names_is_given_by_position():
+    same(found(Plain(only), {"image": X, "target": Y}), (X,))
+    same(found(Plain(only), {"id": Y, "image": X}), (X,))
+
+
+def test_a_tuple_is_given_as_far_as_the_forward_takes_it():
+    same(found(Takes(lambda x, y: x + y[:, None]), [X, Y]), (X, Y))
+    same(found(Plain(only), (X, Y)), (X,))
+    same(found(Plain(only), X), (X,))
+
+
+def test_a_pair_of_inputs_and_targets():
+    scale = torch.tensor(2.0)
+    same(found(Named(only), ({"x": X, "scale": scale}, Y)), (), x=X, scale=scale)
+    same(found(Takes(lambda x, z: x + z), ((X, X), Y)), (X, X))
+
+
+def test_numbers_take_the_dtype_of_the_model():
+    same(found(Plain(only).bfloat16(), (X, Y)), (X.bfloat16(),))
+
+
+def test_long_sequences_are_cut_where_they_have_content():
+    tokens, mask = torch.arange(200).view(2, 100) % 97, torch.zeros(2, 100, dtype=torch.long)
+    mask[:, 60:] = 1  # padded on the left
+    tokens = tokens * mask
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    _, kwargs = found(llama(), batch)
+    assert {tuple(value.shape) for value in kwargs.values()} == {(2, LENGTH)}
+    assert kwargs["attention_mask"].all()
+    assert torch.equal(kwargs["input_ids"], tokens[:, 60 : 60 + LENGTH])
+
+
+def test_sequences_stay_whole_where_the_model_needs_their_length():
+    class Fixed(Plain):
+        def __init__(self):
+            super().__init__(only)
+            self.words, self.positions = nn.Embedding(50, WIDTH), nn.Parameter(torch.zeros(40, 8))
+
+        def forward(self, ids):
+            return self.layer(self.words(ids) + self.positions)
+
+    ids = torch.zeros(2, 40, dtype=torch.long)
+    same(found(Fixed(), [ids]), (ids,))
+
+
+def test_a_batch_that_does_not_fit_is_dropped_for_a_guess():
+    (guess,) = example_inputs(Plain(only), [ExampleBatch("rows", {"text": "abc"})]).args
+    assert guess.shape == (2, WIDTH)
+
+
+def test_the_error_has_a_line_for_each_reason():
+    def never(*args, **kwargs):
+        raise KeyError("no " + "way " * 100)
+
+    examples = [ExampleBatch("rows of A", X), ExampleBatch("rows of B", problem="OSError: gone")]
+    with pytest.raises(UsageError) as raised:
+        example_inputs(Takes(never), examples)
+    head, *tried, way_out = str(raised.value).split("\n")
+    assert head.startswith("expected inputs with which Takes can be called once, found none")
+    assert tried[0].startswith("  rows of A and 2 more: KeyError: 'no way")
+    assert tried[1] == "  rows of B: OSError: gone"
+    assert way_out.startswith("set model.example_inputs")
+    assert max(map(len, tried)) < 200
+    with pytest.raises(UsageError, match="\nprepare the model together with its loader, or set"):
+        example_inputs(Takes(never))
+
+
+def test_the_error_is_short():
+    def numbered(*args, count=[0]):  # noqa: B006  # counts
+        count[0] += 1
+        raise KeyError(count[0])
+
+    batch = tuple(X for _ in range(20))
+    with pytest.raises(UsageError, match="and 18 other errors") as raised:
+        example_inputs(Takes(numbered), [ExampleBatch("rows", batch)])
+    assert len(str(raised.value).split("\n")) == 7
+
+
+class Two(nn.Module):
+    """Blocks that need two inputs, which nobody would guess."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)) for _ in range(2)
+        )
+
+    def forward(self, left, right):
+        x = left + right
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def pairs():
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_model_is_divided_with_a_batch_of_its_loader(axis, together):
+    accelerator = Accelerator(strategy={"name": "megatron", axis: 2}, cpu=True)
+    torch.manual_seed(0)
+    model, twin = Two(), Two()
+    twin.load_state_dict(model.state_dict())
+    if together:
+        model, loader = accelerator.prepare(model, DataLoader(pairs(), 4))
+    else:
+        loader = accelerator.prepare_data_loader(DataLoader(pairs(), 4))
+        model = accelerator.prepare(model)
+    for left, right in loader:
+        loss = model(left, right).square().mean()
+        accelerator.backward(loss)
+        expected = twin(left, right).square().mean()
+        expected.backward()
+        torch.testing.assert_close(loss.item(), expected.item())
+    whole = dict(twin.named_parameters())
+    name = "blocks.1.2.bias"
+    if (mine := dict(model.named_parameters()).get(name)) is not None and mine.grad is not None:
+        torch.testing.assert_close(mine.grad, whole[name].grad)
+    if axis == "tp":
+        assert model.blocks[0][0].weight.shape == (8, WIDTH)
+    accelerator.free_memory()
+
+
+class OneBroken(Dataset):
+    """Cannot be read on rank 0."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if torch.distributed.get_rank() == 0:
+            raise OSError("no such file")
+        return torch.zeros(WIDTH), torch.zeros(WIDTH)
+
+
+@pytest.mark.ranks(2)
+def test_every_rank_has_the_same_error():
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
+    with pytest.raises(UsageError, match="rows 0 and 1 of OneBroken: OSError: no such") as raised:
+        accelerator.prepare(Two(), DataLoader(OneBroken(), 2))
+    assert len(set(everyone(str(raised.value)))) == 1
+
+
+@pytest.mark.ranks(2)
+def test_inputs_of_one_rank_alone_are_an_error_on_every_rank():
+    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
+    model = Two()
+    if accelerator.is_main_process:
+        model.example_inputs = (X, X)
+    with pytest.raises(RankMismatchError, match=r"example_inputs alike.*\(2, 8\).*NoneType"):
+        accelerator.prepare(model, DataLoader(pairs(), 2))
