@@ -996,8 +996,7 @@ class Accelerator(Processes):
                 dist.destroy_process_group()
 
     def _forget(self) -> None:
-        self._prepared.forget()
-        self._runs.examples.forget()
+        self._preparation.forget()
         self._recomputations.stop()
         self._constructions.forget()
         self.step = 0

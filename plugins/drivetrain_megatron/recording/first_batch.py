@@ -69,7 +69,8 @@ def _calls(model: nn.Module, batch: Any) -> Iterator[_Call]:
     elif isinstance(batch, list | tuple) and batch:
         yield from _by_position(tuple(batch))
         if not isinstance(batch[0], Tensor):  # ((image, words), target) or ({...}, target)
-            yield from ((f", its first item{how}", *call) for how, *call in _calls(model, batch[0]))
+            for how, args, kwargs in _calls(model, batch[0]):
+                yield f", its first item{how}", args, kwargs
     elif not isinstance(batch, list | tuple):
         yield "", (batch,), {}
 

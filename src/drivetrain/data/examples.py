@@ -1,4 +1,4 @@
-"""Small batches of a script's own data, for strategies that look at a model before it is trained.
+"""Small batches of a script's own data, for a look at its model before training.
 
 The first rows of a prepared loader are read as the loader would read them. Nobody notices: the
 sampler is not asked, and generators, counters and lists of the dataset are afterwards as they were.
@@ -42,7 +42,7 @@ class ExampleBatch:
 
 
 class ExampleBatches:
-    """The first rows of every loader that was prepared, those of the latest loaders first.
+    """The first rows of every prepared loader, the latest loaders first.
 
     Args:
         world: the ranks that need the same batches.
@@ -53,7 +53,7 @@ class ExampleBatches:
         self._loaders: list[DataLoader[Any]] = []
 
     def add(self, loaders: Sequence[DataLoader[Any]]) -> None:
-        """Put loaders before those that are known."""
+        """Put loaders in front of the known loaders."""
         new = [one for one in loaders if all(one is not known for known in self._loaders)]
         self._loaders = [*new, *self._loaders]
 
@@ -110,7 +110,7 @@ def _able_to_travel(example: ExampleBatch) -> ExampleBatch:
 
 @contextmanager
 def _without_trace(*objects: Any) -> Iterator[None]:
-    """Context after which attributes of datasets and collations are what they were before.
+    """Context after which attributes of datasets and collations have their former values.
 
     A file that the dataset opens at its first row would else be open in all worker processes.
     """
@@ -143,7 +143,7 @@ def _members(objects: Sequence[Any]) -> Iterator[Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of what a dataset may change while it reads a row; of a list, not its items."""
+    """Return a copy of a list, a dict or a generator, and other values themselves."""
     if type(value) in (list, dict, set, deque):
         return copy.copy(value)
     own = isinstance(value, torch.Generator | random.Random)

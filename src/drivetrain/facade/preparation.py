@@ -192,6 +192,11 @@ class Preparation:
         self._prepared.loaders.append(prepared)
         return prepared
 
+    def forget(self) -> None:
+        """Let go of everything prepared."""
+        self._prepared.forget()
+        self._runs.examples.forget()
+
     def refuse_foreign_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that optimizers hold parameters of prepared models only, if there is a model."""
         known = {key for entry in self._prepared.models for key in entry.held_names()}
