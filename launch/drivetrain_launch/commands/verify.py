@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,7 @@ def command(
             steps=flags["steps"],
             limit_s=flags["limit"],
             folder=folder,
+            announce=partial(click.echo, err=True),
         )
         examination = Examination(job, ranks)
         if everything:

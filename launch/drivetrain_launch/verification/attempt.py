@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -54,6 +54,7 @@ class Job:
         steps: optimizer steps to record.
         limit_s: seconds that one run may take.
         folder: for the records.
+        announce: takes a line about each run before it starts.
     """
 
     resolved: Resolved
@@ -61,11 +62,13 @@ class Job:
     steps: int
     limit_s: float
     folder: Path
+    announce: Callable[[str], None]
 
     def run(self, name: str, ranks: int, request: RecordRequest) -> Attempt:
         """Run the script on so many ranks, with the record in a folder of this name."""
         from drivetrain.runtime.world import RECORD_VARIABLE
 
+        self.announce(f"{name}, on {ranks} ranks" if ranks > 1 else f"{name}, in one process")
         folder = self.folder / name
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(_on(self.resolved, ranks), encoding="utf-8")

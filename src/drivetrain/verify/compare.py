@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Literal
 
@@ -19,6 +19,9 @@ SHRINKS = 1e-5
 
 DOUBLE_ROUNDING = 1e-12
 """Largest relative difference that sums in another order make in fp64, with room for some steps."""
+
+SINGLE_ROUNDING = 1e-6
+"""The same in fp32, where fp64 cannot be had."""
 
 LOOSE = {"start": 1e-6, "loss": 1e-2, "gradient norm": 5e-2, "weight": 1e-2, "note": 1e-2}
 """Largest relative difference by kind that counts as rounding where fp64 cannot be had."""
@@ -45,6 +48,8 @@ class Difference:
             norm of all gradients, or the loss.
         of_change: distance divided by the largest change of the tensor in this step; None for other
             numbers than weights, and for a tensor that did not change.
+        gradient: of a weight, the largest norm that its gradient had so far in either run, divided
+            by the norm of all gradients; None for other numbers, and without a gradient.
         where: rank and micro-batch, or unit or stage.
     """
 
@@ -56,6 +61,7 @@ class Difference:
     absolute: float = 0.0
     relative: float = 0.0
     of_change: float | None = None
+    gradient: float | None = None
     where: str = ""
 
     @property
@@ -93,11 +99,15 @@ def compare(run: RunRecord, reference: RunRecord) -> Comparison:
         return Comparison(problem=problem, steps=steps, compared={})
     counts: dict[Kind, int] = {}
     differences = []
+    gradients: dict[str, float] = {}
     for number in range(steps + 1):
+        if number:
+            _follow(gradients, run.steps[number - 1].norms, reference.steps[number - 1].norms)
         for each in _step(run, reference, number):
             counts[each.kind] = counts.get(each.kind, 0) + 1
             if each.absolute != 0:
-                differences.append(each)
+                size = gradients.get(each.name) if each.kind == "weight" else None
+                differences.append(replace(each, gradient=size))
     return Comparison(steps=steps, compared=counts, differences=differences)
 
 
@@ -117,22 +127,41 @@ def judge(
     """
     if not comparison.differences:
         return "equal", ()
-    if repeated is None:
-        limits = dict.fromkeys(LOOSE, DOUBLE_ROUNDING) if doubles else LOOSE
-        errors = [each for each in comparison.differences if _beyond(each, limits[each.kind])]
-    else:
-        before = {each.key: each.absolute for each in comparison.differences}
-        errors = [
-            each
-            for each in repeated.differences
-            if _beyond(each, DOUBLE_ROUNDING)
-            and not each.absolute <= SHRINKS * before.get(each.key, 0.0)
-        ]
+    doubles = doubles or repeated is not None
+    limits = dict.fromkeys(LOOSE, DOUBLE_ROUNDING) if doubles else LOOSE
+    noise = DOUBLE_ROUNDING if doubles else SINGLE_ROUNDING
+    shrunk = {each.key: SHRINKS * each.absolute for each in comparison.differences}
+    errors = [
+        each
+        for each in (comparison if repeated is None else repeated).differences
+        if not each.relative <= limits[each.kind]  # NaN is beyond
+        and not (repeated is not None and each.absolute <= shrunk.get(each.key, 0.0))
+        and not _is_noise(each, noise)
+    ]
     return ("error" if errors else "rounding"), errors
 
 
-def _beyond(difference: Difference, limit: float) -> bool:
-    return not difference.relative <= limit  # NaN is beyond
+def _is_noise(difference: Difference, rounding: float) -> bool:
+    """Whether a weight is apart because the optimizer steps by the sign of its gradient's rounding.
+
+    The gradient of a bias in front of a normalisation, or of attention's keys, is zero but for
+    rounding. Adam makes steps of full length of it, in any direction: two runs move apart by twice
+    the change of a step at most, in each step.
+    """
+    size, change = difference.gradient, difference.of_change
+    if size is None or change is None:
+        return False
+    return 0 < size <= rounding and change <= 2 * difference.step
+
+
+def _follow(
+    gradients: dict[str, float], mine: Mapping[str, float], theirs: Mapping[str, float]
+) -> None:
+    """Note the largest gradient of each parameter so far, as a part of the norm of all."""
+    scale = math.hypot(*theirs.values())
+    for name, norm in theirs.items():
+        size = max(mine.get(name, math.nan), norm) / scale if scale else 0.0
+        gradients[name] = max(size, gradients.get(name, 0.0))
 
 
 def _problem(run: RunRecord, reference: RunRecord) -> str:
@@ -195,7 +224,7 @@ def _norms(
     number: int, mine: Mapping[str, float], theirs: Mapping[str, float], places: Mapping[str, str]
 ) -> Iterator[Difference]:
     """Yield the norms in the order of backward: the first difference is nearest the cause."""
-    scale = math.sqrt(sum(norm * norm for norm in theirs.values()))
+    scale = math.hypot(*theirs.values())
     for name in reversed(list(theirs)):
         found, where = mine.get(name, math.nan), places.get(name, "")
         yield _number(number, "gradient norm", name, found, theirs[name], scale, where)

@@ -56,6 +56,23 @@ def test_rounding_shrinks_in_the_repetition_and_an_error_does_not():
     assert judge(rounding)[0] == "rounding"
 
 
+@pytest.mark.parametrize(
+    ("norm", "weight", "verdict"),
+    [
+        (1e-15, 0.999, "rounding"),  # the step of the reference from 1.0 is to 1.001
+        (1e-15, 0.990, "error"),  # further than any step of the optimizer
+        (1e-3, 0.999, "error"),  # a gradient that says where to go
+        (0.0, 0.999, "error"),  # no gradient, no noise
+        (math.nan, 0.999, "error"),
+    ],
+)
+def test_steps_along_the_rounding_of_a_gradient_go_anywhere(norm, weight, verdict):
+    run = record(weight=weight, norm=norm)
+    reference = record(weight=1.001, norm=0.0 if norm == 0 else 1e-15)
+    assert judge(compare(record(weight=1.001), reference), compare(run, reference))[0] == verdict
+    assert judge(compare(run, reference), doubles=True)[0] == verdict
+
+
 def test_an_error_that_appears_in_the_repetition_alone_counts():
     rounding = compare(record(loss=1.0 + 1e-7), record())
     assert judge(rounding, compare(record(weight=3.0), record()))[0] == "error"

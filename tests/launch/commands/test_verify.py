@@ -131,6 +131,8 @@ def test_a_gradient_that_is_too_large_is_named(verify):
     done = verify("--strategy", "scaled", "--steps", "1")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "\nerror\n  first: step 1, gradient norm of blocks.1.up.weight: found " in done.stdout
+    runs = ["run", "reference-dp2", "reference-dp2-fp64", "run-scaled-fp64"]
+    assert done.stderr.splitlines() == [f"{name}, on 2 ranks" for name in runs]
 
 
 @pytest.mark.exhaustive
