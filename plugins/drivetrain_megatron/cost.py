@@ -241,6 +241,12 @@ class StepVolumes:
         for first, last in () if sharded else _ends(derivation):
             for numel in forward.through(f"{name}.{first}", f"{name}.{last}"):
                 found += volumes.all_reduce(numel, x.itemsize, self._line)
+        for each in derivation.plan.alone:
+            layer = f"{name}.{each.layer}"
+            entering, leaving = forward.through(layer, layer)
+            summed, cut = (leaving, entering) if each.by_rows else (entering, leaving)
+            found += volumes.all_reduce(summed, x.itemsize, self._line)
+            found += volumes.all_gather(cut, x.itemsize, each.features, self._line)
         return found
 
     def _of_gradients(self) -> Counter[str]:

@@ -15,6 +15,7 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import StageCut, chosen_cut
 from drivetrain_megatron.pipeline.other_stages import Tie, is_local, ties
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
+from drivetrain_megatron.plan.whole_trial import confirmed
 from drivetrain_megatron.recording.calls import inputs_for
 from drivetrain_megatron.recording.phases import Recording, recording_of
 
@@ -87,7 +88,7 @@ class CellLayout:
             # Planning only asks how many ranks there are: nothing is sent.
             ranks = SoloCommunicator(run.mesh["tp"], run.traffic, run.world.timeout)
             tensor = TensorParallel.of(config, model, ranks)
-            plan = tensor.plan(model, found)
+            plan = confirmed(model, found, tensor.plan(model, found), config)
             facts = tensor.facts(model, plan)
         owners = {} if pipeline is None else {t.name: owner for t, owner, _ in pipeline.lent()}
         return cls(facts, run.mesh["tp"].rank, plan, pipeline, owners)

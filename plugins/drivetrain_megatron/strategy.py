@@ -31,6 +31,7 @@ from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
 from drivetrain_megatron.plan.report import describe
+from drivetrain_megatron.plan.whole_trial import confirmed
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
 from drivetrain_megatron.state import (
     GlobalShards,
@@ -284,7 +285,7 @@ class Megatron(DataParallelCell):
         if self._tp.size == 1:
             return None
         self._tensor = TensorParallel.of(self.config, model, self._tp)
-        return self._tensor.plan(model, inputs)
+        return confirmed(model, inputs, self._tensor.plan(model, inputs), self.config)
 
     def _give_values(self, model: nn.Module) -> None:
         """Let a model that was built without values get this rank's share of them."""

@@ -9,6 +9,7 @@ part                forward                         backward                    
 ==================  ==============================  ============================  =============
 a group             1 all-reduce                    1 all-reduce                  4 A (t-1)/t
 the same, sharded   1 all-gather, 1 reduce-scatter  1 all-gather, 1 r.-scatter    4 A (t-1)/t
+a layer by itself   1 all-gather, or 1 all-reduce   the other one                 3 A (t-1)/t
 a layer             its two groups: attention, MLP                                8 A (t-1)/t
 words come in       1 all-reduce                    nothing                       2 A (t-1)/t
 words go out        nothing                         1 all-reduce                  2 A (t-1)/t
@@ -30,6 +31,7 @@ from dataclasses import dataclass, replace
 
 from drivetrain.collectives import sent_elements
 from drivetrain.collectives.volume import Operation, chunk_bounds
+from drivetrain_megatron.tensor.partition import Partition
 
 _STATISTICS = 3
 """Of a cross entropy: maximum, sum of exponentials, and the logit of the target."""
@@ -111,6 +113,16 @@ def all_reduce(numel: int, itemsize: int, line: RanksOfAxis) -> Counter[str]:
     """Return the bytes of one all-reduce."""
     elements = sent_elements("all_reduce", numel, size=line.size, rank=line.rank)
     return Counter({"all_reduce": elements * itemsize})
+
+
+def all_gather(numel: int, itemsize: int, features: Partition, line: RanksOfAxis) -> Counter[str]:
+    """Return the bytes of a gathering of so many numbers, whose last dim is cut like this."""
+    each = numel // features.size
+    chunks = [(start * each, stop * each) for start, stop in features.bounds]
+    elements = sent_elements(
+        "all_gather", each * features.bounds[-1][1], size=line.size, rank=line.rank, chunks=chunks
+    )
+    return Counter({"all_gather": elements * itemsize})
 
 
 def _by_tokens(operation: Operation, activation: Activation, line: RanksOfAxis) -> int:

@@ -13,6 +13,7 @@
 ``named``        plans in words: the user's and Hugging Face's, and whether each was fulfilled
 ``vocabulary``   finds the layers outside of blocks that are divided by words
 ``model``        divides a whole model
+``whole_trial``  compares the divided model with one process, and keeps what gives equal numbers
 ``report``       says in a few lines how a model was divided
 ================ ==================================================================================
 """

@@ -15,21 +15,36 @@ from torch import nn
 
 from drivetrain.model.look import Look
 from drivetrain_megatron.plan.alike import alike
-from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, SizeAttribute
+from drivetrain_megatron.plan.divide import (
+    AlonePlan,
+    BlockPlan,
+    GroupPlan,
+    SizeAttribute,
+    facts_of,
+)
 from drivetrain_megatron.plan.groups import (
     GroupDivision,
     LayerGroup,
     LinearUse,
     find_groups,
     linear_uses,
+    rows_of,
     ways,
 )
 from drivetrain_megatron.plan.own_weights import WeightRegion, find_regions, ways_of
 from drivetrain_megatron.plan.trial import Trial, verify
 from drivetrain_megatron.tensor.linear import is_linear
+from drivetrain_megatron.tensor.partition import even
 
 _CONFIGURATIONS = ("config", "cfg", "args")
 """Under which names modules keep the configuration of their model."""
+
+ENOUGH = 0.6
+"""Share of a block's parameters that groups divide; below, large layers are divided by themselves,
+although each of them then sends activations."""
+
+_LARGE = 0.01
+"""Share of a block's parameters in such a layer; a smaller one would send more than it saves."""
 
 _MOST_WAYS = 24
 """How many ways to divide a region are tried."""
@@ -59,7 +74,8 @@ class Derivation:
     @property
     def is_whole(self) -> bool:
         """Whether every rank computes the whole block."""
-        return not (self.plan.groups or self.plan.regions or self.plan.attentions)
+        plan = self.plan
+        return not (plan.groups or plan.regions or plan.attentions or plan.alone)
 
 
 class BlockStructure(NamedTuple):
@@ -69,11 +85,13 @@ class BlockStructure(NamedTuple):
         uses: the linear layers by name, in the order of first calls.
         regions: the weights that modules multiply by themselves.
         shared: names of the parameters that are used outside of the block, too.
+        sizes: elements of each parameter, by name.
     """
 
     uses: Mapping[str, LinearUse]
     regions: Sequence[WeightRegion]
     shared: frozenset[str]
+    sizes: Mapping[str, int]
 
 
 def structure_of(
@@ -82,7 +100,8 @@ def structure_of(
     """Return the structure in one call of a block, which may be the model itself."""
     uses = linear_uses(look, model, block, operations)
     regions = find_regions(look, model, block, operations)
-    return BlockStructure(uses, regions, shared_with_others(model, block))
+    sizes = {name: parameter.numel() for name, parameter in block.named_parameters()}
+    return BlockStructure(uses, regions, shared_with_others(model, block), sizes)
 
 
 def shared_with_others(model: nn.Module, block: nn.Module) -> frozenset[str]:
@@ -100,11 +119,12 @@ def derive(
     *,
     sequence_parallel: bool,
     layers: set[str] | None = None,
+    alone: bool = False,
 ) -> Derivation:
     """Return the plan for a block of this structure.
 
     Layers may be divided that ``layers`` names, or modules around them; None lets all, and the
-    weights of regions.
+    weights of regions. ``alone`` lets layers be divided by themselves.
     """
     uses = structure.uses
     allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
@@ -118,6 +138,8 @@ def derive(
             _divide_alike(found, group.row, layers, tryout)
     for region in structure.regions if layers is None and not sequence_parallel else ():
         _divide_region(found, region, structure, tryout)
+    if alone and not sequence_parallel:
+        _divide_alone(found, structure, allowed, tryout)
     if sequence_parallel and found.plan == BlockPlan():
         plan, found.broken = tryout(found.plan)
         found.plan = plan or found.plan
@@ -221,6 +243,37 @@ def _divide_region(
             return
         reasons.append(reason)
     found.refused[region.row.name] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+
+
+def _divide_alone(
+    found: Derivation, structure: BlockStructure, allowed: Container[str], tryout: _Tryout
+) -> None:
+    """Divide large layers by themselves where a block would stay whole for the most part."""
+    block, sizes = tryout.trial.block, structure.sizes
+    total = sum(sizes.values())
+    facts = facts_of(block, found.plan, tryout.ranks)
+    cut = [name for name, known in facts.items() if known.partition is not None]
+    if sum(sizes[name] for name in cut) >= ENOUGH * total:
+        return
+    rows, ranks = rows_of(structure.uses), tryout.ranks
+    alone = tuple(
+        AlonePlan(name, even(-1, use.inputs if name in rows else use.outputs, ranks), name in rows)
+        for name, use in structure.uses.items()
+        if name in allowed
+        and f"{name}.weight" not in cut
+        and use.inputs * use.outputs >= _LARGE * total
+        and not _of_others([name], structure)
+        and not _shared(block, LayerGroup((), name))
+    )
+    for some in (alone, *((each,) for each in alone)):  # all of them, or else those that can be
+        plan = replace(found.plan, alone=(*found.plan.alone, *some))
+        divided, _ = tryout(plan) if some else (None, "")
+        if divided is not None:
+            found.plan = divided
+            for each in some:
+                found.refused.pop(each.layer, None)
+        if divided is not None and some == alone:
+            return
 
 
 def _of_others(members: Iterable[str], structure: BlockStructure) -> str:

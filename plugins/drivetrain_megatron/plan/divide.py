@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
 from drivetrain_megatron.cell import ParameterFacts
+from drivetrain_megatron.tensor.alone import attach_alone
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
 from drivetrain_megatron.tensor.linear import attach_column, attach_row, is_transposed
 from drivetrain_megatron.tensor.local_sizes import attach_resized
@@ -78,6 +79,21 @@ class RegionPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class AlonePlan:
+    """How a linear layer is divided by itself, see ``tensor/alone``.
+
+    Attributes:
+        layer: its name.
+        features: how its output features are cut, or its input features.
+        by_rows: whether the input features are.
+    """
+
+    layer: str
+    features: Partition
+    by_rows: bool
+
+
+@dataclass(frozen=True, slots=True)
 class BlockPlan:
     """How a block is divided; names are names inside of the block.
 
@@ -85,12 +101,14 @@ class BlockPlan:
         groups: its groups of layers.
         regions: its weights that are in no layer.
         attentions: its ``nn.MultiheadAttention``, which are divided by heads.
+        alone: its layers that are divided by themselves.
         partial: parameters that stay whole and whose gradients are summed over ranks.
     """
 
     groups: tuple[GroupPlan, ...] = ()
     regions: tuple[RegionPlan, ...] = ()
     attentions: tuple[str, ...] = ()
+    alone: tuple[AlonePlan, ...] = ()
     partial: frozenset[str] = frozenset()
 
 
@@ -112,6 +130,9 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
         _attach_region(block, region, edges)
     for attention in plan.attentions:
         attach_heads(block.get_submodule(attention), edges)
+    for each in plan.alone:
+        layer = block.get_submodule(each.layer)
+        attach_alone(layer, edges, each.features, by_rows=each.by_rows)
     _resize(block, plan, edges)
     return facts
 
@@ -128,6 +149,12 @@ def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, Paramet
     for region in plan.regions:
         for name, partition in (*region.weights.items(), *region.summed.items()):
             facts[name] = replace(facts[name], partition=partition)
+    for each in plan.alone:
+        layer = block.get_submodule(each.layer)
+        cuts = _by_rows(layer, each.features) if each.by_rows else _by_columns(layer, each.features)
+        for name, partition in cuts.items():
+            full = f"{each.layer}.{name}"
+            facts[full] = replace(facts[full], partition=partition)
     for attention in plan.attentions:
         module: Any = block.get_submodule(attention)
         for name, partition in head_partitions(module, ranks).items():
@@ -147,15 +174,25 @@ def cut(parameter: nn.Parameter, partition: Partition, rank: int) -> None:
 
 def _partitions(block: nn.Module, group: GroupPlan) -> dict[str, Partition]:
     """Return how each parameter of a group is cut, by its name in the block."""
-    found = {}
-    for name, outputs in group.columns.items():
-        layer = block.get_submodule(name)
-        found[f"{name}.weight"] = replace(outputs, dim=1 if is_transposed(layer) else 0)
-        if layer.bias is not None:
-            found[f"{name}.bias"] = replace(outputs, dim=0)
-    row = block.get_submodule(group.row)
-    found[f"{group.row}.weight"] = replace(group.inputs, dim=0 if is_transposed(row) else 1)
+    layers = {
+        name: _by_columns(block.get_submodule(name), outputs)
+        for name, outputs in group.columns.items()
+    }
+    layers[group.row] = _by_rows(block.get_submodule(group.row), group.inputs)
+    return {f"{name}.{each}": cut for name, cuts in layers.items() for each, cut in cuts.items()}
+
+
+def _by_columns(layer: nn.Module, outputs: Partition) -> dict[str, Partition]:
+    """Return how the parameters of a layer are cut that has a share of its output features."""
+    found = {"weight": replace(outputs, dim=1 if is_transposed(layer) else 0)}
+    if layer.bias is not None:
+        found["bias"] = replace(outputs, dim=0)
     return found
+
+
+def _by_rows(layer: nn.Module, inputs: Partition) -> dict[str, Partition]:
+    """Return the same for a layer with a share of its input features: the bias is whole."""
+    return {"weight": replace(inputs, dim=0 if is_transposed(layer) else 1)}
 
 
 def _attach(block: nn.Module, group: GroupPlan, edges: Edges) -> None:

@@ -251,7 +251,7 @@ def _by_heads(
     width = uses[group.row].inputs
     segments = _segments(group, uses)
     shapes = {uses[name].heads for name in group.columns if uses[name].heads}
-    counts = {count for shape in shapes for count in shape[:-1] if width % count == 0}
+    counts = {n for shape in shapes for n in shape[:-1] if n > 1 and width % n == 0}
     for count in sorted(counts, reverse=True):
         if any(segment.size % count for segment in segments):
             continue

@@ -75,12 +75,20 @@ class ModelPlan:
         vocabulary: names of the embeddings and linear layers that are divided by words.
         layouts: how the inputs of dropouts in blocks are divided.
         sharded: whether activations between the groups of layers are shards of the sequence.
+        note: what a trial of the whole model refused, and why; "" if it refused nothing.
     """
 
     blocks: dict[str, Derivation] = field(default_factory=dict)
     vocabulary: list[str] = field(default_factory=list)
     layouts: Layouts = field(default_factory=Layouts)
     sharded: bool = False
+    note: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is divided, neither layers nor activations."""
+        blocks = self.blocks.values()
+        return not (self.vocabulary or self.sharded) and all(block.is_whole for block in blocks)
 
 
 class TensorParallel:
@@ -255,7 +263,9 @@ class TensorParallel:
                 block = uncompiled(each)
                 found_in = structure_of(look, model, block, shown[name].operations)
                 call = calls.arguments[name]
-                known[key] = _tried(block, call, found_in, layers, self._tokens, ranks)
+                known[key] = _tried(
+                    block, call, found_in, layers, self._tokens, ranks, alone=not self._strict
+                )
             add(name, key)
         for name in () if plan.sharded else uncalled_blocks(look, model):
             if (key := self._key(model, name, model.get_submodule(name))) in known:
@@ -325,6 +335,8 @@ def _tried(
     layers: set[str] | None,
     tokens: TokenShards | None,
     ranks: int,
+    *,
+    alone: bool = False,
 ) -> tuple[Derivation, Mapping[Site, DropoutLayout]]:
     """Return how a block is divided, and the layouts of its dropouts' inputs.
 
@@ -339,7 +351,9 @@ def _tried(
         except Exception as error:  # whatever the user's code raises in fp64: it stays whole
             reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
             continue
-        found = derive(trial, structure, ranks, sequence_parallel=sharded, layers=layers)
+        found = derive(
+            trial, structure, ranks, sequence_parallel=sharded, layers=layers, alone=alone
+        )
         if thin and find_misfit(block, call, found.plan, ranks, sequence_parallel=sharded):
             continue
         fits = (sharded or not found.is_whole) and not found.broken

@@ -175,6 +175,8 @@ def _done(vocabulary: Collection[str], blocks: Mapping[str, Derivation]) -> dict
         for group in derivation.plan.groups:
             done.update({_full(block, name): "colwise" for name in group.columns})
             done[_full(block, group.row)] = "rowwise"
+        for each in derivation.plan.alone:
+            done[_full(block, each.layer)] = "rowwise" if each.by_rows else "colwise"
         done.update({_full(block, name): "attention" for name in derivation.plan.attentions})
     return done
 

@@ -9,7 +9,7 @@ trial of a block with 200 M parameters then takes megabytes.
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,18 +55,11 @@ def random_copy(
         dtype: of the values.
     """
     layers = [] if rows is None else _thin_layers(model, rows)
-    dims = {
-        id(model.get_parameter(f"{layer.module}.{name}".strip("."))): dim
-        for layer in layers
-        for name, dim in layer.parameters.items()
-    }
+    shapes = _shapes(model, layers)
     known: dict[int, Any] = {}
     for parameter in model.parameters():
-        shape = list(parameter.shape)
-        if id(parameter) in dims:
-            shape[dims[id(parameter)]] = FEATURES
         # Also what is frozen now: it may be trained later.
-        values = _values(parameter, shape, generator)
+        values = _values(parameter, shapes[id(parameter)], generator)
         known[id(parameter)] = nn.Parameter(values, _floats(parameter))
     for buffer in model.buffers():
         if buffer.is_meta:
@@ -89,9 +82,25 @@ def random_copy(
     return copied
 
 
+def thin_shapes(model: nn.Module, rows: Collection[str] | None) -> dict[int, Sequence[int]]:
+    """Return the shapes that parameters have in such a copy, by ``id`` of the model's own."""
+    return _shapes(model, [] if rows is None else _thin_layers(model, rows))
+
+
 def randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Return random fp64 numbers on the CPU."""
     return torch.randn(tuple(shape), dtype=torch.float64, device="cpu", generator=generator)
+
+
+def _shapes(model: nn.Module, layers: Iterable[_Thin]) -> dict[int, Sequence[int]]:
+    shapes: dict[int, Sequence[int]] = {id(p): tuple(p.shape) for p in model.parameters()}
+    for layer in layers:
+        for name, dim in layer.parameters.items():
+            parameter = model.get_parameter(f"{layer.module}.{name}".strip("."))
+            shape = list(parameter.shape)
+            shape[dim] = FEATURES
+            shapes[id(parameter)] = shape
+    return shapes
 
 
 def _values(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:

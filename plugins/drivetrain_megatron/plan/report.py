@@ -37,6 +37,8 @@ def describe(
         rest = f" and {len(whole) - SHOWN} more" if len(whole) > SHOWN else ""
         named = ", ".join(f"{name} ({nbytes[name]:,} bytes)" for name in largest)
         yield f"whole on each rank: {named}{rest}"
+    if plan.note:
+        yield plan.note[:300]
     if plan.vocabulary:
         yield f"by words: {', '.join(plan.vocabulary)}"
 
@@ -62,6 +64,8 @@ def _groups(derivation: Derivation) -> str:
     for region in derivation.plan.regions:
         columns = [name for name in region.weights if name != region.row]
         groups.append(f"{', '.join(columns)} -> {region.row}")
+    if derivation.plan.alone:
+        groups.append(f"by itself {', '.join(each.layer for each in derivation.plan.alone)}")
     return "; ".join([*groups, *(f"heads of {name}" for name in derivation.plan.attentions)])
 
 

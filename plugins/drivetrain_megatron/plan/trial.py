@@ -105,11 +105,22 @@ def make_trial(block: nn.Module, call: Call, rows: Collection[str] | None = None
 def _trial_in(
     dtype: torch.dtype, block: nn.Module, call: Call, rows: Collection[str] | None
 ) -> Trial:
-    generator = torch.Generator().manual_seed(SEED)
-    trial = random_copy(block, generator, rows, dtype)
-    wide = _wide(call, generator, dtype)
+    trial, wide = randomized(block, call, rows, dtype)
     with rng.fork(SEED):
-        return Trial(trial, wide, run_block(trial, wide))
+        # A copy runs: what a block keeps of a forward could not be copied for the ranks.
+        return Trial(trial, wide, run_block(copy.deepcopy(trial), wide))
+
+
+def randomized(
+    module: nn.Module, call: Call, rows: Collection[str] | None, dtype: torch.dtype
+) -> tuple[nn.Module, Call]:
+    """Return a copy with random values in evaluation mode, and arguments for the copy.
+
+    The arguments are those of ``make_trial``.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    copied = random_copy(module, generator, rows, dtype)
+    return copied, _wide(call, generator, dtype)
 
 
 def verify(
@@ -191,7 +202,7 @@ def run_block(block: nn.Module, call: Call, edges: Edges | None = None) -> Resul
         outputs = floating_in(block(*args, **kwargs))
         if edges is not None and sequence is not None:
             outputs[0] = gather(outputs[0], edges.ranks, sequence)
-        _backward(outputs)
+        backward(outputs)
     return Results(
         [output.detach() for output in outputs],
         None if given is None else torch.zeros_like(given) if given.grad is None else given.grad,
@@ -212,7 +223,7 @@ def entered(
         yield scatter(inside, edges.ranks, sequence), sequence
 
 
-def _backward(outputs: Sequence[Tensor]) -> None:
+def backward(outputs: Sequence[Tensor]) -> None:
     """Run backward from random gradients, equal wherever outputs have equal shapes."""
     generator = torch.Generator().manual_seed(SEED + 1)
     pairs = [(x, randn(x.shape, generator).to(x.device, x.dtype)) for x in outputs]

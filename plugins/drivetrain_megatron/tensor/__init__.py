@@ -17,6 +17,7 @@ activations between the blocks along the sequence (sequence parallelism). From t
 ``logits``        the tensor that a head cut over the vocabulary returns
 ``once``          gradients that cannot be differentiated again
 ``linear``        layers cut by columns or by rows, of torch and of Hugging Face
+``alone``         layers that are divided by themselves
 ``region``        the ends of a part of a block whose weights are in no layer
 ``attention``     ``nn.MultiheadAttention`` on local heads
 ``local_sizes``   reshapes by code that counts with the sizes of the whole

@@ -8,9 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from divided_words import TwoRanks
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError
 from drivetrain.testing.conformance.twins import everyone
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.plan.model import TensorParallel
+from drivetrain_megatron.recording.calls import inputs_for
 from huggingface_models import ARCHITECTURES, llama, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -320,8 +324,8 @@ class Mixing(nn.Module):
         self.up = nn.Linear(8, 6)
         self.norm = nn.LayerNorm(6)
         self.down = nn.Linear(6, 8)
-        self.one = nn.Linear(8, 4)
-        self.two = nn.Linear(4, 8)
+        self.one = nn.Linear(8, 40)
+        self.two = nn.Linear(40, 8)
 
     def forward(self, x):
         x = x + self.down(torch.relu(self.norm(self.up(x))))
@@ -404,3 +408,23 @@ def test_adapters_of_rows(names):
     accelerator, model = prepared(model)
     check_equals(accelerator, model, twin)
     accelerator.free_memory()
+
+
+class OneHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        inner = self.up(x)
+        heads = inner.view(*inner.shape[:-1], 1, inner.shape[-1])
+        return x + self.down(torch.relu(heads).flatten(-2))
+
+
+def test_features_of_one_head_are_divided():
+    """One rank got all of them, and the others none."""
+    model = nn.Sequential(OneHead(), OneHead())
+    config = MegatronConfig(tp=2)
+    plan = TensorParallel.of(config, model, TwoRanks()).plan(model, inputs_for(config, model))
+    (group,) = plan.blocks["0"].plan.groups
+    assert group.inputs.local_sizes == (6, 6)

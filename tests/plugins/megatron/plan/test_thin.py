@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.collectives.solo import SoloCommunicator
+from divided_words import TwoRanks
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan import random_copy
 from drivetrain_megatron.plan.model import TensorParallel
@@ -15,18 +15,9 @@ from drivetrain_megatron.recording.calls import inputs_for
 from huggingface_models import ARCHITECTURES, llama
 
 
-class Axis(SoloCommunicator):
-    """Two ranks, of which a plan only asks how many there are."""
-
-    def __init__(self):
-        self.axis = None
-
-    size, rank = 2, 0
-
-
 def planned(model, **options):
     config = MegatronConfig(tp=2, **options)
-    return TensorParallel.of(config, model, Axis()).plan(model, inputs_for(config, model))
+    return TensorParallel.of(config, model, TwoRanks()).plan(model, inputs_for(config, model))
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -1,0 +1,166 @@
+"""A plan is tried as a whole: code around the blocks may read what a rank has a share of."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from divided_words import WIDE, WORDS, PostNorm, TwoRanks, batch, trained
+from drivetrain.errors import ConfigError
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.plan import random_copy, whole_trial
+from drivetrain_megatron.plan.model import TensorParallel
+from drivetrain_megatron.plan.whole_trial import confirmed
+from drivetrain_megatron.recording.calls import inputs_for
+
+
+class Words(nn.Module):
+    """A transformer whose subclasses add something around the blocks."""
+
+    def __init__(self, blocks=2):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDE)
+        self.blocks = nn.ModuleList(PostNorm(WIDE) for _ in range(blocks))
+        self.head = nn.Linear(WIDE, WORDS)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.around(self.head(x))
+
+    def around(self, logits):
+        return logits
+
+
+class Prior(Words):
+    """Reads the bias of the head, of which a rank has the words of its own."""
+
+    def around(self, logits):
+        return logits * self.head.bias.pow(2).mean()
+
+
+class Penalized(Words):
+    """Reads weights inside of blocks."""
+
+    def around(self, logits):
+        return logits * sum(block.up.weight.pow(2).mean() for block in self.blocks)
+
+
+class Kept(PostNorm):
+    def forward(self, x):
+        x = self.norm(x + self.attention(x))
+        self.inner = F.gelu(self.up(x))
+        return self.last(x + self.down(self.inner))
+
+
+class Watched(Words):
+    """Reads an activation that a block keeps; nothing is seen of this in outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Kept(WIDE) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def around(self, logits):
+        used = self.scale * self.blocks[0].inner.mean()
+        return logits + (used - used.detach())
+
+
+def planned(model, **options):
+    model.example_inputs = batch()
+    config = MegatronConfig(tp=2, **options)
+    inputs = inputs_for(config, model)
+    plan = TensorParallel.of(config, model, TwoRanks()).plan(model, inputs)
+    assert plan.vocabulary == ["words", "head"]  # until the whole model is tried
+    assert not any(block.is_whole for block in plan.blocks.values())
+    return confirmed(model, inputs, plan, config)
+
+
+def test_the_plan_of_a_plain_model_is_kept():
+    plan = planned(Words().double())
+    assert plan.vocabulary == ["words", "head"]
+    assert not plan.note
+    assert list(plan.blocks) == ["blocks.0", "blocks.1"]
+
+
+def test_words_that_other_code_reads_stay_whole():
+    plan = planned(Prior().double())
+    assert not plan.vocabulary
+    assert plan.note.startswith("words, head stay whole: divided by words, output 0 differs")
+    assert not any(block.is_whole for block in plan.blocks.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [(Penalized, "output 0 differs"), (Watched, "the gradient of '[a-z0-9.]+' differs")],
+)
+def test_blocks_of_which_other_code_reads_a_share_stay_whole(kind, found):
+    (whole,) = planned(kind().double()).blocks.items()
+    assert whole[0] == ""
+    assert whole[1].is_whole
+    assert re.match(f"divided over ranks, .*{found}", whole[1].untried)
+
+
+def test_a_plan_of_the_user_is_refused():
+    plan = {"*.up": "colwise", "*.down": "rowwise", "words": "vocab", "head": "vocab"}
+    with pytest.raises(ConfigError, match="with this plan output 0 differs"):
+        planned(Penalized().double(), plan=plan)
+
+
+def test_shards_of_the_sequence_are_refused():
+    with pytest.raises(ConfigError, match="output 0 differs.*set sequence_parallel: false"):
+        planned(Penalized().double(), sequence_parallel=True)
+
+
+def test_a_model_that_cannot_run_in_a_trial_keeps_its_words_whole():
+    class Checked(Words):
+        def around(self, logits):
+            if type(logits) is torch.Tensor:
+                raise ValueError("only without values")
+            return logits
+
+    plan = planned(Checked().double())
+    assert not plan.vocabulary
+    assert "only without values" in plan.note
+    assert not any(block.is_whole for block in plan.blocks.values())
+
+
+def test_long_lists_are_tried_by_their_first_blocks(monkeypatch):
+    """Where all blocks need too much memory; and nothing is tried where two need too much."""
+    model = Words(blocks=6).double()
+    names = []
+
+    def counted(outline, call, rows, dtype):
+        names.append(len(outline.blocks))
+        return randomized(outline, call, rows, dtype)
+
+    randomized = whole_trial.randomized
+    monkeypatch.setattr(whole_trial, "randomized", counted)
+    weights = sum(p.numel() for p in model.parameters())
+    for most, blocks in ((1 << 30, [6]), (weights * 48, [2]), (weights, [])):
+        monkeypatch.setattr(whole_trial, "MOST_BYTES", most)
+        assert planned(model).vocabulary == ["words", "head"]
+        assert names == blocks
+        names.clear()
+
+
+def test_thin_matrices_find_the_same(monkeypatch):
+    monkeypatch.setattr(random_copy, "LARGE", 64)
+    monkeypatch.setattr(random_copy, "FEATURES", 4)
+    assert planned(Words().double()).vocabulary == ["words", "head"]
+    assert not planned(Prior().double()).vocabulary
+    assert "" in planned(Penalized().double()).blocks
+
+
+@pytest.mark.ranks(2)
+def test_what_is_left_of_a_plan_trains_as_one_process():
+    """The values were those of a rank's share, without a word."""
+    for kind, expected in ((Prior, True), (Watched, False)):
+        torch.manual_seed(0)
+        model = kind().double()
+        divided, mine, theirs = trained(model, {"name": "megatron", "tp": 2}, batch())
+        assert bool(divided) is expected
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
