@@ -16,6 +16,7 @@ from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
 from drivetrain.parts.rounds import Rounds
 from drivetrain.parts.saved_state import ReplicatedState
+from drivetrain.runtime.precision import Precision
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run, Strategy
 from drivetrain_ddp.config import DdpConfig
@@ -35,12 +36,6 @@ class Ddp(Strategy[DdpConfig]):
 
     def __init__(self, config: DdpConfig, run: Run) -> None:
         super().__init__(config, run)
-        run.precision.refuse(
-            "ddp",
-            "param",
-            "master",
-            instead="convert the model itself, or take a strategy that keeps master copies",
-        )
         self._hook = config.compression(run.precision)
         self._communicator: Communicator = connect(
             run.mesh["dp"], run.traffic, run.world.device, run.world.timeout
@@ -53,6 +48,17 @@ class Ddp(Strategy[DdpConfig]):
     def axes(cls, config: DdpConfig, world_size: int) -> Mapping[str, int]:
         """Return one axis, ``dp``, over all ranks."""
         return {"dp": world_size}
+
+    @classmethod
+    def check_options(cls, config: DdpConfig, precision: Precision) -> None:
+        """Refuse masters, which every rank would hold whole, and two compressions."""
+        precision.refuse(
+            "ddp",
+            "param",
+            "master",
+            instead="convert the model itself, or take a strategy that keeps master copies",
+        )
+        config.compression(precision)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""

@@ -23,6 +23,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
@@ -71,6 +72,12 @@ class DataParallelCell(Strategy[MegatronConfig]):
         super().__init__(config, run)
         kind, options = data_parallel(config)
         self._inner: Strategy[Any] = kind(options, run)
+
+    @classmethod
+    def check_options(cls, config: MegatronConfig, precision: Precision) -> None:
+        """Let the data-parallel strategy refuse options and dtypes."""
+        kind, options = data_parallel(config)
+        kind.check_options(options, precision)
 
     @property
     def _is_one_rank(self) -> bool:

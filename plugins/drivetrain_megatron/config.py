@@ -73,7 +73,7 @@ class MegatronConfig:
             ConfigError: the order does not name each axis once, the axes do not fit the world, or
                 options contradict each other.
         """
-        self._check()
+        self.check()
         names = [name.strip() for name in self.order.split(",")]
         if sorted(names) != sorted(AXES):
             raise ConfigError(
@@ -89,7 +89,12 @@ class MegatronConfig:
         sizes = {"tp": self.tp, "pp": self.pp, "dp": world_size // cell}
         return {name: sizes[name] for name in names}
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            ConfigError: says which ones.
+        """
         interleaved = self.schedule == "interleaved"
         if interleaved and (self.pp == 1 or self.chunks == 1):
             raise ConfigError(

@@ -1,7 +1,6 @@
 """The stores that options name, and the shards of flat tensors that lie in them."""
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from drivetrain.errors import ConfigError
 from drivetrain.registry import stores
-from drivetrain.sharding.options import OffloadOptions
+from drivetrain.sharding.options import OffloadOptions, store_knobs
 from drivetrain.sharding.shard import ShardHome
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.store import SteppingStore, TensorStore
@@ -86,31 +85,21 @@ class ShardInStore(ShardHome):
 def open_stores(options: OffloadOptions) -> dict[str, SteppingStore]:
     """Open the stores that the options of one model name, each once; return them by name.
 
+    Args:
+        options: as ``check`` found them right.
+
     Raises:
-        UnknownPluginError: no store of this name is installed.
-        ConfigError: a store cannot keep optimizer state, or has no option of a name.
+        ConfigError: a store cannot keep optimizer state.
     """
     kinds = {n: stores().load(n) for n in sorted({options.optimizer, options.params} - {""})}
     settings = dict(options.store_options)
     if options.path:
         settings["path"] = options.path
-    known = {name: _knobs(kind) for name, kind in kinds.items()}
-    unknown = [key for key in settings if not any(key in knobs for knobs in known.values())]
-    if unknown and kinds:
-        described = "; ".join(
-            f"{name} has {', '.join(sorted(knobs)) or 'none'}" for name, knobs in known.items()
-        )
-        raise ConfigError(f"expected options of the stores, found {unknown}: {described}")
     return {name: _open(name, kind, settings) for name, kind in kinds.items()}
 
 
-def _knobs(kind: Any) -> set[str]:
-    config = getattr(kind, "Config", None)
-    return {field.name for field in fields(config)} if is_dataclass(config) else set()
-
-
 def _open(name: str, kind: Any, settings: dict[str, Any]) -> SteppingStore:
-    knobs = _knobs(kind)
+    knobs = store_knobs(kind)
     chosen = {key: value for key, value in settings.items() if key in knobs}
     store = kind(kind.Config(**chosen)) if knobs else kind()
     if not isinstance(store, SteppingStore):

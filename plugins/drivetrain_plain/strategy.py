@@ -15,6 +15,7 @@ from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import on_gradient
 from drivetrain.parts.saved_state import ReplicatedState
+from drivetrain.runtime.precision import Precision
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run, Strategy
 
@@ -36,9 +37,6 @@ class Plain(Strategy[PlainConfig]):
 
     def __init__(self, config: PlainConfig, run: Run) -> None:
         super().__init__(config, run)
-        run.precision.refuse(
-            "plain", "param", "reduce", "master", instead="leave it out, or take another strategy"
-        )
         world = run.world
         self._ranks = connect(run.mesh["dp"], run.traffic, world.device, world.timeout)
         self._synchronizing = True
@@ -49,6 +47,13 @@ class Plain(Strategy[PlainConfig]):
     def axes(cls, config: PlainConfig, world_size: int) -> Mapping[str, int]:
         """Return one axis, ``dp``, over all ranks."""
         return {"dp": world_size}
+
+    @classmethod
+    def check_options(cls, config: PlainConfig, precision: Precision) -> None:
+        """Refuse every dtype beside that of the parameters."""
+        precision.refuse(
+            "plain", "param", "reduce", "master", instead="leave it out, or take another strategy"
+        )
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make parameters and buffers equal to rank 0's."""

@@ -1,6 +1,6 @@
-"""Finds strategies, stores, homes, trackers and commands by entry point, ours and strangers' alike.
+"""Finds strategies, stores, homes, trackers, commands, formats by entry point, anybody's alike.
 
-A plugin is a distribution with an entry point in one of five groups; the core lists and imports no
+A plugin is a distribution with an entry point in one of six groups; the core lists and imports no
 plugin by name. Loading is lazy: asking for names imports no plugin.
 """
 
@@ -18,6 +18,7 @@ STORES = "drivetrain.stores"
 HOMES = "drivetrain.homes"
 TRACKERS = "drivetrain.trackers"
 COMMANDS = "drivetrain.commands"
+FORMATS = "drivetrain.formats"
 
 _KINDS = {
     STRATEGIES: "strategy",
@@ -25,6 +26,7 @@ _KINDS = {
     HOMES: "home",
     TRACKERS: "tracker",
     COMMANDS: "command",
+    FORMATS: "format",
 }
 
 
@@ -40,7 +42,7 @@ class Registry:
 
     @property
     def kind(self) -> str:
-        """The name of one plugin in messages: strategy, store, home, tracker or command."""
+        """The name of one plugin in messages: strategy, store, home, tracker, command or format."""
         return _KINDS[self.group]
 
     @property
@@ -159,3 +161,8 @@ def trackers() -> Registry:
 def commands() -> Registry:
     """Return the registry of commands that plugins add to the command line."""
     return Registry(COMMANDS)
+
+
+def formats() -> Registry:
+    """Return the registry of importers, which translate configurations of other programs."""
+    return Registry(FORMATS)

@@ -5,8 +5,8 @@ object per prepared model, so nothing about a run is global, and it never asks w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors
+from drivetrain.shards import Readable, Reader, Shard
 from drivetrain.traffic import Traffic
 
 ConfigT = TypeVar("ConfigT")
@@ -69,68 +69,6 @@ def find_strategy(name: str, options: Any = None) -> tuple[type["Strategy[Any]"]
     registry = strategies()
     kind: type[Strategy[Any]] = registry.load(name or registry.default())
     return kind.stands_for(kind.Config() if options is None else options)
-
-
-class Readable:
-    """The part of the contract for a script that reads and changes a prepared model's values.
-
-    By default every rank has all of them.
-    """
-
-    def gathered(
-        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
-    ) -> AbstractContextManager[None]:
-        """Context in which these parameters are whole on every rank; all ranks must enter it.
-
-        Args:
-            parameters: of the prepared model.
-            modify: whether they may be changed inside; where ranks differ rank 0's values count.
-        """
-        return nullcontext()
-
-    def inference(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Context for many forwards without gradients: by default all parameters are whole.
-
-        Args:
-            module: as ``unwrap`` returns it.
-        """
-        return self.gathered(list(module.parameters()), modify=False)
-
-    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
-        """Describe the tensors of the whole model's state dict, alike on every rank. Collective.
-
-        Args:
-            module: as ``unwrap`` returns it.
-        """
-        return [TensorFacts.of(name, tensor) for name, tensor in state_tensors(module).items()]
-
-    @contextmanager
-    def whole_state(
-        self, module: nn.Module, names: Sequence[str]
-    ) -> Iterator[Mapping[str, Tensor]]:
-        """Context with some whole tensors of the model's state on every rank, to be read.
-
-        Args:
-            module: as ``unwrap`` returns it.
-            names: of ``state_facts``.
-        """
-        state = state_tensors(module)
-        with self.gathered(parameters_among(state[name] for name in names), modify=False):
-            yield {name: state[name].detach() for name in names}
-
-    def dtensors(self) -> Mapping[str, Tensor]:
-        """Return the shards of all parameters, by name, as ``torch.distributed.tensor.DTensor``s.
-
-        They share the shards' memory. Every rank must call it.
-
-        Raises:
-            UsageError: the strategy does not keep rows of parameters.
-        """
-        raise UsageError(
-            f"expected a strategy that keeps rows of each parameter, found {type(self).__name__}; "
-            "take accelerator.get_state_dict(model) for whole tensors, or save_state(), whose "
-            "shards every strategy reads"
-        )
 
 
 class Verifiable:
@@ -193,6 +131,21 @@ class Strategy(Readable, Verifiable, ABC, Generic[ConfigT]):
             ConfigError: the options do not fit together.
         """
         return cls, config
+
+    @classmethod
+    def check_options(cls, config: ConfigT, precision: Precision) -> None:
+        """Refuse options and dtypes that no model can be prepared with; by default none.
+
+        ``config check`` and the launcher call it before ranks start, and ``prepare`` does.
+
+        Args:
+            config: of ``stands_for``.
+            precision: the dtypes of the run.
+
+        Raises:
+            ConfigError: says which ones, and the way out.
+        """
+        return
 
     @property
     def forward_is_collective(self) -> bool:

@@ -1,5 +1,6 @@
 """What the user types: help, options, configuration errors, the dry run, completion."""
 
+import re
 import statistics
 import subprocess
 import sys
@@ -158,3 +159,24 @@ def test_completion_offers_commands_and_installed_strategies(sandbox):
 
     assert "launch" in complete("drivetrain la", 1)
     assert "toy" in complete("drivetrain launch --strategy to", 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "assignments"),
+    [
+        ({"strategy": "ddp"}, ["strategy=zero3"]),
+        ({"strategy": "ddp"}, ["strategy.name=zero3"]),
+        ({"strategy": "ddp"}, ["strategy={name: zero3}"]),
+        ({}, ["strategy=zero3", "strategy.name=ddp"]),
+        ({}, ["seed=1", "seed=2"]),
+        ({"nnodes": "2"}, ["launch={nnodes: 3}"]),
+    ],
+)
+def test_contradiction_is_found_in_every_spelling(flags, assignments):
+    with pytest.raises(ConfigError, match=f"{re.escape(assignments[0])}.* contradict each other"):
+        command_line_layer(flags, assignments)
+
+
+def test_options_that_agree_are_no_contradiction():
+    layer = command_line_layer({"strategy": "zero3"}, ["strategy=zero3", "strategy.prefetch=2"])
+    assert layer.values == {"strategy": {"name": "zero3", "prefetch": 2}}

@@ -59,8 +59,39 @@ def show(config: str | None, assignments: tuple[str, ...]) -> None:
 @click.argument("file", metavar="FILE")
 def check(file: str) -> None:
     """Check a file: print 'ok', or every error in it and exit with 2."""
-    resolve_command_line(file, ())
+    from drivetrain_launch.commands.checking import check_run
+
+    check_run(resolve_command_line(file, ()))
     click.echo("ok")
+
+
+@command.command(
+    "import",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="File to write. [default: standard output]",
+)
+@click.argument("source", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SOURCE...")
+def import_(source: tuple[str, ...], output: Path | None) -> None:
+    """Translate a configuration of another program.
+
+    SOURCE is a file of Accelerate (YAML) or DeepSpeed (JSON), a script of the shell that calls
+    torchrun, accelerate or deepspeed, or such a call itself. Settings that no key stands for become
+    comments.
+    """
+    from drivetrain_launch.commands.importing import imported
+
+    text, script = imported(source)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        write(output, text, replace=False)
+        click.echo(f"wrote {output}")
+    name = shlex.quote(str(output or DEFAULT_PATH))
+    click.echo(f"run: drivetrain launch --config {name} {script}", err=output is None)
 
 
 def write_defaults(output: Path | None) -> int:

@@ -24,7 +24,6 @@ from drivetrain_launch.commands.options import (
 from drivetrain_launch.ranks.placement import (
     Endpoint,
     accelerators,
-    check_hosts,
     check_port,
     cores,
     heap_variables,
@@ -56,6 +55,7 @@ class Stopped(BaseException):
 @knob_flags
 @click.option(
     "-m",
+    "--module",
     "module",
     cls=GroupedOption,
     group="Script",
@@ -70,6 +70,13 @@ class Stopped(BaseException):
     help="The script's 'import accelerate' finds drivetrain; libraries keep the real one.",
 )
 @click.option(
+    "--standalone",
+    cls=GroupedOption,
+    group="Several hosts",
+    is_flag=True,
+    help="One host, as without it; refused with --nnodes above 1.",
+)
+@click.option(
     "--dry-run",
     cls=GroupedOption,
     group="Output",
@@ -82,6 +89,7 @@ def command(
     assignments: tuple[str, ...],
     module: bool,
     as_accelerate: bool,
+    standalone: bool,
     dry_run: bool,
     script: tuple[str, ...],
     **flags: Any,
@@ -91,13 +99,21 @@ def command(
     Everything after SCRIPT belongs to the script. Values on the command line win over the file.
     """
     resolved = resolve_command_line(config, assignments, flags)
-    check_hosts(resolved.run.launch)
+    from drivetrain_launch.commands.checking import check_run
+
+    if standalone and resolved.run.launch.nnodes > 1:
+        raise ConfigError(
+            f"--standalone is for one host, found launch.nnodes: {resolved.run.launch.nnodes}; "
+            "leave one of them out"
+        )
     if dry_run:
         from drivetrain_launch.commands.preview import preview
 
+        check_run(resolved)
         preview(resolved)
         return 0
     arguments = check_script(script, module=module)
+    check_run(resolved)
     return launch(resolved, (AS_ACCELERATE, *arguments) if as_accelerate else arguments)
 
 

@@ -17,10 +17,10 @@ from drivetrain.config import (
     RunConfig,
     ValueOrigin,
     options_of,
-    read_file,
     read_sets,
 )
 from drivetrain.config.document import put
+from drivetrain.config.foreign import importers, read_own_file
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
@@ -59,11 +59,17 @@ FLAGS = (
     Flag("Processes", "launch.nproc_per_node", ("--nproc-per-node",)),
     Flag("Processes", "launch.device", ("--cpu",), "cpu", help="Leave accelerators alone."),
     Flag("Processes", "launch.max_restarts", ("--max-restarts",)),
-    Flag("Several hosts", "launch.nnodes", ("--nnodes",)),
-    Flag("Several hosts", "launch.node_rank", ("--node-rank",)),
+    Flag("Several hosts", "launch.nnodes", ("--nnodes", "--num-machines")),
+    Flag("Several hosts", "launch.node_rank", ("--node-rank", "--machine-rank")),
     Flag("Several hosts", "launch.rdzv_endpoint", ("--rdzv-endpoint",), metavar="HOST:PORT"),
     Flag("Output", "launch.log_dir", ("--log-dir",), metavar="DIR"),
 )
+
+TORCHRUN_RANKS = {
+    "gpu": "auto, which is one rank per accelerator where there is one",
+    "cpu": "auto with --cpu, which is one rank per core",
+}
+"""torchrun's words for a number of ranks."""
 
 
 class GroupedOption(click.Option):
@@ -76,6 +82,24 @@ class GroupedOption(click.Option):
 
 class GroupedCommand(click.Command):
     """A command that shows its options under headings, and takes ``_`` for ``-`` in their names."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the command line; an option of another launcher is answered with its counterpart.
+
+        Raises:
+            click.UsageError: there is no such option.
+        """
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hint = counterpart(error.option_name)
+            if not hint:
+                raise
+            plain = error.option_name.replace("-", "_")
+            word = next((w for w in given if w.partition("=")[0].replace("-", "_") == plain), plain)
+            option = word.partition("=")[0]
+            raise click.UsageError(f"no option {option}; {hint}", ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section of help for each heading."""
@@ -90,6 +114,16 @@ class GroupedCommand(click.Command):
         for heading, records in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+
+def counterpart(option: str) -> str:
+    """Return a hint for an option of another launcher; "" if no launcher has the option."""
+    name = option.lstrip("-").replace("-", "_")
+    for importer in importers():
+        if name in importer.flags:
+            program = " ".join(importer.programs[0])
+            return f"it is one of {program}: take here {importer.flags[name].replace('`', '')}"
+    return ""
 
 
 def knob_flags(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +167,7 @@ def resolve_command_line(
     Raises:
         ConfigError: the file, a value or a key is wrong, or two options contradict each other.
     """
-    file = read_file(config) if config else Layer()
+    file = read_own_file(config) if config else Layer()
     return resolve(
         file,
         command_line_layer(flags or {}, assignments),
@@ -155,8 +189,8 @@ def command_line_layer(flags: Mapping[str, Any], assignments: Iterable[str]) -> 
             continue
         value = _typed(flag, text)
         given = f"{flag.names[0]} {text}" if flag.value is None else flag.names[0]
-        other = origins.get(flag.key)
-        if other is not None and _get(values, flag.key) != value:
+        other = origins.get(flag.key, origins.get(flag.key.rpartition(".")[0]))
+        if other is not None and _get(values, flag.key) not in (None, value):
             raise ConfigError(
                 f"{flag.key}: '{given}' and '{other.text}' contradict each other; keep one"
             )
@@ -194,7 +228,13 @@ def _metavar(knob: Option) -> str:
 
 
 def _typed(flag: Flag, text: Any) -> Any:
-    """Return an integer where one was typed; the schema judges everything else."""
+    """Return an integer where one was typed; the schema judges everything else.
+
+    Raises:
+        ConfigError: torchrun's word for a number of ranks.
+    """
+    if flag.key == "launch.nproc_per_node" and text in TORCHRUN_RANKS:
+        raise ConfigError(f"{flag.names[0]} {text}: take here {TORCHRUN_RANKS[text]}")
     if flag.value is not None:
         return flag.value
     return int(text) if str(text).lstrip("-").isdecimal() else text

@@ -8,9 +8,9 @@ from drivetrain.config.resolve import Resolved
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
-from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, find_strategy
 from drivetrain.traffic import Traffic
+from drivetrain_launch.commands.checking import planned_world
 from drivetrain_launch.commands.tables import mebibytes, show_table
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 
@@ -56,8 +56,7 @@ def show_configuration(resolved: Resolved) -> None:
 def plan(resolved: Resolved, ranks: int) -> Run:
     """Return the run as rank 0 would see it, without a process group."""
     settings = resolved.run.launch
-    hosts = tuple(f"host {host}" for host in range(settings.nnodes) for _ in range(ranks))
-    world = World(size=len(hosts), local_size=ranks, hosts=hosts)
+    world = planned_world(ranks, settings.nnodes)
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
     axes = kind.axes(options, world.size)
     return Run(

@@ -4,7 +4,9 @@ YAML is read with a safe loader that knows the scalars of YAML 1.2 only: ``no`` 
 ``1e-4`` is a number, ``010`` is ten, ``12:30`` is a string. Duplicate keys are errors.
 """
 
+import math
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,16 @@ MAX_BYTES = 1 << 20
 
 ORIGINS_KEY = "resolved_from"
 """Key under which ``drivetrain launch`` writes where each value of a resolved file came from."""
+
+
+STRATEGY = "strategy"
+"""The key of the strategy: its name alone, or a section of its name and options."""
+
+YAML_INDENT = 2
+"""Columns by which the writer of YAML indents a nested mapping."""
+
+COMMENT_COLUMNS = 80
+"""Columns that a line with a comment may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,8 @@ def read_file(path: str | Path) -> Layer:
                 f"found {size}; is this the right file?"
             )
         text = path.read_text(encoding="utf-8")
+        if text.lstrip().startswith("{"):  # JSON may be indented by tabs, YAML may not
+            text = text.expandtabs()
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror or error}; "
@@ -119,9 +133,10 @@ def read_sets(assignments: Iterable[str]) -> Layer:
     """Read ``key=value`` assignments of the command line; the value is a YAML scalar or flow node.
 
     Raises:
-        ConfigError: an assignment has no ``=`` or its value is not YAML.
+        ConfigError: an assignment has no ``=``, its value is not YAML, or two contradict each
+            other.
     """
-    entries = []
+    entries: list[tuple[str, Any, ValueOrigin]] = []
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
@@ -130,13 +145,44 @@ def read_sets(assignments: Iterable[str]) -> Layer:
             )
         node = _compose(text, Path("--set " + key))
         value = None if node is None else _construct(node)
+        if key == STRATEGY and isinstance(value, str):
+            key += ".name"
+        for other, before, origin in entries:
+            if other == key and before != value:
+                raise ConfigError(
+                    f"{key}: '{origin.text}' and '--set {assignment}' contradict each other; keep "
+                    "one"
+                )
         entries.append((key, value, ValueOrigin("command line", f"--set {assignment}")))
     return Layer.of(entries)
 
 
-def dump_yaml(values: Mapping[str, Any]) -> str:
-    """Write nested values as YAML that ``read_file`` reads back equal."""
-    return yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=False)
+def dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
+    """Write nested values as YAML that ``read_file`` reads back equal.
+
+    Args:
+        values: nested.
+        comments: on dotted keys: beside the value where the line has room, else above it.
+    """
+    text = yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=False, width=math.inf)
+    return text if not comments else "".join(_commented(text, comments))
+
+
+def _commented(text: str, comments: Mapping[str, str]) -> Iterable[str]:
+    """Yield the lines of block YAML without lists, with comments on their keys."""
+    above: list[str] = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        above = [*above[: len(indent) // YAML_INDENT], line.strip().partition(":")[0]]
+        comment = comments.get(".".join(above), "")
+        beside = f"{line}  # {comment}" if comment else line
+        if len(beside) <= COMMENT_COLUMNS:
+            yield beside + "\n"
+            continue
+        width = COMMENT_COLUMNS - len(indent)
+        for part in textwrap.wrap(comment, width - len("# "), break_long_words=False):
+            yield f"{indent}# {part}\n"
+        yield line + "\n"
 
 
 def put(values: dict[str, Any], dotted: str, value: Any) -> None:
@@ -144,7 +190,7 @@ def put(values: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for parent in parents:
         inner = values.get(parent)
-        if isinstance(inner, str) and parent == "strategy":
+        if isinstance(inner, str) and parent == STRATEGY:
             inner = {"name": inner}
         if not isinstance(inner, dict):
             inner = {}

@@ -14,15 +14,13 @@ from typing import Any, TypeAlias
 
 import pydantic
 
-from drivetrain.config.document import ORIGINS_KEY, Layer, ValueOrigin, dump_yaml
+from drivetrain.config.document import ORIGINS_KEY, STRATEGY, Layer, ValueOrigin, dump_yaml
 from drivetrain.config.option import NestedStrategy, Option, is_union, options_of
 from drivetrain.config.schema import RunConfig
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, UnknownPluginError
 
 FindConfig: TypeAlias = Callable[[str], tuple[str, type]]
 """Maps a strategy's name ("" for the default one) to its full name and its Config dataclass."""
-
-STRATEGY = "strategy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +81,9 @@ def resolve(*layers: Layer, find_config: FindConfig) -> Resolved:
     strategy = validation.strategy({} if section is None else section, f"{STRATEGY}.")
     run = validation.build(RunConfig, values, "", also_valid=(STRATEGY,))
     if validation.problems:
-        raise ConfigError("\n".join(validation.problems))
+        only_unknown = validation.unknown is not None and len(validation.problems) == 1
+        kind = UnknownPluginError if only_unknown else ConfigError
+        raise kind("\n".join(validation.problems))
     return Resolved(
         run=run, strategy=strategy.name, strategy_config=strategy.options, origins=origins
     )
@@ -154,6 +154,9 @@ def _refuse_conflict(
 class _Validation:
     """Builds configuration objects, with one line in ``problems`` for each thing that is wrong.
 
+    A dataclass may have a method ``check``, which raises ConfigError on options that contradict
+    each other.
+
     Args:
         origins: where each dotted key came from.
         find_config: maps a strategy's name to its Config class.
@@ -161,6 +164,7 @@ class _Validation:
 
     def __init__(self, origins: Mapping[str, ValueOrigin], find_config: FindConfig) -> None:
         self.problems: list[str] = []
+        self.unknown: UnknownPluginError | None = None
         self._origins = origins
         self._find_config = find_config
 
@@ -187,7 +191,11 @@ class _Validation:
             self._report(cls, prefix, error)
             self._check_limits(cls, known, prefix)
             return None
+        except ConfigError as error:
+            self._refused(prefix, error)
+            return None
         self._check_limits(cls, plain(result), prefix)
+        self._check_together(result, prefix)
         return result if len(self.problems) == before else None
 
     def strategy(self, section: Any, prefix: str, usual: str = "") -> NestedStrategy:
@@ -206,7 +214,12 @@ class _Validation:
                 section,
             )
             return NestedStrategy()
-        name, config_class = self._find_config(section.get("name") or usual)
+        try:
+            name, config_class = self._find_config(section.get("name") or usual)
+        except UnknownPluginError as error:
+            self.unknown = error
+            self.problems.append(f"{_where(self._origins, f'{prefix}name')}: {error}")
+            return NestedStrategy()
         options = {key: value for key, value in section.items() if key != "name"}
         return NestedStrategy(name, self.build(config_class, options, prefix))
 
@@ -257,6 +270,22 @@ class _Validation:
                 message = _limit_broken(knob, value)
                 if message:
                     self._problem(key, message, value)
+
+    def _check_together(self, config: Any, prefix: str) -> None:
+        """Report the contradictions in a dataclass and in its sections."""
+        for knob in options_of(type(config)):
+            if knob.is_section:
+                self._check_together(getattr(config, knob.name), f"{prefix}{knob.name}.")
+        check = getattr(config, "check", None)
+        if callable(check):
+            try:
+                check()
+            except ConfigError as error:
+                self._refused(prefix, error)
+
+    def _refused(self, prefix: str, error: ConfigError) -> None:
+        key = prefix.removesuffix(".")
+        self.problems.append(f"{_where(self._origins, key)}: {key}: {error}")
 
     def _problem(self, key: str, message: str, found: Any) -> None:
         where = _where(self._origins, key)

@@ -89,6 +89,7 @@ class Preparation:
         mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
         given = ModelSpec.of(model).parameters
         kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+        kind.check_options(options, precision)
         strategy = kind(options, run)
         self._constructions.give_values(model, mine, strategy, values)
         if placed:

@@ -1,11 +1,12 @@
 """The options that strategies over units share, and protocols of these options."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from drivetrain.config.option import mapping, option, section
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
+from drivetrain.registry import stores
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.sharding.layout import CutStyle
 
@@ -116,6 +117,38 @@ class OffloadOptions:
                 f"expected a store in offload.optimizer with {', '.join(idle)}, found none; name "
                 "one, such as cpu, or leave these out"
             )
+        self._check_stores()
+
+    def _check_stores(self) -> None:
+        """Refuse options that no named store has, and a store of files without a directory.
+
+        Raises:
+            UnknownPluginError: no store of this name is installed.
+            ConfigError: says which options.
+        """
+        given = {**self.store_options, **({"path": self.path} if self.path else {})}
+        known = {
+            name: store_knobs(stores().load(name))
+            for name in sorted({self.optimizer, self.params} - {""})
+        }
+        unknown = [key for key in given if not any(key in knobs for knobs in known.values())]
+        if unknown and known:
+            described = "; ".join(
+                f"{name} has {', '.join(sorted(knobs)) or 'none'}" for name, knobs in known.items()
+            )
+            raise ConfigError(f"expected options of the stores, found {unknown}: {described}")
+        on_disk = [name for name, knobs in known.items() if "path" in knobs]
+        if on_disk and not given.get("path"):
+            raise ConfigError(
+                f"expected offload.path with the store {on_disk[0]}, found none; name a directory "
+                "on a disk, such as path: /mnt/nvme"
+            )
+
+
+def store_knobs(kind: Any) -> set[str]:
+    """Return the names of a store's options: the fields of its ``Config``."""
+    config = getattr(kind, "Config", None)
+    return {field.name for field in fields(config)} if is_dataclass(config) else set()
 
 
 _DEFAULTS: dict[str, Any] = {

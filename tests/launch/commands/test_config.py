@@ -222,3 +222,44 @@ def test_default_in_a_resolved_file_does_not_contradict_the_script(command, tmp_
     assert origins["launch.node_rank"] == "default"
     with pytest.raises(ConfigError, match="command line says 'toy'"):
         resolve(read_file(path), code_layer({"strategy": "other"}), find_config=find_config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("precision: no\ndtypes: {param: bf16}\n", "dtypes.param: bf16 needs precision: bf16"),
+        (
+            "strategy: {name: offload, optimizer: gpu}\n",
+            "unknown store 'gpu'; did you mean 'cpu'",
+        ),
+        ("strategy: ddp\nprecision: bf16\ndtypes: {param: bf16}\n", "ddp: expected dtypes.param"),
+        ("strategy: {name: offload, optimizer: nvme}\n", "expected offload.path with the store"),
+        (
+            "strategy: {name: zero1, offload: {optimizer: cpu, store_options: {threads: 2}}}\n",
+            "strategy.offload: expected options of the stores, found ['threads']",
+        ),
+        ("strategy: {name: zero1, offload: {params: cpu, optimizer: cpu}}\n", "divides parameters"),
+        ("strategy: {name: fsdp, unit_classes: Block}\n", "expected unit_classes only with units"),
+        ("strategy: {name: megatron, tp: 2}\nlaunch: {nproc_per_node: 3}\n", "found 3; change tp"),
+        ("strategy: {name: megatron, sequence_parallel: true}\n", "expected tp above 1"),
+        ("strategy: {name: megatron, tp: 2}\nprecision: bf16\ndtypes: {param: bf16}\n", "ddp: exp"),
+        ("strategy: {name: ddp, hook: bf16}\nprecision: bf16\ndtypes: {reduce: bf16}\n", "both"),
+        ("launch: {nnodes: 2}\n", "expected HOST:PORT of host 0"),
+    ],
+)
+@pytest.mark.parametrize("how", [("config", "check"), ("launch", "--cpu", "--dry-run", "--config")])
+def test_check_is_as_strict_as_prepare(command, tmp_path, how, text, message):
+    (tmp_path / "run.yaml").write_text(f"seed: 1\n{text}")
+    code, out, err = command(*how, "run.yaml")
+    assert (code, out) == (2, ""), out
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_unknown_strategy_hides_no_other_mistake(command, tmp_path):
+    (tmp_path / "run.yaml").write_text("strategy: zero4\nprecison: bf16\naccumulation: 0\n")
+    code, _, err = command("config", "check", "run.yaml")
+    assert code == 2
+    assert "run.yaml:1: unknown strategy 'zero4'; did you mean" in err
+    assert "run.yaml:2: unknown key precison" in err
+    assert "run.yaml:3: accumulation: expected at least 1, found 0" in err

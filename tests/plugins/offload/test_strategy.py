@@ -50,7 +50,6 @@ def test_options_go_where_they_belong():
         optimizer="nvme",
         params="nvme",
         path="/mnt",
-        ratio=0.5,
         delayed=True,
         store_options={"threads": 3},
         data_parallel={"name": "zero3", "keep_below": 7},
@@ -59,7 +58,6 @@ def test_options_go_where_they_belong():
         optimizer="nvme",
         params="nvme",
         path="/mnt",
-        ratio=0.5,
         delayed=True,
         store_options={"threads": 3},
     )
@@ -98,7 +96,7 @@ def test_strategies_without_the_section(name):
     [
         ({"optimizer": ""}, r"strategy\.optimizer: expected a store.*take the strategy zero2"),
         (
-            {"data_parallel": {"name": "zero2", "offload": {"optimizer": "nvme"}}},
+            {"data_parallel": {"name": "zero2", "offload": {"optimizer": "cpu"}}},
             r"strategy\.data_parallel\.offload: expected nothing",
         ),
         ({"data_parallel": {"bucket": 3}}, "did you mean 'bucket_mib'"),

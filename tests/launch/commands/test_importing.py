@@ -1,0 +1,361 @@
+"""``drivetrain config import``: files and command lines of other programs in our words."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from drivetrain.config.foreign import importers
+from foreign_files import FILES, LINES
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Write every foreign file here; the disk that one of them names is here, too."""
+    (tmp_path / "disk").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text.replace("/DISK", str(tmp_path / "disk")))
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def imported(command, *words):
+    """Import something; return the values, the whole text and the command to run."""
+    code, out, err = command("config", "import", *words)
+    assert code == 0, err
+    return yaml.safe_load(out), out, err.strip().removeprefix("run: ")
+
+
+EXPECTED = {
+    "zero_2_cpu.json": {
+        "strategy": {
+            "name": "zero2",
+            "offload": {"optimizer": "cpu", "store_options": {"page_locked": True}},
+            "bucket_mib": 7.629,
+        },
+    },
+    "zero_3_nvme.json": {
+        "strategy": {
+            "name": "zero3",
+            "offload": {
+                "optimizer": "nvme",
+                "params": "nvme",
+                "path": "/DISK",
+                "store_options": {"request_mib": 0.25, "threads": 32},
+            },
+            "keep_below": 10000,
+        },
+        "precision": "bf16",
+        "accumulation": 2,
+        "dtypes": {"param": "bf16"},
+    },
+    "zero_1.json": {
+        "strategy": {"name": "zero1"},
+        "precision": "fp16",
+        "dtypes": {"param": "fp16"},
+    },
+    "ddp.yaml": {
+        "strategy": {"name": "ddp"},
+        "precision": "fp16",
+        "launch": {"nproc_per_node": 2},
+    },
+    "hosts.yaml": {
+        "strategy": {"name": "ddp"},
+        "precision": "bf16",
+        "launch": {
+            "nnodes": 2,
+            "nproc_per_node": 4,
+            "node_rank": 1,
+            "rdzv_endpoint": "10.0.0.1:2222",
+        },
+    },
+    "zero_3.yaml": {
+        "strategy": {"name": "zero3", "offload": {"optimizer": "cpu", "params": "cpu"}},
+        "accumulation": 4,
+        "precision": "bf16",
+        "launch": {"nproc_per_node": 2},
+        "dtypes": {"param": "bf16"},
+    },
+    "deepspeed_file.yaml": {
+        "strategy": {"name": "zero1"},
+        "precision": "fp16",
+        "launch": {"nproc_per_node": 2},
+        "dtypes": {"param": "fp16"},
+    },
+    "fsdp_1.yaml": {
+        "strategy": {
+            "name": "fsdp",
+            "sharding": "hybrid",
+            "units": "class",
+            "unit_classes": "Block",
+            "offload": {"optimizer": "cpu", "params": "cpu"},
+        },
+        "recompute": {"mode": "full"},
+        "precision": "bf16",
+        "launch": {"nproc_per_node": 2},
+        "dtypes": {"param": "bf16"},
+    },
+    "fsdp_2.yaml": {
+        "strategy": {
+            "name": "fsdp",
+            "reshard_after_forward": False,
+            "units": "size",
+            "unit_from": 1000,
+        },
+        "launch": {"nproc_per_node": 2},
+    },
+    "parallel.yaml": {
+        "strategy": {
+            "name": "megatron",
+            "tp": 2,
+            "data_parallel": {"name": "fsdp", "sharding": "hybrid", "shard_size": 2},
+        },
+        "precision": "bf16",
+        "launch": {"nproc_per_node": 8},
+        "dtypes": {"param": "bf16"},
+    },
+    "megatron.yaml": {
+        "strategy": {
+            "name": "megatron",
+            "tp": 2,
+            "pp": 2,
+            "micro_batches": 2,
+            "sequence_parallel": True,
+            "data_parallel": {"name": "zero1"},
+        },
+        "recompute": {"mode": "selective"},
+        "precision": "bf16",
+        "launch": {"nproc_per_node": 4},
+        "dtypes": {"param": "bf16"},
+    },
+    "cpu.yaml": {
+        "strategy": {"name": "ddp"},
+        "launch": {"device": "cpu", "nproc_per_node": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_becomes_ours_and_launches(command, folder, name):
+    values, text, _ = imported(command, name)
+    shown = yaml.safe_load(yaml.safe_dump(values).replace(str(folder / "disk"), "/DISK"))
+    assert shown == EXPECTED[name]
+    (folder / "ours.yaml").write_text(text)
+    assert command("config", "check", "ours.yaml") == (0, "ok\n", "")
+    code, out, err = command("launch", "--config", "ours.yaml", "--cpu", "--dry-run", "train.py")
+    assert code == 0, err
+    assert "Mesh:" in out
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_setting_is_a_key_a_comment_or_what_holds_anyway(command, folder, name):
+    """A setting is in the text, unless its row carries over what is so here without a key."""
+    _, text, _ = imported(command, name)
+    values = yaml.safe_load(FILES[name].replace("\t", " "))
+    quiet = {
+        "compute_environment", "distributed_type", "downcast_bf16", "debug", "machine_rank",
+        "enable_cpu_affinity", "main_training_function", "num_machines", "rdzv_backend",
+        "same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "use_cpu", "fsdp_version",
+        "mixed_precision", "fsdp_sync_module_states", "fsdp_use_orig_params", "nvme_path",
+        "fsdp_forward_prefetch", "fsdp_backward_prefetch", "main_process_port", "aio",
+        "parallelism_config_cp_size", "deepspeed_multinode_launcher", "zero3_init_flag",
+        "deepspeed_config_file", "parallelism_config_dp_shard_size", "queue_depth", "thread_count",
+        "fsdp_auto_wrap_policy",
+    }  # fmt: skip
+    for key in flat_names(values):
+        assert key in quiet or re.search(rf"\b{key}\b", text), key
+
+
+def flat_names(values):
+    for key, value in values.items():
+        if isinstance(value, dict) and key not in {"optimizer", "scheduler", "mpirun_config"}:
+            yield from flat_names(value)
+        else:
+            yield key
+
+
+def test_settings_without_a_key_say_what_they_do_and_the_way_to_have_it(command, folder):
+    _, text, _ = imported(command, "zero_3.yaml")
+    assert (
+        "#   deepspeed_config.gradient_clipping: 1.0: clips the norm of gradients in every step; "
+        "here: accelerator.clip_grad_norm_(model.parameters(), VALUE) in the loop\n" in text
+    )
+    assert "name: zero3  # deepspeed_config.zero_stage: 3\n" in text
+    _, text, _ = imported(command, "zero_2_cpu.json")
+    assert "#   bf16.enabled: auto: taken from the script there; here: precision: bf16" in text
+    _, text, _ = imported(command, "ddp.yaml")
+    assert "gpu_ids: 0,1: which devices; here: CUDA_VISIBLE_DEVICES=0,1 drivetrain launch" in text
+
+
+RUNS = {
+    "torchrun": ({"nproc_per_node": 2}, "ddp", "train.py --lr 1e-4"),
+    "torchrun of hosts": (
+        {"nnodes": 2, "nproc_per_node": "auto", "rdzv_endpoint": "10.0.0.1:29400"},
+        "ddp",
+        "train.py",
+    ),
+    "accelerate": ({"nproc_per_node": 4}, "zero3", "train.py --epochs 3"),
+    "accelerate with flags": ({"nproc_per_node": 2}, "fsdp", "-m package.train"),
+    "deepspeed": ({"nproc_per_node": 2}, "zero1", "train.py x"),
+    "torchrun of a Trainer": ({"nproc_per_node": 2}, "zero3", "train.py"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_command_line_becomes_a_file_and_a_command(command, folder, name):
+    values, text, run = imported(command, *shlex.split(LINES[name]))
+    launch, strategy, script = RUNS[name]
+    assert values.get("launch") == launch
+    assert values.get("strategy", {"name": "ddp"})["name"] == strategy
+    assert run == f"drivetrain launch --config drivetrain.yaml {script}"
+    (folder / "ours.yaml").write_text(text)
+    assert command("config", "check", "ours.yaml")[0] == 0
+
+
+def test_options_of_a_command_line_win_over_its_file(command, folder):
+    values, _, _ = imported(command, *shlex.split(LINES["accelerate"]))
+    assert values["precision"] == "fp16"
+    assert values["dtypes"] == {"param": "fp16"}
+    assert values["accumulation"] == 4
+
+
+def test_shell_script_is_read_for_its_call(command, folder):
+    (folder / "run.sh").write_text(
+        "#!/bin/bash\nexport NCCL_DEBUG=INFO  # a comment\n"
+        'srun torchrun --nproc_per_node 2 \\\n  train.py "$@"\n'
+    )
+    values, _, run = imported(command, "run.sh")
+    assert values == {"launch": {"nproc_per_node": 2}}
+    assert run == "drivetrain launch --config drivetrain.yaml train.py $@"
+
+
+def test_output_is_written_and_an_old_file_left_alone(command, folder):
+    code, out, err = command("config", "import", "--output", "ours.yaml", "zero_1.json")
+    assert (code, err) == (0, "")
+    assert out == "wrote ours.yaml\nrun: drivetrain launch --config ours.yaml train.py\n"
+    assert (folder / "ours.yaml").read_text().startswith("# Imported from zero_1.json.\nstrategy:")
+    code, _, err = command("config", "import", "--output", "ours.yaml", "zero_1.json")
+    assert code == 2
+    assert "ours.yaml exists" in err
+
+
+@pytest.mark.parametrize("name", ["zero_3_nvme.json", "fsdp_1.yaml"])
+@pytest.mark.parametrize("how", [("config", "check"), ("launch", "--dry-run", "--config")])
+def test_foreign_file_in_place_of_ours_is_one_line_that_says_so(command, folder, name, how):
+    code, _, err = command(*how, name)
+    title = "a DeepSpeed" if name.endswith("json") else "an Accelerate"
+    assert code == 2
+    assert err == (
+        f"error: {name}: expected a configuration of drivetrain, found {title} configuration; "
+        f"translate it once with: drivetrain config import {name} --output drivetrain.yaml\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("distributed_type: NO\nmixed_precison: bf16\n", ":2: unknown key mixed_precison; did you"),
+        ("distributed_type: FSDP\nfsdp_config:\n  fsdp_versoin: 2\n", ":3: unknown key"),
+        ("distributed_type: XLA\n", ":1: distributed_type: expected a machine with CPUs or GPUs"),
+        ("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 3\n", ":3: num_pro"),
+        ("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\n", ":2: num_machines: 2"),
+        ('{"bf16": {"enabled": true},\n"fp16": {"enabled": true}}', "contradict each other; keep"),
+        (
+            '{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
+            "offload_param.device: cpu and stage 2 contradict each other",
+        ),
+        ('{"zero_optimization": {"stage": 4}}', "stage: expected a stage from 0 to 3, found 4"),
+        (
+            '{"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}',
+            "needs a directory on a disk, found none",
+        ),
+        (
+            '{"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}',
+            "train_batch_size: 30 contradicts train_micro_batch_size_per_gpu x",
+        ),
+        (
+            "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
+            "  deepspeed_config_file: zero_1.json\n",
+            ":2: mixed_precision: bf16 contradicts fp16 in the file of DeepSpeed",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
+            "  deepspeed_config_file: zero_1.json\n",
+            "zero_stage: 2 contradict each other; keep the file",
+        ),
+        ("strategy: ddp\n", "is a configuration of drivetrain already"),
+        ("lr: 1\n", "expected an Accelerate configuration, a DeepSpeed configuration"),
+    ],
+)
+def test_bad_file_is_one_clear_line(command, folder, text, message):
+    (folder / "bad.yaml").write_text(text)
+    code, out, err = command("config", "import", "bad.yaml")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("torchrun --nproc 2 train.py", "torchrun: unknown option --nproc"),
+        ("torchrun --nproc_per_node", "expected a value after --nproc_per_node, found none"),
+        ("torchrun --nnodes $N train.py", "expected an integer of at least 1, found '$N'"),
+        ("deepspeed --num_nodes 2 train.py", "num_nodes: 2 needs the address of host 0"),
+        ("python train.py", "expected a file, or a call of"),
+    ],
+)
+def test_bad_command_line_is_one_clear_line(command, folder, line, message):
+    code, _, err = command("config", "import", *shlex.split(line))
+    assert code == 2
+    assert message in err.replace("a number", "an integer of at least 1")
+    assert len(err.splitlines()) == 1
+
+
+def test_importers_need_no_torch(sandbox):
+    code = (
+        "import sys\n"
+        "from drivetrain.config.foreign import importers\n"
+        "assert len(list(importers())) >= 3\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=sandbox.environment())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--num_processes", "2"), "no option --num_processes; it is one of accelerate launch: "
+         "take here launch.nproc_per_node, --nproc-per-node: those of each host"),
+        (("--config_file", "a.yaml"), "take here --config with a file of drivetrain config import"),
+        (("--multi_gpu",), "take here nothing: all accelerators take part"),
+        (("--use_deepspeed",), "take here --strategy zero1, zero2 or zero3"),
+        (("--master_addr=10.0.0.1",), "no option --master_addr; it is one of "),
+        (("--main_process_port", "1"), "--rdzv-endpoint HOST:PORT"),
+        (("--rdzv-backend", "c10d"), "no option --rdzv-backend; it is one of "),
+        (("--nproc_per_node=gpu",), "--nproc-per-node gpu: take here auto"),
+        (("--num_gpus", "2"), "it is one of deepspeed: take here --nproc-per-node"),
+    ],
+)  # fmt: skip
+def test_option_of_another_launcher_is_answered_with_its_counterpart(command, arguments, hint):
+    code, _, err = command("launch", *arguments, "train.py")
+    assert code == 2
+    assert hint in " ".join(err.split())
+
+
+def test_options_that_mean_the_same_are_taken(command, folder):
+    words = ("--standalone", "--num_machines", "1", "--machine_rank", "0", "--cpu", "--dry-run")
+    assert command("launch", *words, "train.py")[0] == 0
+    code, _, err = command(
+        "launch", "--standalone", "--nnodes", "2", "--rdzv_endpoint", "a:1", "train.py"
+    )
+    assert code == 2
+    assert "--standalone is for one host, found launch.nnodes: 2" in err
+
+
+def test_every_row_names_a_key_once():
+    for importer in importers():
+        assert all(importer.flags.values()), importer
