@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint, data
+from drivetrain.aliases import extract_model_from_parallel
 from drivetrain.config import RecomputeConfig
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
@@ -52,7 +53,6 @@ from drivetrain.facade.settings import (
 )
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.weights import WholeWeights
-from drivetrain.parts.naming import uncompiled
 from drivetrain.processes import Processes
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
@@ -359,7 +359,7 @@ class Accelerator(Processes):
             The prepared objects in the order given; one object alone is not put into a tuple.
 
         Raises:
-            UsageError: an optimizer over foreign parameters, a model without parameters.
+            UsageError: an optimizer over foreign parameters.
             RankMismatchError: the ranks hold different models.
         """
         places = [None] * len(args) if device_placement is None else list(device_placement)
@@ -462,7 +462,7 @@ class Accelerator(Processes):
         """Return the user's own module.
 
         Args:
-            model: a prepared model; another one comes back as it is.
+            model: a prepared model, or one in torch's DataParallel or DistributedDataParallel.
             keep_fp32_wrapper: False gives forward back as it was before prepare().
             keep_torch_compile: False returns the module inside a compiled one.
         """
@@ -471,7 +471,7 @@ class Accelerator(Processes):
                 model = entry.module
         if not keep_fp32_wrapper:
             restore_forward(model)
-        return model if keep_torch_compile else uncompiled(model)
+        return extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile)
 
     # --- the loop ---
 
@@ -894,7 +894,7 @@ class Accelerator(Processes):
         holds more than the largest of them, or 32 MiB.
 
         Args:
-            model: a prepared model.
+            model: a prepared model, or one that every rank has whole.
             save_directory: gets ``model.safetensors``, or numbered files and their index.
             max_shard_size: bytes per file, as a number or a text such as ``"5GB"``.
             safe_serialization: must be True.

@@ -71,6 +71,7 @@ def extract_model_from_parallel(
         keep_torch_compile: False returns the module inside a compiled one.
     """
     del keep_fp32_wrapper
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        model = model.module
-    return model if keep_torch_compile else uncompiled(model)
+    inner = model if keep_torch_compile else uncompiled(model)
+    while isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = inner.module if keep_torch_compile else uncompiled(inner.module)
+    return inner

@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch.distributed as dist
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PAUSE_S = 0.05
 """Steps of a bar nearer to each other than this are drawn together."""
+_LINE_S = 30.0
+"""Seconds between the lines of a bar that is written to a file, such as a batch job's log."""
+_BAR_WIDTH = 20
+"""Characters of a bar: with count, rate and times it leaves room for text on 80 columns."""
 
 
 def rank() -> int:
@@ -65,11 +70,26 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             super().log(level, msg, *args, **kwargs)
 
     def announce(self, msg: str) -> None:
-        """Log at INFO on rank 0; where logging is not configured, write it to stderr."""
+        """Log at INFO on rank 0; where logging is not configured, write it to stderr.
+
+        ``logging.getLogger("drivetrain").setLevel(logging.WARNING)`` silences both.
+        """
         if self.logger.hasHandlers():
             self.info(msg, stacklevel=2)
-        elif rank() == 0:
+        elif rank() == 0 and not self._is_silenced():
             print(f"{rank_prefix()}{msg}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def _is_silenced(self) -> bool:
+        """Whether a script has chosen a level above INFO for this logger, or one around it.
+
+        The root logger has one from the start.
+        """
+        logger: logging.Logger | None = self.logger
+        while logger is not None and logger is not logging.root:
+            if logger.level:
+                return logger.level > logging.INFO
+            logger = logger.parent
+        return False
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a warning the first time that this logger is given this message."""
@@ -100,7 +120,7 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
 
 
 class Bar(Generic[T]):
-    """A bar on standard error; drawn from the first step on, and only if it is shown.
+    """A bar on standard error, from the first step on; where that is no terminal, a line at times.
 
     Args:
         iterable: yields the items of the loop; None for a bar that ``update`` moves.
@@ -123,6 +143,7 @@ class Bar(Generic[T]):
         self.desc = desc or ""
         self.disable = disable
         self._postfix = ""
+        self._begun_at: float | None = None
         self._drawn_at = 0.0
         self._progress: Progress | None = None
         self._stop: Callable[[], object] | None = None
@@ -180,8 +201,9 @@ class Bar(Generic[T]):
 
     def close(self) -> None:
         """Leave the bar on the screen, and draw no more."""
+        if self._begun_at is not None:
+            self._draw(last=True)
         if self._stop is not None:
-            self._draw()
             self._stop()
         self.disable = True
 
@@ -190,20 +212,40 @@ class Bar(Generic[T]):
         """Print a line above the bars."""
         print(s, file=file or sys.stdout, end=end)
 
-    def _draw(self) -> None:
+    def _draw(self, *, last: bool = False) -> None:
         if self.disable:
             return
+        now = time.monotonic()
+        if self._begun_at is None:
+            self._begun_at = self._drawn_at = now
+        elapsed = now - self._begun_at
+        if _console().is_terminal:
+            self._drawn_at = now
+            self._draw_bar(elapsed)
+        elif last or now - self._drawn_at >= _LINE_S:
+            self._drawn_at = now
+            print(self._line(elapsed), file=sys.stderr, flush=True)  # noqa: T201
+
+    def _draw_bar(self, elapsed: float) -> None:
         if self._progress is None:
             self._progress = _started(self.total)
             # Scripts forget to close bars; an open one would leave the terminal without a cursor.
             self._stop = weakref.finalize(self, self._progress.stop)
-        self._drawn_at = time.monotonic()
         self._progress.update(
             self._progress.task_ids[0],
             completed=self.n,
-            description=self.desc,
-            postfix=self._postfix,
+            rate=_rate(self.n, elapsed),
+            text=" ".join(filter(None, (self.desc, self._postfix))),
         )
+
+    def _line(self, elapsed: float) -> str:
+        """Return ``epoch 0: 120/1000, 3.2 it/s, 0:00:37 of 0:05:12, loss=0.03``."""
+        count = f"{self.n:g}" if self.total is None else f"{self.n:g}/{self.total:g}"
+        clock = _clock(elapsed)
+        if self.total and 0 < self.n < self.total:
+            clock += f" of {_clock(elapsed * self.total / self.n)}"
+        rest = ", ".join(filter(None, (count, _rate(self.n, elapsed), clock, self._postfix)))
+        return f"{self.desc}: {rest}" if self.desc else rest
 
 
 def _length(iterable: Iterable[Any] | None) -> int | None:
@@ -211,6 +253,18 @@ def _length(iterable: Iterable[Any] | None) -> int | None:
         return len(iterable)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def _rate(count: float, seconds: float) -> str:
+    """Return steps per second, or seconds per step where these are the larger number."""
+    if not count or not seconds:
+        return ""
+    rate = count / seconds
+    return f"{rate:.3g} it/s" if rate >= 1 else f"{1 / rate:.3g} s/it"
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _started(total: float | None) -> "Progress":
@@ -223,18 +277,22 @@ def _started(total: float | None) -> "Progress":
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Column
 
+    # The script's text comes last, and alone is cut: bar, count, rate and times always fit.
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=_BAR_WIDTH),
         MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[postfix]}", markup=False),
+        TextColumn("{task.fields[text]}", markup=False, table_column=rest),
         console=_console(),
+        expand=True,
         redirect_stdout=sys.stdout.isatty(),  # a script's redirection to a file stays
     )
-    progress.add_task("", total=total, postfix="")
+    progress.add_task("", total=total, rate="", text="")
     progress.start()
     return progress
 

@@ -14,6 +14,10 @@ _SHRINK = 0.9
 """Factor of the batch size after each failure, rounded down."""
 
 
+class CallError(UsageError, TypeError):
+    """The arguments of a call do not fit its function."""
+
+
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
@@ -30,7 +34,8 @@ def find_executable_batch_size(
         reduce_batch_size_fn: returns the next size; None means nine tenths of the last.
 
     Raises:
-        UsageError: the caller passed the batch size, or the next size is no smaller than the last.
+        CallError: the caller passed the batch size, or other arguments do not fit.
+        UsageError: the next size is no smaller than the last.
         RuntimeError: not even one sample fits.
     """
     if function is None:
@@ -100,7 +105,7 @@ def _check_call(
         inspect.signature(function).bind(size, *args, **kwargs)
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
-        raise UsageError(
+        raise CallError(
             f"the decorator passes the batch size to {name}() itself, as the first argument; "
             f"with it the call does not fit: {error}; call {name}() without a batch size"
         ) from None

@@ -85,6 +85,8 @@ def send_to_device(
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
 
     def move(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return item.to(device, non_blocking=non_blocking)
         if isinstance(item, Mapping) and (skipped & set(item) or not _can_move(item)):
             moved = {key: v if key in skipped else move(v) for key, v in item.items()}
             return _same_mapping(item, moved)
@@ -141,7 +143,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
     Raises:
         UsageError: the list is empty, or the data are not nested alike.
-        TypeError: leaves that are no tensors.
+        TypeError: leaves that are no tensors, of several items.
     """
     if not data:
         raise UsageError("expected at least one item to concatenate, found an empty list")
@@ -157,6 +159,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if _is_dataclass(first):
         rows = [_fields(item) for item in data]
         return _same_dataclass(first, {n: concatenate([r[n] for r in rows], dim) for n in rows[0]})
+    if len(data) == 1:
+        return first
     raise TypeError(
         f"expected tensors to concatenate, found {type(first).__name__}; use gather_object or a "
         "list for what is no tensor"
@@ -181,7 +185,7 @@ def _can_move(item: Any) -> bool:
 
 
 def _move_itself(item: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    if isinstance(item, Tensor) or (non_blocking and _takes_non_blocking(item.to)):
+    if non_blocking and _takes_non_blocking(item.to):
         return item.to(device, non_blocking=non_blocking)
     return item.to(device)
 

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from drivetrain.config import dump_yaml
+from drivetrain.config import Layer, dump_yaml, read_file
+from drivetrain.config.document import ORIGINS_KEY
 from drivetrain.errors import UsageError
-from drivetrain.runtime.world import CONFIG_VARIABLE
+from drivetrain.runtime.world import CONFIG_VARIABLE, launched_config
 
 STOP_S = 5.0
 """Seconds for a process to end after another's failure, before it is killed."""
@@ -60,6 +61,8 @@ def debug_launcher(
 ) -> None:
     """Run a function on a few processes on the CPU, to try out distributed code.
 
+    The launch configuration of this process, such as its strategy, holds in all of them.
+
     Args:
         function: called with ``args`` in every process.
         args: positional arguments.
@@ -70,9 +73,19 @@ def debug_launcher(
     _check(num_processes, "fork")
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         config = Path(folder, "config.yaml")
-        config.write_text(dump_yaml({"launch": {"device": "cpu"}}), encoding="utf-8")
+        config.write_text(_configuration_on_cpu(), encoding="utf-8")
         variables = {CONFIG_VARIABLE: str(config)}
         _start(function, tuple(args), num_processes, "fork", timedelta(minutes=10), variables)
+
+
+def _configuration_on_cpu() -> str:
+    """Return this process's launch configuration as YAML, on the CPU."""
+    path = launched_config()
+    layer = read_file(path) if path else Layer()
+    origins = {key: [origin.kind, origin.text] for key, origin in layer.origins.items()}
+    origins["launch.device"] = ["file", "debug_launcher"]
+    launch = {**layer.values.get("launch", {}), "device": "cpu"}
+    return dump_yaml({**layer.values, "launch": launch, ORIGINS_KEY: origins})
 
 
 def _start(

@@ -21,6 +21,12 @@ def screen(monkeypatch):
 
 
 @pytest.fixture
+def job_log(monkeypatch):
+    console = Console(file=io.StringIO(), force_terminal=False)
+    monkeypatch.setattr(bars, "_console", lambda: console)
+
+
+@pytest.fixture
 def without_tqdm(monkeypatch):
     monkeypatch.setattr("drivetrain.log.is_tqdm_available", lambda: False)
 
@@ -74,6 +80,34 @@ def test_tqdm_by_hand(screen, capsys):
     assert capsys.readouterr().out == "a line\n"
     assert list(tqdm(range(2), "described", 2)) == [0, 1]
     assert "described" in screen.getvalue()
+
+
+def test_long_texts_leave_bar_count_and_rate_alone(monkeypatch):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr(bars, "_console", lambda: console)
+    with progress([], total=900, desc="a long description of the training") as bar:
+        bar.update(450)
+        bar.set_postfix(loss=0.03226, lr=0.001, grad_norm=12.35, tokens_per_second=1234567)
+    last = next(line for line in reversed(text.getvalue().splitlines()) if "/900" in line)
+    assert "450/900" in last
+    assert "it/s" in last
+    assert "a long" in last
+    assert "tokens_per_second" not in last
+
+
+@pytest.mark.usefixtures("job_log")
+def test_a_file_gets_a_line_at_times_and_one_at_the_end(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(bars.time, "monotonic", lambda: clock[0])
+    for _ in progress(range(8), desc="epoch 0"):
+        clock[0] += 10.0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "epoch 0: 3/8, 10 s/it, 0:00:30 of 0:01:20",
+        "epoch 0: 6/8, 10 s/it, 0:01:00 of 0:01:20",
+        "epoch 0: 8/8, 10 s/it, 0:01:20",
+    ]
 
 
 def test_markup_in_texts_is_only_text(screen):

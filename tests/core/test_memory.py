@@ -85,7 +85,7 @@ def test_a_call_with_the_batch_size_is_refused():
         return model
 
     assert (train("model"), train.__doc__) == ("model", "Words.")
-    with pytest.raises(UsageError, match=r"passes the batch size to train\(\) itself"):
+    with pytest.raises(TypeError, match=r"passes the batch size to train\(\) itself"):
         train(4, "model")
     with pytest.raises(UsageError, match=r"train\(\)"):
         train("model", batch_size=4)

@@ -223,3 +223,10 @@ def test_convert_to_fp32():
     kinds = [torch.bfloat16, torch.float16, torch.float64, torch.int64]
     found = convert_to_fp32([torch.ones(1, dtype=kind) for kind in kinds])
     assert [t.dtype for t in found] == [torch.float32, torch.float32, torch.float64, torch.int64]
+
+
+def test_send_to_device_compiles_whole():
+    batch = {"x": torch.ones(2), "y": (torch.zeros(1), None)}
+    moved = torch.compile(send_to_device, fullgraph=True, backend="eager")(batch, "cpu")
+    assert torch.equal(moved["x"], batch["x"])
+    assert concatenate(["text"]) == "text"

@@ -30,13 +30,18 @@ def test_every_process_is_a_rank_of_one_world(tmp_path):
     assert dict(os.environ) == before
 
 
-def test_debug_launcher_computes_on_the_cpu(tmp_path):
+def test_debug_launcher_computes_on_the_cpu(tmp_path, monkeypatch):
     def train(folder):
-        device = read_file(launched_config()).values["launch"]["device"]
-        (folder / os.environ["RANK"]).write_text(device)
+        values = read_file(launched_config()).values
+        text = f"{values['launch']['device']} {values.get('strategy')}"
+        (folder / os.environ["RANK"]).write_text(text)
 
     debug_launcher(train, (tmp_path,))
-    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["cpu", "cpu"]
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["cpu None", "cpu None"]
+    (tmp_path / "run.yaml").write_text("strategy: zero1")
+    monkeypatch.setenv("DRIVETRAIN_CONFIG", str(tmp_path / "run.yaml"))
+    debug_launcher(train, (tmp_path,))
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["cpu zero1"] * 2
 
 
 def test_traceback_of_the_failing_rank_is_raised_and_the_others_are_stopped():

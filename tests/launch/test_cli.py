@@ -74,6 +74,9 @@ def test_flags_become_a_layer_that_quotes_them():
 def test_flag_and_set_that_contradict_are_refused():
     with pytest.raises(ConfigError, match="'--precision bf16' and '--set precision=fp16'"):
         command_line_layer({"precision": "bf16"}, ["precision=fp16"])
+    for assignment in ("strategy=flat", "strategy={name: flat}"):
+        with pytest.raises(ConfigError, match=f"'--strategy toy' and '--set {assignment}'"):
+            command_line_layer({"strategy": "toy"}, [assignment])
 
 
 def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(sandbox):
@@ -87,12 +90,12 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(sandbox):
     assert rows["accumulation", "4"].endswith("run.yaml:1")
     assert rows["launch.nproc_per_node", "3"].endswith("--nproc-per-node 3")
     assert rows["precision", "bf16"].endswith("--precision bf16")
-    assert rows["seed", "0"].endswith("default")
+    assert "27 more keys at their default: drivetrain config show" in done.stdout
     assert "Mesh: dp=3 (1 x 3 ranks)" in done.stdout
     assert "0, 1, 2" in done.stdout
     # 1e9 fp32 elements: 4e9 bytes of parameters, twice that of Adam's state.
-    assert rows["held:", "parameters"].split()[-2:] == ["3,814.7", "MiB"]
-    assert rows["held:", "optimizer"].split()[-2:] == ["7,629.4", "MiB"]
+    assert rows["held:", "parameters"].split()[-2:] == ["3.7", "GiB"]
+    assert rows["held:", "optimizer"].split()[-2:] == ["7.5", "GiB"]
     assert "\x1b" not in done.stdout
 
 

@@ -1,16 +1,18 @@
 """``drivetrain checkpoint``: looks into a checkpoint, checks it, and exports its weights."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from drivetrain.errors import CheckpointError
-from drivetrain_launch.commands.tables import show_table
+from drivetrain_launch.commands.tables import show_table, size_text
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import Description
+    from drivetrain.checkpoint.manifest import SavedTensor
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -25,16 +27,17 @@ def command() -> None:
 
 @command.command("inspect", context_settings=SETTINGS)
 @directory_argument
+@click.option("--all", "every", is_flag=True, help="Show every tensor and every file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def inspect(directory: Path, as_json: bool) -> None:
-    """Show the contents of a checkpoint; the files themselves are not read."""
+def inspect(directory: Path, every: bool, as_json: bool) -> None:
+    """Show the contents of a checkpoint, layers that repeat in one row; no tensor is read."""
     from drivetrain.checkpoint import describe
 
     found = describe(directory)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
-        show(found)
+        show(found, every=every)
 
 
 @command.command("verify", context_settings=SETTINGS)
@@ -51,7 +54,7 @@ def verify(directory: Path) -> int:
     found = describe(directory)
     tensors = sum(map(len, found.manifest.models))
     click.echo(
-        f"ok: {len(found.manifest.files)} files of {_size(found.file_bytes)}, "
+        f"ok: {len(found.manifest.files)} files of {size_text(found.file_bytes)}, "
         f"{tensors} tensors, each element once"
     )
     return 0
@@ -85,12 +88,12 @@ def export(directory: Path, output: Path, dtype: str | None, **options: Any) -> 
     plan = export_checkpoint(directory, output, dtype=wanted, **options)
     for alias, name in plan.aliases.items():
         click.echo(f"{alias} is tied to {name} and written once")
-    click.echo(f"wrote {_size(plan.total_bytes)} to {', '.join(plan.files)} in {output}")
+    click.echo(f"wrote {size_text(plan.total_bytes)} to {', '.join(plan.files)} in {output}")
 
 
-def show(found: "Description") -> None:
+def show(found: "Description", *, every: bool) -> None:
     """Print a checkpoint as tables for people."""
-    from drivetrain.checkpoint.inspection import tensor_bytes
+    from drivetrain_launch.commands.contents import COLUMNS, summary
 
     manifest = found.manifest
     steps = "unknown" if found.steps is None else ", ".join(map(str, found.steps)) or "none"
@@ -99,38 +102,36 @@ def show(found: "Description") -> None:
         ("ranks that wrote it", str(manifest.world_size)),
         ("steps of the optimizers", steps),
         ("models", str(len(manifest.models))),
-        ("bytes of all files", _size(found.file_bytes)),
+        ("bytes of all files", size_text(found.file_bytes)),
         *((f"version of {name}", version) for name, version in manifest.libraries.items()),
     ]
     show_table(f"Checkpoint {found.directory}", ("what", "value"), facts)
     for index, (tensors, aliases) in enumerate(zip(manifest.models, manifest.aliases, strict=True)):
-        rows = [
-            (
-                t.name,
-                t.state,
-                t.dtype,
-                _shape(t.shape),
-                _size(tensor_bytes(t)),
-                str(len(t.parts)),
-            )
-            for t in tensors
-        ]
-        rows += [(alias, "", "", "", f"tied to {name}", "") for alias, name in aliases.items()]
-        columns = ("name", "optimizer state", "dtype", "shape", "size", "parts")
-        show_table(f"Model {index}", columns, rows)
-    files = [(name, _size(record.size)) for name, record in manifest.files.items()]
-    show_table("Files", ("file", "size"), files)
+        if every:
+            _show_tensors(f"Model {index}", tensors)
+        else:
+            show_table(f"Model {index}", COLUMNS, summary(tensors))
+        if aliases:
+            show_table(f"Tied in model {index}", ("name", "is"), list(aliases.items()))
+    if every:
+        files = [(name, size_text(record.size)) for name, record in manifest.files.items()]
+        show_table("Files", ("file", "size"), files)
 
 
-def _size(count: int) -> str:
-    """Write a number of bytes in the largest unit that fits."""
-    size, units = float(count), ["TiB", "GiB", "MiB", "KiB"]
-    if count < 2**10:
-        return f"{count} B"
-    while size >= 2**10 and units:
-        size, unit = size / 2**10, units.pop()
-    return f"{size:,.1f} {unit}"
+def _show_tensors(title: str, tensors: "Sequence[SavedTensor]") -> None:
+    from drivetrain.checkpoint.inspection import tensor_bytes
+    from drivetrain_launch.commands.contents import shape_text
 
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
+    columns = ("name", "optimizer state", "dtype", "shape", "size", "parts")
+    rows = [
+        (
+            t.name,
+            t.state,
+            t.dtype,
+            shape_text(t.shape),
+            size_text(tensor_bytes(t)),
+            str(len(t.parts)),
+        )
+        for t in tensors
+    ]
+    show_table(title, columns, rows)

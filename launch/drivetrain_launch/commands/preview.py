@@ -1,5 +1,6 @@
 """``launch --dry-run``: the resolved configuration, the mesh, and the cost on a rank."""
 
+import json
 from collections.abc import Iterator
 
 import torch
@@ -11,7 +12,7 @@ from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import Run, find_strategy
 from drivetrain.traffic import Traffic
 from drivetrain_launch.commands.checking import planned_world
-from drivetrain_launch.commands.tables import mebibytes, show_table
+from drivetrain_launch.commands.tables import show_table, size_text
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 
 LAYERS = 1000
@@ -33,7 +34,7 @@ def preview(resolved: Resolved) -> None:
     run = plan(resolved, ranks)
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
     cost = kind.cost(options, example_model(), run)
-    show_configuration(resolved)
+    show_configuration(resolved, every=False)
     show_table(
         f"Mesh: {run.mesh} ({settings.nnodes} x {ranks} ranks)",
         ("axis", "size", "ranks of the first line", "crosses hosts"),
@@ -47,10 +48,14 @@ def preview(resolved: Resolved) -> None:
     )
 
 
-def show_configuration(resolved: Resolved) -> None:
-    """Print every knob with its value and the origin of the value."""
-    rows = [(key, _text(value), origin.text) for key, value, origin in resolved.rows()]
-    show_table("Configuration", ("key", "value", "origin"), rows)
+def show_configuration(resolved: Resolved, *, every: bool = True) -> None:
+    """Print all knobs, or the chosen ones, with values and origins."""
+    found = list(resolved.rows())
+    kept = [row for row in found if every or row[2].kind != "default" or row[0] == "strategy.name"]
+    rows = [(key, _text(value), origin.text) for key, value, origin in kept]
+    left = len(found) - len(kept)
+    more = f" ({left} more keys at their default: drivetrain config show)" if left else ""
+    show_table(f"Configuration{more}", ("key", "value", "origin"), rows)
 
 
 def plan(resolved: Resolved, ranks: int) -> Run:
@@ -81,16 +86,16 @@ def example_model() -> ModelSpec:
 
 def _cost_rows(cost: Cost) -> Iterator[tuple[str, str]]:
     for kind, count in cost.held.items():
-        yield f"held: {kind}", mebibytes(count)
-    yield "held: total", mebibytes(cost.total_held)
+        yield f"held: {kind}", size_text(count)
+    yield "held: total", size_text(cost.total_held)
     for (axis, operation), count in cost.sent.items():
-        yield f"sent per step: {operation} over {axis}", mebibytes(count)
+        yield f"sent per step: {operation} over {axis}", size_text(count)
     for axis, what in cost.uncounted.items():
         yield f"sent per step: {what} over {axis}", "not counted: depends on the batch"
     if not cost.uncounted:
-        yield "sent per step: total", mebibytes(cost.total_sent)
+        yield "sent per step: total", size_text(cost.total_sent)
     elif cost.sent:
-        yield "sent per step: total of what is counted", mebibytes(cost.total_sent)
+        yield "sent per step: total of what is counted", size_text(cost.total_sent)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -99,4 +104,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _text(value: object) -> str:
+    """Return a value as YAML writes it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     return '""' if value == "" else str(value)

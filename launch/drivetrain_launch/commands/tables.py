@@ -30,6 +30,11 @@ def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     Console().print(table)
 
 
-def mebibytes(count: int) -> str:
-    """Write a number of bytes in MiB."""
-    return f"{count / 2**20:,.1f} MiB"
+def size_text(count: int) -> str:
+    """Write a number of bytes in the largest unit that fits."""
+    size, units = float(count), ["TiB", "GiB", "MiB", "KiB"]
+    if count < 2**10:
+        return f"{count} B"
+    while size >= 2**10 and units:
+        size, unit = size / 2**10, units.pop()
+    return f"{size:,.1f} {unit}"

@@ -59,7 +59,7 @@ class DataConfig:
     use_seedable_sampler: bool = option(
         True, help="True derives the shuffle order from the seed and the epoch."
     )
-    data_seed: int | None = option(None, help="Seed of the shuffle order; unset takes the run's.")
+    data_seed: int | None = option(None, help="Seed of the shuffle order; unset takes seed.")
     non_blocking: bool = option(False, help="True copies batches to the device asynchronously.")
 
 
@@ -130,7 +130,11 @@ class RunConfig:
         "optimizer",
         help="optimizer: one scheduler step per optimizer step; samples: one per rank's batch.",
     )
-    seed: int = option(0, help="Seed of the shuffle order and of set_seed() without a value.")
+    seed: int | None = option(
+        None,
+        help="Seed of the shuffle order; unset takes that of the loader's own generator, or else "
+        "of torch's, which set_seed() sets.",
+    )
     recompute: RecomputeConfig = section(
         RecomputeConfig, help="Which activations are computed again in backward."
     )

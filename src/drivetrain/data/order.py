@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -91,7 +92,7 @@ class EpochOrder:
 
     def draw_seed(self, generator: torch.Generator | None) -> int:
         """Draw an epoch's seed from the user's sampler's generator, or else from the loader's."""
-        source = next(_generators(self._sampler), generator)
+        source = next(generators(self._sampler), generator)
         device = "cpu" if source is None else source.device
         seed = torch.empty((), dtype=torch.int64, device=device).random_(generator=source)
         return int(seed.item())
@@ -146,8 +147,9 @@ def _nested(sampler: Any) -> Iterator[Any]:
         waiting += [getattr(member, name, None) for name in ("sampler", "batch_sampler")]
 
 
-def _generators(sampler: Any) -> Iterator[torch.Generator]:
-    for member in _nested(sampler):
+def generators(*owners: Any) -> Iterator[torch.Generator]:
+    """Yield the generators of loaders, datasets and samplers, and of the samplers inside them."""
+    for member in chain.from_iterable(map(_nested, owners)):
         generator = getattr(member, "generator", None)
         if isinstance(generator, torch.Generator):
             yield generator
@@ -155,7 +157,7 @@ def _generators(sampler: Any) -> Iterator[torch.Generator]:
 
 @contextmanager
 def _seeded(sampler: Any, seed: int) -> Iterator[None]:
-    before = [(generator, generator.get_state()) for generator in _generators(sampler)]
+    before = [(generator, generator.get_state()) for generator in generators(sampler)]
     for generator, _ in before:
         generator.manual_seed(seed)
     try:

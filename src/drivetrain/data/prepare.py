@@ -11,13 +11,16 @@ from drivetrain.data.dispatch import DispatchSource
 from drivetrain.data.division import BatchDivision, OrderDivision, SampleDivision
 from drivetrain.data.iterable_source import IterableSource
 from drivetrain.data.loader import Delivery, PreparedLoader, Progress
-from drivetrain.data.map_source import MapSource
-from drivetrain.data.order import EpochOrder
+from drivetrain.data.map_source import MapSource, seed_of_main
+from drivetrain.data.order import EpochOrder, generators
 from drivetrain.data.steps import BatchSource
 from drivetrain.errors import UsageError
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
+
+LARGEST_SEED = 2**63 - 1
+"""Seeds travel as signed integers of 64 bits."""
 
 
 def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
@@ -26,7 +29,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
     axis: Axis,
     world: World,
     config: DataConfig,
-    seed: int,
+    seed: int | None,
     device: torch.device | None,
     observer: GradientState | None = None,
     rng_types: Sequence[str] = (),
@@ -39,7 +42,8 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         axis: the data-parallel axis; ranks with the same index on it get the same batches.
         world: all ranks; they must iterate together.
         config: how to divide.
-        seed: the run's seed, unless the configuration has a data_seed.
+        seed: of the shuffle order, unless the configuration has a data_seed; None takes the seed of
+            rank 0's generator: the loader's own, or torch's. Collective then.
         device: where batches go; None leaves them where they are.
         observer: is told when epochs start and end.
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
@@ -59,7 +63,8 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         rng_types=tuple(rng_types),
         delivered=delivered,
     )
-    progress = Progress(seed=seed if config.data_seed is None else config.data_seed)
+    chosen = seed if config.data_seed is None else config.data_seed
+    progress = Progress(seed=_drawn_seed(loader, world) if chosen is None else chosen)
     return PreparedLoader(loader, _source(loader, axis, world, config, device), progress, delivery)
 
 
@@ -87,6 +92,17 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
         dataloader, axis=alone, world=World(), config=config, seed=0, device=None
     )
     return prepared.skipping(num_batches)
+
+
+def _drawn_seed(loader: DataLoader[Any], world: World) -> int:
+    """Return the seed of the generator that would shuffle the loader without this library.
+
+    It is read, not drawn from: a script's own random numbers stay as they are.
+    """
+    dataset = loader.dataset if isinstance(loader.dataset, IterableDataset) else None
+    own = generators(loader.batch_sampler, loader.sampler, loader, dataset)
+    generator = next(own, torch.default_generator)
+    return seed_of_main(generator.initial_seed() & LARGEST_SEED, world)
 
 
 def _check_readable(loader: DataLoader[Any], size: int) -> None:

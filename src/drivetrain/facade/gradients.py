@@ -14,79 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain import communication
 from drivetrain.errors import UsageError
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
+from drivetrain.facade.window import EarlierGradients, WindowMean
 from drivetrain.parts.norms import clip_
 from drivetrain.runtime.gradient_state import GradientState
-from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.scaler import LossScaler
-
-
-class WindowMean:
-    """The normalisation of one accumulation window.
-
-    Args:
-        state: the window it belongs to.
-        counted: whether the micro-batches are counted by ``accumulate()``; a loop that counts them
-            itself always has full windows.
-    """
-
-    def __init__(self, state: GradientState, *, counted: bool) -> None:
-        self._state = state
-        self._counted = counted
-        self._weights: list[float] = []
-        self._unweighted = False
-        self._finished = False
-
-    def divide(self, loss: Tensor, weight: float | Tensor | None) -> Tensor:
-        """Return the loss as it enters backward: weighted, or a share of the window's mean.
-
-        Raises:
-            UsageError: weighted and unweighted losses in one window, or a weighted loss after the
-                window was finished.
-        """
-        if weight is None:
-            self._unweighted = True
-        else:
-            self._weights.append(float(weight))
-        if self._weights and self._unweighted:
-            raise UsageError(
-                "expected a weight for every loss of an accumulation window or for none, found "
-                "both; pass weight= to each backward() of the window"
-            )
-        if weight is None:
-            length = self._state.window_length if self._finished else self._state.num_steps
-            return loss / length if length > 1 else loss
-        if self._finished or (self._state.num_steps > 1 and not self._counted):
-            raise UsageError(
-                "expected one weighted backward() per micro-batch inside accumulate(), found one "
-                "after the window's gradients were already divided by the sum of weights; add the "
-                "losses before backward(), and use 'with accelerator.accumulate(model):'"
-            )
-        return loss * weight
-
-    def finish(self, axis: Axis, device: torch.device) -> float | None:
-        """Return the factor that makes the synchronised gradients right, None when they are.
-
-        Collective over the axis when the losses are weighted.
-        """
-        if self._finished:
-            return None
-        if self._weights:
-            self._finished = True
-            # In fp64: sums of token counts stay exact.
-            total = torch.tensor(sum(self._weights), dtype=torch.float64, device=device)
-            whole = float(communication.reduce(total, "sum", group=axis))
-            # The strategy has averaged over the axis: its size turns the mean into a sum again.
-            return axis.size / whole if whole else 0.0
-        length = self._state.window_length
-        if not self._counted or length >= self._state.num_steps:
-            return None
-        self._finished = True
-        return self._state.num_steps / length
 
 
 class WindowGradients:
@@ -112,14 +47,14 @@ class WindowGradients:
         self.observer = Observer()
         self._prepared = prepared
         self._runs = runs
-        self._mean = WindowMean(state, counted=False)
+        self._start_window(counted=False)
 
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """Context of one micro-batch of these models; of all models when there are none."""
         state = self.state
         if state.sync_gradients:
-            self._mean = WindowMean(state, counted=True)
+            self._start_window(counted=True)
         state.next_micro_batch()
         self.step = state.micro_batch
         if state.sync_gradients or state.sync_each_batch:
@@ -161,9 +96,14 @@ class WindowGradients:
         """Run backward; at the end of a window the gradients are synchronised and exact means."""
         _check_loss(loss)
         if self.state.micro_batch == 0:
-            self._mean = WindowMean(self.state, counted=False)
+            self._start_window(counted=False)
         scaled = self.scaler.scale(self._mean.divide(loss, weight))
         self._match_scale()
+        if self._mean.may_scale:
+            self._earlier.keep()
+        if self._is_plain(weight):
+            scaled.backward(**options)  # type: ignore[no-untyped-call]
+            return
         strategy = self._prepared.running().strategy
         strategy.backward(scaled, **options)
         strategy.publish(loss)
@@ -174,6 +114,7 @@ class WindowGradients:
             if factor is not None:
                 for entry in self._prepared.models:
                     entry.strategy.scale_gradients(factor)
+                self._earlier.restore(factor)
 
     def clip_norm(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float
@@ -182,6 +123,8 @@ class WindowGradients:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.state.sync_gradients:
             return None
+        if self._is_plain():
+            return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
         entries = self._prepared.owners_of(given)
         for entry in entries:
             self._unscale(entry)
@@ -248,6 +191,15 @@ class WindowGradients:
     def after_step(self) -> None:
         """Tell the observer that an optimizer has stepped, or left out a step."""
         self.observer.after_step()
+
+    def _is_plain(self, weight: float | Tensor | None = None) -> bool:
+        """Whether no model is prepared, and none needs to be: autograd's gradients are right."""
+        alone = self._runs.default.world.size == 1 and not self.scaler.is_enabled()
+        return not self._prepared.models and alone and weight is None and self.state.num_steps == 1
+
+    def _start_window(self, *, counted: bool) -> None:
+        self._mean = WindowMean(self.state, counted=counted)
+        self._earlier = EarlierGradients(self._prepared)
 
     def _match_scale(self) -> None:
         """Bring the gradients at hand to the loss scale of the backward that is about to run.

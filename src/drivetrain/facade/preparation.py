@@ -70,14 +70,20 @@ class Preparation:
     ) -> nn.Module:
         """Hand a model and its optimizers to a strategy; a prepared model comes back as it is.
 
+        A module without parameters is placed, and is no model.
+
         Optimizers that hold other parameters stay behind. ``choice`` is another strategy than the
         run's; ``placed`` moves the model to the rank's device.
         """
         if any(entry.model is model for entry in self._prepared.models):
             return model
+        if next(model.parameters(), None) is None:  # a loss function: no strategy has work with it
+            self._constructions.give_whole_values(model)
+            if placed:
+                place(model, self._runs.default.world.device)
+            return model
         choice = self._gradients.observer.choice(choice)
         self._recomputations.before_prepare(model, choice)
-        _refuse_empty(model)
         self._gradients.observer.before_prepare(model)
         values = self._constructions.values_of(model)
         world, precision = self._runs.default.world, self._runs.default.precision
@@ -254,14 +260,6 @@ def is_scheduler(item: Any) -> bool:
         and hasattr(item, "step")
         and hasattr(item, "state_dict")
     )
-
-
-def _refuse_empty(model: nn.Module) -> None:
-    if next(model.parameters(), None) is None:
-        raise UsageError(
-            f"expected a model with parameters, found {type(model).__name__} without any; "
-            "a loss or other function needs no prepare()"
-        )
 
 
 def _facts(model: nn.Module) -> list[str]:

@@ -203,6 +203,10 @@ class PreparedObjects:
     bound: list[tuple[Optimizer, Optimizer]] = field(default_factory=list)
     last_run: PreparedModel | None = None
 
+    def has(self, model: nn.Module) -> bool:
+        """Whether a model was prepared here."""
+        return any(entry.model is model or entry.module is model for entry in self.models)
+
     def model(self, model: nn.Module) -> PreparedModel:
         """Return the entry of a model, as ``prepare`` returned it or as the script made it.
 
@@ -218,8 +222,15 @@ class PreparedObjects:
         )
 
     def chosen(self, models: Sequence[nn.Module]) -> list[PreparedModel]:
-        """Return the entries of these models; of all models when there are none."""
-        return [self.model(model) for model in models] if models else list(self.models)
+        """Return the entries of models, or of modules inside them; of all models without any."""
+        return [self._around(model) for model in models] if models else list(self.models)
+
+    def _around(self, module: nn.Module) -> PreparedModel:
+        """Return the entry of a model, or of the model that a module is part of."""
+        inside = [
+            entry for entry in self.models if any(m is module for m in entry.module.modules())
+        ]
+        return inside[0] if inside else self.model(module)
 
     def trained_by(self, optimizer: Optimizer) -> list[PreparedModel]:
         """Return the models of an optimizer that a strategy handed back."""

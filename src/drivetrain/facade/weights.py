@@ -13,6 +13,7 @@ from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.parts.naming import uncompiled
 from drivetrain.runtime.world import World
 from drivetrain.shards import TensorFacts
+from drivetrain.strategy import Readable
 
 GATHERED_BYTES = 32 * 2**20
 """Parameters are gathered together while they fit into this: small ones share a collective."""
@@ -68,12 +69,11 @@ class WholeWeights:
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state on every rank's CPU, by the user's names. Collective."""
-        entry = self._prepared.model(model)
-        module = uncompiled(entry.module)
-        facts = entry.strategy.state_facts(module)
+        module, owner = self._readable(model)
+        facts = owner.state_facts(module)
         copies: dict[Hashable, Tensor] = {}
         for batch in _batches({one.identity: one for one in facts}.values()):
-            with entry.strategy.whole_state(module, [one.name for one in batch]) as state:
+            with owner.whole_state(module, [one.name for one in batch]) as state:
                 for one in batch:
                     copies[one.identity] = state[one.name].to("cpu", copy=True)
         return {one.name: copies[one.identity] for one in facts}
@@ -91,9 +91,8 @@ class WholeWeights:
             raise UsageError(
                 "expected safe_serialization=True, found False; no pickles are written"
             )
-        entry = self._prepared.model(model)
-        module = uncompiled(entry.module)
-        facts = {one.name: one for one in entry.strategy.state_facts(module)}
+        module, owner = self._readable(model)
+        facts = {one.name: one for one in owner.state_facts(module)}
         if only_trainable:
             facts = {name: one for name, one in facts.items() if one.trainable}
             if not facts:
@@ -106,11 +105,25 @@ class WholeWeights:
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
             for batch in _batches(facts[name] for name in names):
                 wanted = [one.name for one in batch]
-                with entry.strategy.whole_state(module, wanted) as state:
+                with owner.whole_state(module, wanted) as state:
                     for name in wanted:
                         yield name, state[name]
 
         checkpoint.write_export(Path(save_directory), plan, fetch, world=self._world)
+
+    def _readable(self, model: nn.Module) -> tuple[nn.Module, Readable]:
+        """Return the user's uncompiled module, and who reads whole tensors of it.
+
+        Every rank has all of a model that was not prepared, an average of weights for example.
+
+        Raises:
+            UsageError: the model has parameters of a prepared one, which may be divided.
+        """
+        known = {key for entry in self._prepared.models for key in entry.names}
+        if self._prepared.has(model) or any(id(one) in known for one in model.parameters()):
+            entry = self._prepared.model(model)
+            return uncompiled(entry.module), entry.strategy
+        return uncompiled(model), Readable()
 
 
 def _batches(facts: Iterable[TensorFacts]) -> Iterator[list[TensorFacts]]:

@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
+from drivetrain import Accelerator, communication
 from drivetrain.errors import UsageError
 
 SMALL = [
@@ -131,6 +133,32 @@ def test_epochs_are_shuffled_differently_and_reproducibly(prepare, counting):
     assert first == epochs(0)
     assert first[0] != first[1] != first[2] != first[0]
     assert epochs(7) != first
+
+
+def test_unset_seed_follows_the_loaders_generator_or_torchs(prepare, counting):
+    def order(torchs, generator=None):
+        torch.manual_seed(torchs)
+        own = None if generator is None else torch.Generator().manual_seed(generator)
+        state = torch.get_rng_state()
+        data = DataLoader(counting(20), shuffle=True, generator=own)
+        loader = prepare(data, seed=None)
+        assert torch.equal(torch.get_rng_state(), state), "the script's random numbers stay"
+        torch.manual_seed(9)  # too late: the loader has its seed
+        return [int(batch) for batch in loader]
+
+    assert order(1) == order(1) != order(2)
+    assert order(1, generator=4) == order(2, generator=4) != order(2, generator=5)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_seed_differently_share_an_order():
+    torch.manual_seed(dist.get_rank())
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(8), batch_size=1, shuffle=True))
+    batches = communication.gather(torch.cat(list(loader)))
+    assert sorted(batches.tolist()) == list(range(8))
+    torch.manual_seed(0)
+    first = Accelerator(cpu=True).prepare(DataLoader(range(8), batch_size=1, shuffle=True))
+    assert communication.gather(torch.cat(list(first))).tolist() == batches.tolist()
 
 
 def test_data_seed_wins_over_the_runs(prepare, counting):

@@ -1,12 +1,20 @@
 """What scripts written for Accelerate set and import, beyond the loop."""
 
+import copy
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import drivetrain
-from drivetrain import Accelerator, DataLoaderConfiguration, ProjectConfiguration
+from drivetrain import (
+    Accelerator,
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    UsageError,
+)
 
 
 @pytest.mark.ranks(2)
@@ -43,6 +51,25 @@ def test_prepared_objects_have_the_names_of_accelerate(tmp_path):
     compiled = torch.compile(model, backend="eager")
     assert drivetrain.extract_model_from_parallel(compiled) is compiled
     assert drivetrain.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
+    wrapped = torch.compile(nn.DataParallel(model), backend="eager")
+    assert drivetrain.extract_model_from_parallel(wrapped, keep_torch_compile=False) is model
+    assert Accelerator(cpu=True).unwrap_model(wrapped, keep_torch_compile=False) is model
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_model_that_was_not_prepared_can_be_saved(tmp_path, strategy):
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    average = copy.deepcopy(model)
+    model = accelerator.prepare(model)
+    state = accelerator.get_state_dict(average)
+    torch.testing.assert_close(state, dict(average.state_dict()))
+    accelerator.save_model(average, tmp_path)
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), state)
+    with pytest.raises(UsageError, match="found Linear"):
+        accelerator.get_state_dict(model[0])  # its parameters may be divided
+    accelerator.end_training()
 
 
 def test_accelerator_state_knows_processes_and_precision():

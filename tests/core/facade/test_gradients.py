@@ -86,6 +86,44 @@ def test_two_losses_in_the_last_micro_batch_of_a_short_window():
     torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_an_earlier_window_are_not_divided_again(strategy, weighted):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, strategy=strategy)
+    data = rows(12)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(data), batch_size=2)
+    )
+    weights = iter([1.0, 3.0, 5.0])
+    for (x,) in loader:  # two windows, of 2 and 1 micro-batches, and one step after both
+        with accelerator.accumulate(model):
+            weight = next(weights)
+            accelerator.backward(loss_of(model, x), weight=weight if weighted else None)
+    optimizer.step()
+    of = [reference_grad([data[i : i + 4]]) for i in (0, 4, 8)]  # both ranks' batches
+    expected = (of[0] + 3 * of[1]) / 4 if weighted else (of[0] + of[1]) / 2
+    found = before - accelerator.get_state_dict(model)["weight"]
+    torch.testing.assert_close(found, expected + of[2], rtol=1e-12, atol=1e-14)
+    accelerator.end_training()
+
+
+def test_gradients_that_a_script_clears_between_micro_batches_do_not_come_back():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    data = rows(6)
+    model, loader = accelerator.prepare(linear(), DataLoader(TensorDataset(data), batch_size=1))
+    for i, (x,) in enumerate(loader):
+        with accelerator.accumulate(model):
+            if i == 5:
+                model.zero_grad()
+            accelerator.backward(loss_of(model, x), weight=1.0 + i)
+    expected = reference_grad([data[5:]]) * 6 / 11  # of the window's weights, 5 and 6
+    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_mixing_weighted_and_unweighted_losses_is_refused():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(linear())

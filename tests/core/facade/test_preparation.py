@@ -49,9 +49,37 @@ def test_optimizer_may_come_before_its_model():
     assert not torch.equal(model.weight, before)
 
 
-def test_model_without_parameters():
-    with pytest.raises(UsageError, match="CrossEntropyLoss without any"):
-        Accelerator(cpu=True).prepare(nn.CrossEntropyLoss())
+def test_a_criterion_may_be_prepared_and_is_no_model(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(2))
+    model, prepared = accelerator.prepare(nn.Linear(2, 2), criterion)
+    assert prepared is criterion
+    accelerator.backward(criterion(model(torch.ones(1, 2)), torch.tensor([0])))
+    accelerator.save_state(tmp_path / "c")
+    accelerator.load_state(tmp_path / "c")
+
+
+def test_without_a_prepared_model_gradients_are_torchs_own():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2, bias=False)
+    accelerator.backward(model(torch.full((1, 2), 3.0)).sum())
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(norm, torch.tensor(6.0))
+    torch.testing.assert_close(model.weight.grad, torch.full((2, 2), 0.5))
+
+
+def test_a_submodule_stands_for_its_model_in_accumulate():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    for synchronized in (False, True):
+        with accelerator.accumulate(model[0]):
+            assert accelerator.sync_gradients == synchronized
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+    with (
+        pytest.raises(UsageError, match="prepared, found Linear"),
+        accelerator.accumulate(nn.Linear(2, 2)),
+    ):
+        pass
 
 
 def test_optimizer_over_foreign_parameters():
@@ -76,7 +104,8 @@ def test_backward_of_what_is_no_loss(make, message):
         accelerator.backward(make(model))
 
 
-def test_backward_without_a_model():
+@pytest.mark.ranks(2)
+def test_backward_of_several_ranks_without_a_model():
     with pytest.raises(UsageError, match="prepared model"):
         Accelerator(cpu=True).backward(torch.ones((), requires_grad=True))
 

@@ -13,8 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from drivetrain.checkpoint import Contents, ModelReader, assembly, read_export, save_checkpoint
+from drivetrain.checkpoint.manifest import SavedTensor
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard
+from drivetrain_launch.commands.contents import summary
 
 WEIGHT = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 
@@ -66,8 +68,8 @@ def resign(directory, change):
     path.write_text(json.dumps({**body, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
 
 
-def test_inspect_shows_tables(command, saved):
-    code, out, err = command("checkpoint", "inspect", str(saved))
+def test_inspect_shows_every_tensor_when_asked(command, saved):
+    code, out, err = command("checkpoint", "inspect", str(saved), "--all")
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "format version 1" in lines
@@ -76,7 +78,22 @@ def test_inspect_shows_tables(command, saved):
     assert "embedding.weight F32 4 x 6 96 B 2" in lines
     assert "embedding.weight 0.exp_avg F32 4 x 6 96 B 2" in lines
     assert "norm.count I64 scalar 8 B 1" in lines
-    assert "head.weight tied to embedding.weight" in lines
+    assert "head.weight embedding.weight" in lines
+
+
+def test_inspect_shows_a_row_for_layers_that_repeat():
+    def tensor(name, shape, state=""):
+        return SavedTensor(name, state, "F32", shape, ())
+
+    layers = [tensor(f"layers.{i}.weight", (4, 6)) for i in (10, 0, 1, 2)]
+    state = [tensor(one.name, (4, 6), "0.exp_avg") for one in layers]
+    wide = [tensor("layers.3.weight", (8, 6)), tensor("head.0.bias", ())]
+    assert summary([*layers, *state, *wide]) == [
+        ("head.0.bias", "scalar", "F32", "1", "4 B", "", ""),
+        ("layers.{0..2,10}.weight", "4 x 6", "F32", "4", "384 B", "exp_avg F32", "384 B"),
+        ("layers.3.weight", "8 x 6", "F32", "1", "192 B", "", ""),
+        ("all", "", "F32", "6", "580 B", "exp_avg F32", "384 B"),
+    ]
 
 
 def test_inspect_as_json(command, saved):
