@@ -12,8 +12,7 @@ from drivetrain.errors import UsageError
 from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.parts.naming import uncompiled
 from drivetrain.runtime.world import World
-from drivetrain.shards import TensorFacts
-from drivetrain.strategy import Readable
+from drivetrain.shards import Readable, TensorFacts
 
 GATHERED_BYTES = 32 * 2**20
 """Parameters are gathered together while they fit into this: small ones share a collective."""
