@@ -25,6 +25,7 @@ COMMANDS = {
     "checkpoint": "Look into a checkpoint, check it, or export its weights.",
     "env": "Describe this machine, for a bug report.",
     "test": "Check in seconds that this machine trains correctly.",
+    "estimate": "Show the bytes that each strategy holds and sends for a model.",
     "verify": "Compare a script's numbers under a strategy with the right ones.",
     "completion": "Print the completion script of a shell.",
 }

@@ -186,14 +186,20 @@ def tiers_of(options: OffloadOptions, opened: Mapping[str, Store], world: World)
 
 
 def held_by_kind(plan: TierPlan, options: OffloadOptions, world: World) -> dict[str, int]:
-    """Return the bytes that a rank keeps between steps, by kind; a kind may be on disk."""
+    """Return the bytes that a rank keeps between steps, by kind.
+
+    The name of a kind says where the bytes lie, if they do not lie on the device.
+    """
+    ends: dict[Tier, str] = {"device": "", "host": " in host memory", "disk": " on disk"}
+    if world.device.type == "cpu":
+        ends["host"] = ""  # host memory is the device's
     kinds = {name: stores().load(name) for name in {options.optimizer, options.params} - {""}}
     total: Counter[str] = Counter()
     for tier, held_there in held(plan, tiers_of(options, kinds, world)).items():
         for kind, nbytes in held_there.items():
-            total[f"{kind} on disk" if tier == "disk" else kind] += nbytes
+            total[kind + ends[tier]] += nbytes
     del total["largest unit in use"]  # which is freed between steps
-    total["buffers of stores"] += kinds[options.optimizer].working_bytes
+    total["buffers of stores" + ends["host"]] += kinds[options.optimizer].working_bytes
     return dict(total)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,9 @@ from drivetrain.traffic import Traffic
 from drivetrain_launch.commands.checking import planned_world
 from drivetrain_launch.commands.tables import show_table, size_text
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
+
+ACCELERATOR = "cuda"
+"""A kind of device with memory of its own; costs depend on no more than this."""
 
 LAYERS = 1000
 LAYER_SHAPE = (1000, 1000)
@@ -58,10 +62,12 @@ def show_configuration(resolved: Resolved, *, every: bool = True) -> None:
     show_table(f"Configuration{more}", ("key", "value", "origin"), rows)
 
 
-def plan(resolved: Resolved, ranks: int) -> Run:
+def plan(resolved: Resolved, ranks: int, *, on_accelerators: bool = False) -> Run:
     """Return the run as rank 0 would see it, without a process group."""
     settings = resolved.run.launch
     world = planned_world(ranks, settings.nnodes)
+    if on_accelerators:
+        world = replace(world, device=torch.device(ACCELERATOR))
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
     axes = kind.axes(options, world.size)
     return Run(

@@ -1,0 +1,139 @@
+"""The model that ``drivetrain estimate`` is about, without its values where that is possible."""
+
+import importlib
+import json
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+MATRIX = (1000, 1000)
+"""The shape of the layers of a model of which only the number of parameters is known."""
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+_META = torch.device("meta")
+
+
+class _Prepared(BaseException):
+    """A script has reached ``prepare``; no handler of the script may catch it."""
+
+
+def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
+    """Return the facts of a model.
+
+    Args:
+        source: a folder or a ``config.json`` of transformers, a script, ``module:function`` of a
+            function that returns a model, or a number of parameters such as 7B.
+        arguments: of the script.
+
+    Raises:
+        ConfigError: the source is nothing of this kind, or has no model.
+    """
+    path = Path(source)
+    if path.is_dir():
+        path /= CONFIG_FILE
+    if arguments and path.suffix != ".py":
+        raise ConfigError(
+            f"found arguments after {source!r}: {' '.join(arguments)}; options stand before MODEL"
+        )
+    if path.suffix == ".json" and path.is_file():
+        return ModelSpec.of(_of_transformers(path))
+    if path.suffix == ".py" and path.is_file():
+        return ModelSpec.of(_of_script(path, arguments))
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", source.upper()):
+        return of_size(int(float(match[1]) * _UNITS[match[2]]))
+    if match := re.fullmatch(r"([\w.]+):(\w+)", source):
+        return ModelSpec.of(_of_function(match[1], match[2]))
+    raise ConfigError(
+        f"expected a config.json of transformers or its folder, a script, MODULE:FUNCTION or a "
+        f"number of parameters such as 7B, found {source!r}; check the path"
+    )
+
+
+def of_size(parameters: int) -> ModelSpec:
+    """Describe a model of which only the number of parameters is known: layers of one shape."""
+    each = MATRIX[0] * MATRIX[1]
+    shapes = [MATRIX] * (parameters // each) + (
+        [(parameters % each, 1)] if parameters % each else []
+    )
+    return ModelSpec(
+        tuple(
+            TensorSpec(f"layers.{index}.weight", shape, torch.float32, True)
+            for index, shape in enumerate(shapes)
+        )
+    )
+
+
+def _of_transformers(path: Path) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: expected transformers to be installed, found {error}; pip install "
+            "transformers"
+        ) from error
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    kind = facts.pop("model_type", None)
+    if kind is None:
+        raise ConfigError(
+            f"{path}: expected a configuration of transformers with a model_type, found "
+            f"{', '.join(list(facts)[:5])}"
+        )
+    config = transformers.AutoConfig.for_model(kind, **facts)
+    (name,) = (config.architectures or [""])[:1]
+    architecture = getattr(transformers, name, None)
+    with _META:
+        make: Any = transformers.AutoModel.from_config if architecture is None else architecture
+        return _module(make(config), str(path))
+
+
+def _of_function(module: str, name: str) -> nn.Module:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot find {module}:{name}: {error}; check the name") from error
+    with _META:
+        return _module(function(), f"{module}:{name}")
+
+
+def _of_script(path: Path, arguments: Sequence[str]) -> nn.Module:
+    """Run a script as one process until it prepares a model."""
+    found: list[nn.Module] = []
+    prepare = Accelerator.prepare
+
+    def note(accelerator: Accelerator, *objects: Any, **settings: Any) -> Any:
+        models = [each for each in objects if isinstance(each, nn.Module)]
+        if not models:
+            return prepare(accelerator, *objects, **settings)
+        found.extend(models)
+        raise _Prepared
+
+    before = sys.argv
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent.resolve()))
+    setattr(Accelerator, prepare.__name__, note)
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except _Prepared:
+        return found[0]
+    finally:
+        setattr(Accelerator, prepare.__name__, prepare)
+        sys.argv = before
+    raise ConfigError(f"{path}: expected accelerator.prepare(model), found a script without it")
+
+
+def _module(found: Any, source: str) -> nn.Module:
+    if not isinstance(found, nn.Module):
+        raise ConfigError(f"{source}: expected a torch.nn.Module, found {type(found).__name__}")
+    return found

@@ -1,0 +1,142 @@
+"""``drivetrain estimate``: promises of all strategies in one table, as a run keeps them."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain.cost import ModelSpec
+from drivetrain_launch.commands.estimate import promises_for
+from drivetrain_launch.commands.options import resolve_command_line
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+}
+
+SCRIPT = """
+import sys
+import torch
+from drivetrain import Accelerator
+model = torch.nn.Linear(int(sys.argv[1]), 1000, bias=False)
+optimizer = torch.optim.AdamW(model.parameters())
+accelerator = Accelerator(cpu=True)
+model, optimizer = accelerator.prepare(model, optimizer)
+raise SystemExit("a script is left where it prepares")
+"""
+
+
+def table(out):
+    """Return the cells of each row by the name of the strategy."""
+    lines = [line.split() for line in out.splitlines()[2:]]
+    return {line[0]: line[1:] for line in lines if len(line) > 8}
+
+
+def test_every_strategy_has_a_row_with_its_bytes(command):
+    code, out, err = command("estimate", "--ranks", "4", "--device", "a100", "8B")
+    assert code == 0, err
+    rows = table(out)
+    assert {"ddp", "zero1", "zero2", "zero3", "fsdp", "megatron", "offload", "toy"} <= set(rows)
+    # 8e9 fp32 elements are 29.8 GiB; Adam keeps two more of each.
+    assert rows["ddp"][:5] == ["119.21", "29.80", "0.00", "29.80", "59.60"]
+    assert rows["ddp"][-1] == "no"
+    assert rows["zero3"][1] == "7.45"
+    assert rows["zero3"][-1] == "yes"
+    # Optimizer states and a share of the gradients wait in host memory.
+    assert rows["offload"][-4:-2] == ["29.80", "0.00"]
+
+
+def test_model_of_transformers_is_built_without_values(command, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for source in ("config.json", "."):
+        code, out, err = command("estimate", "--ranks", "2", source)
+        assert code == 0, err
+        assert out.startswith("213,312 parameters, 2 ranks, precision no")
+        assert "megatron tp 2: sends activations over tp as well" in out
+
+
+def test_script_runs_until_it_prepares_its_model(command, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    prepare = Accelerator.prepare
+    code, out, err = command("estimate", "--ranks", "2", "train.py", "2000")
+    assert code == 0, err
+    assert out.startswith("2,000,000 parameters")
+    assert Accelerator.prepare is prepare
+
+
+def test_function_of_a_module(command, tmp_path):
+    (tmp_path / "nets.py").write_text("from torch import nn\ndef net(): return nn.Linear(9, 10)\n")
+    code, out, _ = command("estimate", "--ranks", "2", "nets:net")
+    assert code == 0
+    assert out.startswith("100 parameters")
+
+
+def test_configuration_decides_the_dtypes_and_adds_its_form(command):
+    code, out, _ = command(
+        "estimate", "--ranks", "2", "--set", "precision=bf16", "--set", "dtypes.param=bf16",
+        "--set", "strategy={name: zero3, offload: {optimizer: cpu, params: cpu}}", "1B",
+    )  # fmt: skip
+    assert code == 0
+    assert "ddp: ddp: expected dtypes.param as the model is given" in out
+    (line,) = [line for line in out.splitlines() if "zero3 (as configured)" in line]
+    assert float(line.split()[3]) < 0.1  # all of it lies in host memory
+    assert table(out)["zero2"][1] == "1.86"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.json"], "found 'nowhere.json'; check the path"),
+        (["--device", "abacus", "7B"], "--device: expected a number of GiB or one of t4,"),
+        (["7B", "--ranks", "2"], "found arguments after '7B': --ranks 2"),
+        (["facts.json"], "expected a configuration of transformers with a model_type"),
+        (["idle.py"], "expected accelerator.prepare(model), found a script without it"),
+        (["torch.nn:Nothing"], "cannot find torch.nn:Nothing"),
+        (["os:getcwd"], "expected a torch.nn.Module, found str"),
+    ],
+)
+def test_bad_source_is_one_clear_line(command, tmp_path, arguments, message):
+    (tmp_path / "facts.json").write_text('{"lr": 1}')
+    (tmp_path / "idle.py").write_text("")
+    code, out, err = command("estimate", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def net():
+    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "fsdp"])
+def test_estimate_is_what_a_run_holds(name):
+    promised = {
+        promise.form: promise.cost.held
+        for promise in promises_for(ModelSpec.of(net()), resolve_command_line(None, ()), 2)
+        if promise.cost
+    }[name]
+    accelerator = Accelerator(cpu=True, strategy=name)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(2, 512)).sum())
+    optimizer.step()
+    states = [
+        value.nbytes
+        for state in optimizer.state_dict()["state"].values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.numel() > 1
+    ]
+    assert sum(states) == pytest.approx(promised["optimizer"], rel=0.01)
+    tensors = [*accelerator.unwrap_model(model).parameters()]
+    tensors += [p for group in optimizer.param_groups for p in group["params"]]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert sum(held.values()) == pytest.approx(promised["parameters"], rel=0.01)
+    accelerator.free_memory()
