@@ -1,4 +1,4 @@
-"""``drivetrain estimate``: what each strategy holds and sends for a model, by its own promise."""
+"""``drivetrain estimate``: the bytes that each strategy promises to hold and to send for a model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def command(
     source: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Show what every strategy holds and sends for MODEL, on rank 0, with Adam.
+    """Show the bytes that every strategy holds and sends for MODEL, on rank 0, with Adam.
 
     MODEL is a config.json of transformers or its folder, a script (run as one process until it
     prepares its model, with ARGS), MODULE:FUNCTION, or a number of parameters such as 7B.

@@ -1,4 +1,4 @@
-"""The model that ``drivetrain estimate`` is about, without its values where that is possible."""
+"""The model of ``drivetrain estimate``, without values where possible."""
 
 import importlib
 import json
