@@ -16,6 +16,9 @@ from drivetrain._version import __version__
 from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.registry import Registry, commands
 
+SYSTEM = "linux"
+"""The supported system: signals, sessions and the heap are managed by its means."""
+
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
 
@@ -107,6 +110,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the console script."""
+    if not sys.platform.startswith(SYSTEM):
+        sys.exit(
+            f"error: expected Linux, which alone is supported, found {sys.platform}; "
+            "take a Linux machine, a container or, on Windows, WSL 2"
+        )
     sys.exit(run(sys.argv[1:]))
 
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from drivetrain.errors import ConfigError
+from drivetrain_launch import cli
 from drivetrain_launch.commands.options import FLAGS, command_line_layer
 
 
@@ -183,3 +184,10 @@ def test_contradiction_is_found_in_every_spelling(flags, assignments):
 def test_options_that_agree_are_no_contradiction():
     layer = command_line_layer({"strategy": "zero3"}, ["strategy=zero3", "strategy.prefetch=2"])
     assert layer.values == {"strategy": {"name": "zero3", "prefetch": 2}}
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_are_refused_with_a_sentence(monkeypatch, system):
+    monkeypatch.setattr(cli.sys, "platform", system)
+    with pytest.raises(SystemExit, match=f"expected Linux, .* found {system}; take a Linux"):
+        cli.main()

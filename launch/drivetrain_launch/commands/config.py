@@ -84,14 +84,13 @@ def import_(source: tuple[str, ...], output: Path | None) -> None:
     """
     from drivetrain_launch.commands.importing import imported
 
-    text, script = imported(source)
+    text, script, hosts = imported(source)
     if output is None:
         click.echo(text, nl=False)
     else:
         write(output, text, replace=False)
         click.echo(f"wrote {output}")
-    name = shlex.quote(str(output or DEFAULT_PATH))
-    click.echo(f"run: drivetrain launch --config {name} {script}", err=output is None)
+    click.echo(run_line(output or DEFAULT_PATH, hosts, script), err=output is None)
 
 
 def write_defaults(output: Path | None) -> int:
@@ -111,15 +110,30 @@ def write_defaults(output: Path | None) -> int:
 
 def ask(output: Path) -> int:
     """Run the wizard on this terminal, and write the configuration."""
+    from drivetrain_launch.commands.checking import check_run
     from drivetrain_launch.commands.wizard import Wizard, ask_all, ask_where
 
     values = ask_all(Wizard(strategies()))
     path = ask_where(values, output)
     write(path, dump_yaml(values), replace=True)
     # Read the file as a run will: a mistake of ours must show here, and not in the run.
-    resolve(read_file(path), find_config=strategies().find_config)
-    click.echo(f"wrote {path}\nrun: drivetrain launch --config {shlex.quote(str(path))} train.py")
+    resolved = resolve(read_file(path), find_config=strategies().find_config)
+    check_run(resolved)
+    click.echo(f"wrote {path}\n{run_line(path, resolved.run.launch.nnodes, 'train.py')}")
     return 0
+
+
+def run_line(path: Path, hosts: int, script: str) -> str:
+    """Return the command that runs a script with a file, for the user to copy.
+
+    Args:
+        path: of the file.
+        hosts: how many; each runs the command with an index of its own.
+        script: with its arguments, as a shell reads them.
+    """
+    where = "run" if hosts == 1 else f"run on each of the {hosts} hosts, with its own --node-rank"
+    rank = "" if hosts == 1 else " --node-rank 0"
+    return f"{where}: drivetrain launch --config {shlex.quote(str(path))}{rank} {script}"
 
 
 def write(path: Path, text: str, *, replace: bool) -> None:

@@ -1,4 +1,4 @@
-"""``drivetrain estimate``: the bytes that each strategy promises to hold and to send for a model."""
+"""``drivetrain estimate``: the bytes that each strategy promises to hold and send for a model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

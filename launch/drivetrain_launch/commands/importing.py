@@ -20,8 +20,8 @@ TEXT_SUFFIXES = (".yaml", ".yml", ".json")
 """Names of files with settings; other files are read as scripts of the shell."""
 
 
-def imported(source: Sequence[str]) -> tuple[str, str]:
-    """Return our configuration file, and the script with its arguments as a shell reads them.
+def imported(source: Sequence[str]) -> tuple[str, str, int]:
+    """Return our configuration file, the script as a shell reads it, and the number of hosts.
 
     Args:
         source: the path of a file, or the words of a command line.
@@ -38,7 +38,8 @@ def imported(source: Sequence[str]) -> tuple[str, str]:
         translation = _of_command(words, Path())
         text = translation.to_yaml(f"a command line of {Path(words[0]).name}")
     _check(translation)
-    return text, _quoted(translation.script or (EXAMPLE_SCRIPT,))
+    hosts = translation.values.get("launch", {}).get("nnodes", 1)
+    return text, _quoted(translation.script or (EXAMPLE_SCRIPT,)), hosts
 
 
 def _of_file(path: Path) -> Translation:

@@ -24,8 +24,10 @@ from drivetrain.config.document import put
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import Registry
+from drivetrain_launch.ranks.placement import Endpoint
 
 STRATEGY_KEY = "strategy.name"
+HOSTS_KEY, ENDPOINT_KEY = "launch.nnodes", "launch.rdzv_endpoint"
 BACK = "<"
 _BACK_CHOICE = "back to the question before"
 
@@ -95,8 +97,10 @@ class Wizard:
             self.answers = {
                 key: old for key, old in self.answers.items() if not key.startswith("strategy.")
             }
-        self._check({**self._of_strategy(), question.key: value})
+        self._judge(question, value)
         self.answers[question.key] = value
+        if question.key == HOSTS_KEY and value == 1:
+            self.answers.pop(ENDPOINT_KEY, None)
         self._position += 1
 
     def back(self) -> None:
@@ -113,7 +117,9 @@ class Wizard:
         value: Any = layer.values
         for part in question.key.split("."):
             value = value[part]
-        self._check({**self._of_strategy(), question.key: value})
+        if value is None and isinstance(question.default, str):
+            value = ""  # Enter, for no text
+        self._judge(question, value)
         return value
 
     def values(self) -> dict[str, Any]:
@@ -134,7 +140,7 @@ class Wizard:
     def _of(self, cls: type, prefix: str) -> Iterator[Question]:
         for knob in options_of(cls):
             key = prefix + knob.name
-            if knob.question:
+            if knob.question and (key != ENDPOINT_KEY or self.answers.get(HOSTS_KEY, 1) != 1):
                 yield _question(knob, key, self.answers.get(key, knob.default))
 
     def _strategy_question(self) -> Question:
@@ -156,14 +162,24 @@ class Wizard:
         name = self.answers.get(STRATEGY_KEY)
         return {STRATEGY_KEY: name} if name else {}
 
-    def _check(self, answers: Mapping[str, Any]) -> None:
-        """Let the schema judge a value; its errors name no place in a file, since there is none."""
+    def _judge(self, question: Question, value: Any) -> None:
+        """Refuse a wrong value; after the last option of a strategy, also contradictions."""
+        self._check({**self._of_strategy(), question.key: value}, complete=False)
+        if question.key == ENDPOINT_KEY:
+            Endpoint.parse(str(value))
+        following = list(self._questions())[self._position + 1 :]
+        more = any(each.key.startswith("strategy.") for each in following)
+        if question.key.startswith("strategy.") and question.key != STRATEGY_KEY and not more:
+            self._check({**self.answers, question.key: value}, complete=True)
+
+    def _check(self, answers: Mapping[str, Any], *, complete: bool) -> None:
+        """Let the schema judge values; its errors name no place in a file, since there is none."""
         nested: dict[str, Any] = {}
         for key, value in answers.items():
             put(nested, key, value)
         find_config: Callable[[str], tuple[str, type]] = self.registry.find_config
         try:
-            resolve(Layer(nested), find_config=find_config)
+            resolve(Layer(nested), find_config=find_config, complete=complete)
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("configuration: ")) from error
 
@@ -199,8 +215,11 @@ def ask_all(wizard: Wizard) -> dict[str, Any]:
         value = _pick(question, wizard) if question.choices else _type(question, wizard)
         if value is BACK:
             wizard.back()
-        else:
+            continue
+        try:
             wizard.answer(value)
+        except ConfigError as error:
+            questionary.print(str(error))
     return wizard.values()
 
 

@@ -60,13 +60,14 @@ class Resolved:
         return dump_yaml(values)
 
 
-def resolve(*layers: Layer, find_config: FindConfig) -> Resolved:
+def resolve(*layers: Layer, find_config: FindConfig, complete: bool = True) -> Resolved:
     """Merge layers, later ones winning, and validate the result.
 
     Args:
         layers: from the weakest to the strongest, for example file, command line, code.
         find_config: maps the strategy's name to its Config class; it is
             ``registry.strategies().find_config`` except in tests.
+        complete: False where further values are still to come: options are judged one by one.
 
     Raises:
         ConfigError: with one line for every wrong or unknown key, or for a conflict between code
@@ -77,7 +78,7 @@ def resolve(*layers: Layer, find_config: FindConfig) -> Resolved:
     for layer in layers:
         _merge(values, origins, layer)
     section = values.pop(STRATEGY, None)
-    validation = _Validation(origins, find_config)
+    validation = _Validation(origins, find_config, complete)
     strategy = validation.strategy({} if section is None else section, f"{STRATEGY}.")
     run = validation.build(RunConfig, values, "", also_valid=(STRATEGY,))
     if validation.problems:
@@ -160,9 +161,13 @@ class _Validation:
     Args:
         origins: where each dotted key came from.
         find_config: maps a strategy's name to its Config class.
+        complete: whether options are judged together, too.
     """
 
-    def __init__(self, origins: Mapping[str, ValueOrigin], find_config: FindConfig) -> None:
+    def __init__(
+        self, origins: Mapping[str, ValueOrigin], find_config: FindConfig, complete: bool
+    ) -> None:
+        self._complete = complete
         self.problems: list[str] = []
         self.unknown: UnknownPluginError | None = None
         self._origins = origins
@@ -195,7 +200,8 @@ class _Validation:
             self._refused(prefix, error)
             return None
         self._check_limits(cls, plain(result), prefix)
-        self._check_together(result, prefix)
+        if self._complete:
+            self._check_together(result, prefix)
         return result if len(self.problems) == before else None
 
     def strategy(self, section: Any, prefix: str, usual: str = "") -> NestedStrategy:

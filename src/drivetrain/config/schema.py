@@ -18,7 +18,11 @@ class LaunchConfig:
     )
     nnodes: int = option(1, help="Number of hosts.", question="How many hosts?", minimum=1)
     node_rank: int = option(0, help="Index of this host, from 0.", minimum=0)
-    rdzv_endpoint: str = option("", help="HOST:PORT where the hosts meet; needed with nnodes > 1.")
+    rdzv_endpoint: str = option(
+        "",
+        help="HOST:PORT where the hosts meet; needed with nnodes > 1.",
+        question="Where do the hosts meet? HOST:PORT of host 0, such as 10.0.0.1:29400.",
+    )
     max_restarts: int = option(
         0, help="How often all processes are started again after a failure.", minimum=0
     )

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pexpect
 import pytest
@@ -9,7 +10,6 @@ import yaml
 
 from config_layers import code_layer
 from drivetrain.config import (
-    LaunchConfig,
     RunConfig,
     options_of,
     read_file,
@@ -18,6 +18,7 @@ from drivetrain.config import (
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
+from drivetrain_launch.commands.config import run_line
 from drivetrain_launch.commands.wizard import STRATEGY_KEY, Wizard
 
 DOWN = "\x1b[B"
@@ -49,8 +50,54 @@ def test_questions_come_from_the_declarations_of_the_strategy_too(wizard):
         "strategy.flavor",
         "strategy.spoons",
         *(knob.name for knob in options_of(RunConfig) if knob.question),
-        *(f"launch.{knob.name}" for knob in options_of(LaunchConfig) if knob.question),
+        *(f"launch.{name}" for name in ("nproc_per_node", "nnodes", "device")),
     ]
+
+
+def at(wizard, key):
+    """Take defaults until a question."""
+    while wizard.current.key != key:
+        wizard.answer(wizard.current.default)
+
+
+def test_several_hosts_are_asked_where_they_meet(wizard):
+    at(wizard, "launch.nnodes")
+    wizard.answer(2)
+    assert wizard.current.key == "launch.rdzv_endpoint"
+    for wrong in ("", "10.0.0.1"):
+        with pytest.raises(ConfigError, match="expected HOST:PORT"):
+            wizard.read(wizard.current, wrong)
+    wizard.answer("10.0.0.1:29400")
+    wizard.back()
+    wizard.back()
+    wizard.answer(1)
+    assert wizard.current.key == "launch.device"
+    assert "rdzv_endpoint" not in wizard.values()["launch"]
+
+
+def test_a_store_of_files_is_asked_for_its_directory(wizard):
+    wizard.answer("offload")
+    wizard.answer("nvme")
+    with pytest.raises(ConfigError, match=r"expected offload\.path with the store nvme"):
+        wizard.read(wizard.current, "")
+    wizard.answer("/mnt/nvme")
+    assert wizard.current.key == "precision"
+
+
+def test_enter_leaves_a_text_empty(wizard):
+    wizard.answer("offload")
+    wizard.answer("cpu")
+    assert wizard.read(wizard.current, "") == ""
+
+
+def test_command_to_run_has_an_index_for_each_host():
+    assert (
+        run_line(Path("a b.yaml"), 1, "x.py") == "run: drivetrain launch --config 'a b.yaml' x.py"
+    )
+    assert run_line(Path("a.yaml"), 3, "x.py") == (
+        "run on each of the 3 hosts, with its own --node-rank: "
+        "drivetrain launch --config a.yaml --node-rank 0 x.py"
+    )
 
 
 def test_default_path_is_short_and_the_default_strategy_stands_first(wizard):
