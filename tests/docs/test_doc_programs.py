@@ -110,6 +110,13 @@ def test_blocks_of_the_large_models_page(python):
     python("".join(blocks("docs/large-models.md")))
 
 
+def test_blocks_of_the_trainer_page(python, tmp_path):
+    program, subclass = blocks("docs/trainer.md")
+    python(f"{program}\n{subclass}\nassert issubclass(Seq2SeqTrainer, type(trainer).__mro__[1])\n")
+    assert (tmp_path / "run/export/model.safetensors").is_file()
+    assert (tmp_path / "run/checkpoint-8/drivetrain/manifest.json").is_file()
+
+
 def test_notebook_block_of_the_cli_page(python):
     (text,) = blocks("docs/cli.md")
     python(NOTEBOOK + text)

@@ -1,0 +1,294 @@
+"""``transformers.Trainer`` under any strategy: the Trainer keeps its loop, the strategy trains.
+
+The Trainer talks to an Accelerator of Hugging Face; here it gets one of ours. A checkpoint holds,
+beside the Trainer's own files, the folder ``drivetrain`` with the sharded state of an exact resume.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_callback import TrainerCallback
+
+from drivetrain.accelerator import Accelerator
+from drivetrain.data import PreparedLoader, skip_first_batches
+from drivetrain.errors import CheckpointError, UsageError
+from drivetrain.facade.options import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+)
+from drivetrain.runtime.gradient_state import GradientState
+
+STATE_FOLDER = "drivetrain"
+"""Folder of the sharded state inside of a Trainer's checkpoint."""
+
+OPTIMIZER_FILE = "optimizer.pt"
+"""File of the optimizer in a checkpoint of the Trainer alone."""
+
+
+class TrainerWindow(GradientState):
+    """An accumulation window whose ends the Trainer announces.
+
+    Attributes:
+        plugin_kwargs: the Trainer's ``gradient_accumulation_kwargs``.
+    """
+
+    plugin_kwargs: dict[str, Any]
+
+    def _set_sync_gradients(self, sync: bool) -> None:
+        self.sync_gradients = sync
+
+
+class TrainerAccelerator(Accelerator):
+    """The Accelerator with the further members that a Trainer reads.
+
+    Attributes:
+        accumulation: micro-batches per step in the launch configuration.
+        parallelism_config: None: the strategy lays out the ranks.
+    """
+
+    parallelism_config = None
+
+    def _assemble(self, project: ProjectConfiguration, log_with: Any) -> None:
+        self.accumulation = self.gradient_state.num_steps
+        self.gradient_state = TrainerWindow(1)  # the Trainer divides losses itself
+        self.gradient_state.plugin_kwargs = {}
+        super()._assemble(project, log_with)
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return [entry.model for entry in self._prepared.models]
+
+    @property
+    def cell_size(self) -> int:
+        """Number of ranks that share a batch."""
+        return self.num_processes // self.mesh["dp"].size
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> PreparedLoader:
+        """Divide one loader; checkpoints leave it out, since the Trainer counts batches itself."""
+        loader = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        self._prepared.loaders.clear()
+        return loader
+
+
+class ClearsGradients(TrainerCallback):
+    """Clears the optimizer's gradients after a step: a Trainer asks the model alone to do so."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Clear the gradients that the strategy keeps in the optimizer."""
+        objects["optimizer"].zero_grad()
+
+
+class StrategyTraining:
+    """The methods of a Trainer that a strategy changes; mixed into a class of Trainer."""
+
+    args: Any
+    accelerator: TrainerAccelerator
+    model: nn.Module
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(ClearsGradients())  # type: ignore[attr-defined]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Accelerator from the launch configuration and the training arguments.
+
+        Raises:
+            UsageError: the arguments choose an engine or a compilation of their own, or
+                accumulate otherwise than the launch configuration.
+        """
+        refuse_other_engines(self.args, self.model)
+        self.accelerator = TrainerAccelerator(
+            mixed_precision=None
+            if self.args.mixed_precision == "no"
+            else self.args.mixed_precision,
+            cpu=self.args.use_cpu or None,
+            dataloader_config=loader_options(self.args),
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(
+                    bucket_cap_mb=self.args.ddp_bucket_cap_mb,
+                    broadcast_buffers=self.args.ddp_broadcast_buffers,
+                )
+            ],
+        )
+        accumulate_alike(self.args, self.accelerator)
+        join(self.args, self.accelerator)
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks that share a batch."""
+        return self.accelerator.cell_size
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        # The Trainer sums over all ranks and divides by those that share a batch. Our ``gather``
+        # has counted these once already.
+        items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        return items * self.get_tp_size() if isinstance(items, torch.Tensor) else items
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        with skipping_ours():
+            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    # --- saving and loading ---
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if state_dict is None and self.accelerator._models:
+            state_dict = self.accelerator.get_state_dict(self.model)
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.accelerator.save_state(Path(output_dir) / STATE_FOLDER, overwrite=True)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = Path(checkpoint) / STATE_FOLDER
+        if not state.is_dir():
+            if (Path(checkpoint) / OPTIMIZER_FILE).exists():
+                raise CheckpointError(
+                    f"expected the folder {STATE_FOLDER} in {checkpoint}, found {OPTIMIZER_FILE} "
+                    "of another Trainer; load its weights with from_pretrained, and start anew"
+                )
+            return
+        self.accelerator.load_state(state)
+        schedule = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Leave the loss scale to the state of the run."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Leave the loss scale to the state of the run."""
+
+    def _load_best_model(self) -> None:
+        whole = self.accelerator.gathered(self.model) if self.accelerator._models else nullcontext()
+        with whole:
+            super()._load_best_model()  # type: ignore[misc]
+
+
+def use_drivetrain(kind: type = transformers.Trainer) -> Any:
+    """Return a class of Trainer that trains under the launched strategy.
+
+    Args:
+        kind: ``transformers.Trainer`` or a subclass, such as ``trl.SFTTrainer``.
+
+    Raises:
+        UsageError: the class makes an Accelerator of its own.
+    """
+    name = StrategyTraining.create_accelerator_and_postprocess.__name__
+    if getattr(kind, name) is not getattr(transformers.Trainer, name):
+        raise UsageError(
+            f"expected a Trainer that leaves {name} to transformers, found {kind.__name__}, which "
+            "makes an Accelerator of its own; take that method out"
+        )
+    return type(kind.__name__, (StrategyTraining, kind), {"__module__": kind.__module__})
+
+
+Trainer = use_drivetrain()
+"""``transformers.Trainer`` under the launched strategy."""
+
+
+def refuse_other_engines(args: Any, model: Any) -> None:
+    """Refuse training arguments that choose an engine beside the strategy.
+
+    Raises:
+        UsageError: names the argument, and its counterpart.
+    """
+    chosen = {
+        "deepspeed": args.deepspeed,
+        "fsdp": args.fsdp_plugin_args,
+        "parallelism_config": args.parallelism_config,
+    }
+    for name, value in chosen.items():
+        if value:
+            raise UsageError(
+                f"expected no {name} in the training arguments, found {value!r}; choose the "
+                "strategy with 'drivetrain launch --strategy NAME' or its configuration"
+            )
+    if args.torch_compile:
+        raise UsageError(
+            "expected no torch_compile in the training arguments, found True; pass "
+            "Trainer(model=torch.compile(model))"
+        )
+    if args.n_gpu > 1:
+        raise UsageError(
+            f"expected one GPU for each process, found {args.n_gpu} for one; start the script with "
+            "'drivetrain launch'"
+        )
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise UsageError(
+            f"expected a whole model, found one divided over {model.tp_size} ranks by "
+            "from_pretrained; leave out tp_plan, and choose tp in the strategy"
+        )
+
+
+def loader_options(args: Any) -> DataLoaderConfiguration:
+    """Return the training arguments' options of loaders, as far as they differ from the default."""
+    given, usual = args.accelerator_config, type(args.accelerator_config)()
+    names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+    options = {
+        name: getattr(given, name)
+        for name in (*names, "non_blocking")
+        if getattr(given, name) != getattr(usual, name)
+    }
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return DataLoaderConfiguration(**options, data_seed=seed)
+
+
+def accumulate_alike(args: Any, accelerator: TrainerAccelerator) -> None:
+    """Let the Trainer accumulate as many micro-batches as the launch configuration says.
+
+    Raises:
+        UsageError: the training arguments say another number.
+    """
+    more = dict(args.accelerator_config.gradient_accumulation_kwargs or {})
+    given = {args.gradient_accumulation_steps, more.pop("num_steps", 1), accelerator.accumulation}
+    if len(given - {1}) > 1:
+        raise UsageError(
+            f"expected one number of micro-batches per step, found {sorted(given - {1})} in the "
+            "training arguments and in accumulation of the launch configuration; keep one"
+        )
+    args.gradient_accumulation_steps = max(given)
+    assert isinstance(accelerator.gradient_state, TrainerWindow)
+    accelerator.gradient_state.plugin_kwargs = more
+
+
+def join(args: Any, accelerator: Accelerator) -> None:
+    """Tell the training arguments about the other ranks, which they missed on the CPU."""
+    if args.distributed_state.num_processes != accelerator.num_processes:
+        state = type(args.distributed_state)
+        state._reset_state()
+        args.distributed_state = state(cpu=accelerator.device.type == "cpu")
+
+
+@contextmanager
+def skipping_ours() -> Iterator[None]:
+    """Context in which the Trainer's ``skip_first_batches`` knows our loaders."""
+    module: Any = transformers.trainer
+    theirs = module.skip_first_batches
+
+    def skip(loader: Any, num_batches: int = 0) -> Any:
+        ours = isinstance(loader, PreparedLoader)
+        return (skip_first_batches if ours else theirs)(loader, num_batches)
+
+    module.skip_first_batches = skip
+    try:
+        yield
+    finally:
+        module.skip_first_batches = theirs
