@@ -14,10 +14,12 @@ from drivetrain.compat.plugins import (
     FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     ParallelismConfig,
+    Plugin,
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
-    refuse,
+    translated,
 )
+from drivetrain.config.foreign import Translation
 from drivetrain.errors import UsageError
 from drivetrain.facade.options import (
     DataLoaderConfiguration,
@@ -25,6 +27,9 @@ from drivetrain.facade.options import (
     ProjectConfiguration,
 )
 from drivetrain.facade.settings import StrategyChoice
+from drivetrain.log import get_logger
+
+logger = get_logger(__name__)
 
 SCHEDULE = {"step_scheduler_with": "samples"}
 """Accelerate steps a schedule once per rank and step; ``--set step_scheduler_with`` wins."""
@@ -33,8 +38,8 @@ SCHEDULE = {"step_scheduler_with": "samples"}
 class ScriptAccelerator(Accelerator):
     """The Accelerator for scripts that import ``accelerate``: its arguments in its order.
 
-    Schedules are stepped once for each data-parallel rank, since such scripts multiply by
-    ``num_processes``.
+    Plugin objects choose the strategy, as ``strategy=`` does. Schedules are stepped once for each
+    data-parallel rank, since such scripts multiply by ``num_processes``.
 
     Args:
         deepspeed_plugin: or several by name, of which the first one counts.
@@ -47,7 +52,8 @@ class ScriptAccelerator(Accelerator):
         parallelism_config: sizes of the axes.
 
     Raises:
-        UsageError: a plugin object, whose settings belong into the launch configuration.
+        UsageError: a plugin object has a setting without counterpart, or stands beside a strategy.
+        ConfigError: its settings are unknown, or contradict each other or the command line.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the arguments of Accelerate
@@ -77,14 +83,20 @@ class ScriptAccelerator(Accelerator):
         strategy: StrategyChoice | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
     ) -> None:
-        deepspeed = _first(deepspeed_plugin or deepspeed_plugins)
-        plugins = (deepspeed, fsdp_plugin, megatron_lm_plugin, torch_tp_plugin, parallelism_config)
-        refuse(plugin for plugin in plugins if plugin is not None)
-        self.parallelism_config = None
+        self._deepspeed: DeepSpeedPlugin | None = _first(deepspeed_plugin or deepspeed_plugins)
+        self._fsdp = fsdp_plugin
+        self.parallelism_config = parallelism_config
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self._compilation = dynamo_plugin or TorchDynamoPlugin(dynamo_backend)
+        engines = (self._deepspeed, fsdp_plugin, megatron_lm_plugin, torch_tp_plugin)
+        plugins = [plugin for plugin in (*engines, parallelism_config) if plugin is not None]
+        found = _chosen_by(plugins, strategy, config)
+        chosen = dict(found.values)
+        strategy = chosen.pop("strategy", strategy)
+        if gradient_accumulation_steps in (None, 1):
+            gradient_accumulation_steps = chosen.pop("accumulation", gradient_accumulation_steps)
         if not isinstance(config, str | Path):
-            config = {**SCHEDULE, **(config or {})}
+            config = {**SCHEDULE, **chosen, **(config or {})}
         super().__init__(
             strategy=strategy,
             config=config,
@@ -102,6 +114,18 @@ class ScriptAccelerator(Accelerator):
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             kwargs_handlers=kwargs_handlers,
         )
+        for remark in found.remarks:
+            logger.announce(f"plugin objects: {remark}")
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:  # type: ignore[override]
+        """The plugin object that the script passed, if any."""
+        return self._deepspeed
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:  # type: ignore[override]
+        """The plugin object that the script passed, if any."""
+        return self._fsdp
 
     def prepare_model(
         self,
@@ -131,6 +155,16 @@ class ScriptAccelerator(Accelerator):
             for item in args
         )
         return super().prepare(*compiled, device_placement=device_placement, strategy=strategy)
+
+
+def _chosen_by(plugins: Sequence[Plugin], strategy: Any, config: Any) -> Translation:
+    """Return the settings of plugin objects, which stand alone."""
+    if plugins and (strategy is not None or isinstance(config, str | Path)):
+        raise UsageError(
+            "expected plugin objects or a strategy and configuration of drivetrain, found "
+            f"{plugins} beside strategy={strategy!r} and config={config!r}; keep one"
+        )
+    return translated(plugins) if plugins else Translation(values={})
 
 
 def _first(plugins: Any) -> Any:

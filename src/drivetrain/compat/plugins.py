@@ -1,11 +1,19 @@
-"""Accelerate's plugin objects and enums: the fields that scripts set and read."""
+"""Accelerate's plugin objects and enums, and the strategy that plugin objects choose.
 
-from collections.abc import Iterable
+A plugin object says the same as a section of Accelerate's configuration file, so the importer of
+these files translates both.
+"""
+
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from enum import StrEnum
+from enum import Enum, StrEnum
+from pathlib import Path
 from typing import Any, ClassVar
 
+from drivetrain.config import Layer, ValueOrigin
+from drivetrain.config.foreign import Importer, Translation
 from drivetrain.errors import UsageError
+from drivetrain.registry import formats
 
 
 class DDPCommunicationHookType(StrEnum):
@@ -66,9 +74,21 @@ class Plugin:
 
     Attributes:
         order: names of positional arguments.
+        kind: ``distributed_type`` of a configuration file that says the same.
+        section: of the settings in this file.
+        prefix: of their names there.
+        renamed: names in the file that differ by more than the prefix.
+        needless: settings without effect on results.
+        refused: settings that change results, and the way to have the same here.
     """
 
     order: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str] = ""
+    section: ClassVar[str] = ""
+    prefix: ClassVar[str] = ""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    needless: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         if len(args) > len(self.order):
@@ -87,11 +107,50 @@ class Plugin:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({settings})"
 
+    def as_file(self) -> dict[str, Any]:
+        """Return the values of a configuration file of Accelerate that says the same.
+
+        Raises:
+            UsageError: a setting has no counterpart, and changes what a run computes.
+        """
+        section = {}
+        for name, value in self.settings().items():
+            if value is None or name in self.needless:
+                continue
+            if name in self.refused:
+                raise UsageError(
+                    f"expected no {name} in {type(self).__name__}, found {value!r}; "
+                    f"{self.refused[name]}"
+                )
+            section[self.renamed.get(name, f"{self.prefix}{name}")] = plain_value(value)
+        kind = {"distributed_type": self.kind} if self.kind else {}
+        return {**kind, self.section: section}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings in words of a file, as far as they are none already."""
+        return dict(vars(self))
+
 
 class DeepSpeedPlugin(Plugin):
     """ZeRO, chosen by stage or by a DeepSpeed configuration."""
 
     order = ("hf_ds_config", "gradient_accumulation_steps", "gradient_clipping", "zero_stage")
+    kind, section = "DEEPSPEED", "deepspeed_config"
+    renamed = {"hf_ds_config": "deepspeed_config_file"}  # noqa: RUF012
+    needless = frozenset({"is_train_batch_min", "msamp_opt_level", "transformer_moe_cls_names"})
+    refused = {"enable_msamp": "no fp8 here; mixed_precision='bf16' is the nearest"}  # noqa: RUF012
+
+    USUAL_STAGE: ClassVar[int] = 2
+    """The stage of a plugin that names none."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, with the stage that Accelerate takes."""
+        given = dict(vars(self))
+        if given.get("hf_ds_config") is None and given.get("zero_stage") is None:
+            given["zero_stage"] = self.USUAL_STAGE
+        if not given.get("enable_msamp"):
+            given.pop("enable_msamp", None)
+        return given
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -113,24 +172,60 @@ class FullyShardedDataParallelPlugin(Plugin):
     """Parameters divided over ranks."""
 
     order = ("fsdp_version", "sharding_strategy", "reshard_after_forward")
+    kind, section, prefix = "FSDP", "fsdp_config", "fsdp_"
+    renamed = {  # noqa: RUF012
+        "fsdp_version": "fsdp_version",
+        "cpu_offload": "fsdp_offload_params",
+        "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    }
+    needless = frozenset(
+        {"limit_all_gathers", "state_dict_config", "optim_state_dict_config", "param_init_fn"}
+    )
+    refused = {  # noqa: RUF012
+        "ignored_modules": "every parameter is divided",
+        "mixed_precision_policy": "pass mixed_precision to the Accelerator, and set dtypes in the "
+        "launch configuration",
+    }
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, with the classes or the size of a policy that is a function."""
+        given = dict(vars(self))
+        policy = given.get("auto_wrap_policy")
+        if callable(policy):
+            options = getattr(policy, "keywords", {})
+            given.pop("auto_wrap_policy")
+            if "transformer_layer_cls" in options:
+                names = (each.__name__ for each in options["transformer_layer_cls"])
+                given["transformer_cls_names_to_wrap"] = ",".join(sorted(names))
+            elif "min_num_params" in options:
+                given["auto_wrap_policy"] = "SIZE_BASED_WRAP"
+                given["min_num_params"] = options["min_num_params"]
+        if not given.get("ignored_modules"):
+            given.pop("ignored_modules", None)
+        return given
 
 
 class MegatronLMPlugin(Plugin):
     """Tensor and pipeline parallelism."""
 
     order = ("tp_degree", "pp_degree")
+    kind, section, prefix = "MEGATRON_LM", "megatron_lm_config", "megatron_lm_"
 
 
 class TorchTensorParallelPlugin(Plugin):
     """Tensor parallelism."""
 
     order = ("tp_size",)
+    section, prefix = "parallelism_config", "parallelism_config_"
+    needless = frozenset({"torch_device_mesh"})
 
 
 class ParallelismConfig(Plugin):
     """Sizes of the axes."""
 
     order = ("dp_replicate_size", "dp_shard_size", "tp_size")
+    section, prefix = "parallelism_config", "parallelism_config_"
+    needless = frozenset({"cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler"})
 
 
 class TorchDynamoPlugin(Plugin):
@@ -139,15 +234,36 @@ class TorchDynamoPlugin(Plugin):
     order = ("backend", "mode", "fullgraph", "dynamic")
 
 
-def refuse(plugins: Iterable[Plugin]) -> None:
-    """Refuse plugin objects.
+def translated(plugins: Sequence[Plugin]) -> Translation:
+    """Return the strategy and further settings of plugin objects, as their file is imported.
 
     Raises:
-        UsageError: there is one.
+        UsageError: a setting has no counterpart, or two plugins choose different engines.
+        ConfigError: a setting is unknown, or contradicts another one.
     """
+    kinds = {plugin.kind for plugin in plugins if plugin.kind}
+    if len(kinds) > 1:
+        raise UsageError(f"expected a plugin object of one engine, found {sorted(kinds)}; keep one")
+    values: dict[str, Any] = {}
     for plugin in plugins:
-        raise UsageError(
-            f"expected the strategy from 'drivetrain launch --strategy NAME' or its configuration "
-            f"file, found {plugin!r} in the script; docs/migrating-from-accelerate.md translates "
-            "its settings"
+        values |= plugin.as_file()
+    given = ", ".join(map(repr, plugins))
+    origins = {key: ValueOrigin("code", given) for key in values}
+    config = values.get("deepspeed_config", {}).get("deepspeed_config_file")
+    if isinstance(config, Mapping):
+        return _importer("deepspeed").translate(
+            Layer(config, {key: ValueOrigin("code", given) for key in config}), Path.cwd()
         )
+    return _importer("accelerate").translate(Layer(values, origins), Path.cwd())
+
+
+def _importer(program: str) -> Importer:
+    importer: Importer = formats().load(program)()
+    return importer
+
+
+def plain_value(value: Any) -> Any:
+    """Return a setting as a file has it: an enum's name, an offload object's answer."""
+    if isinstance(value, Enum):
+        return value.name
+    return getattr(value, "offload_params", value)

@@ -123,13 +123,6 @@ def test_known_names_that_need_the_real_processes_refuse_when_they_are_used():
     assert not hasattr(found, "__wrapped__")
 
 
-def test_plugin_objects_are_refused_with_the_way_out():
-    plugin = ours.DeepSpeedPlugin(zero_stage=2)
-    assert plugin.gradient_clipping is None
-    with pytest.raises(UsageError, match=r"--strategy NAME.*DeepSpeedPlugin\(zero_stage=2\)"):
-        ours.Accelerator(deepspeed_plugin={"one": plugin})
-
-
 def test_versions_are_compared():
     assert ours.utils.is_torch_version(">=", "2.0")
     assert not ours.utils.compare_versions("torch", "<", "2.0")

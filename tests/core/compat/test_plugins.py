@@ -1,0 +1,86 @@
+"""Plugin objects of Accelerate choose the strategy that their file would choose."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from drivetrain.compat import accelerate as ours
+from drivetrain.compat.plugins import translated
+from drivetrain.errors import ConfigError, UsageError
+
+
+def strategy_of(*plugins):
+    return translated(plugins).values["strategy"]
+
+
+def test_deepspeed():
+    assert strategy_of(ours.DeepSpeedPlugin()) == {"name": "zero2"}
+    plugin = ours.DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
+    assert strategy_of(plugin) == {"name": "zero3", "offload": {"optimizer": "cpu"}}
+    config = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    values = translated([ours.DeepSpeedPlugin(config)]).values
+    assert (values["strategy"], values["precision"]) == ({"name": "zero1"}, "bf16")
+
+
+def test_fsdp_in_all_its_spellings():
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={torch.nn.Linear})
+    plugin = ours.FullyShardedDataParallelPlugin(
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        cpu_offload=CPUOffload(offload_params=True),
+        auto_wrap_policy=policy,
+        limit_all_gathers=True,
+    )
+    assert strategy_of(plugin) == {
+        "name": "fsdp",
+        "reshard_after_forward": False,
+        "units": "class",
+        "unit_classes": "Linear",
+        "offload": {"optimizer": "cpu", "params": "cpu"},
+    }
+    assert strategy_of(ours.FullyShardedDataParallelPlugin(2)) == {"name": "fsdp"}
+
+
+def test_layers_divided():
+    expected = {"name": "megatron", "tp": 2, "data_parallel": {"name": "ddp"}}
+    assert strategy_of(ours.MegatronLMPlugin(2, 1)) == expected
+    assert strategy_of(ours.utils.TorchTensorParallelPlugin(2)) == expected
+    both = (ours.FullyShardedDataParallelPlugin(2), ours.ParallelismConfig(tp_size=2))
+    assert strategy_of(*both) == expected | {"data_parallel": {"name": "fsdp"}}
+
+
+@pytest.mark.parametrize(
+    ("plugins", "error", "message"),
+    [
+        ([ours.DeepSpeedPlugin(zero_stag=2)], ConfigError, "unknown key .*zero_stag.*zero_stage"),
+        ([ours.DeepSpeedPlugin(zero_stage=7)], ConfigError, "a stage from 0 to 3, found 7"),
+        (
+            [ours.FullyShardedDataParallelPlugin(ignored_modules=["head"])],
+            UsageError,
+            "expected no ignored_modules .* every parameter is divided",
+        ),
+        (
+            [ours.DeepSpeedPlugin(), ours.FullyShardedDataParallelPlugin()],
+            UsageError,
+            r"one engine, found \['DEEPSPEED', 'FSDP'\]",
+        ),
+    ],
+)
+def test_settings_without_meaning_are_one_clear_line(plugins, error, message):
+    with pytest.raises(error, match=message) as raised:
+        translated(plugins)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_accelerator_takes_them():
+    plugin = ours.DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=4)
+    accelerator = ours.Accelerator(cpu=True, deepspeed_plugin={"one": plugin})
+    assert accelerator.config.strategy == "zero1"
+    assert accelerator.gradient_accumulation_steps == 4
+    assert accelerator.state.deepspeed_plugin is plugin
+    assert "optimizer" not in accelerator.state.deepspeed_plugin.deepspeed_config
+    assert accelerator.state.fsdp_plugin is None
+    with pytest.raises(UsageError, match="keep one"):
+        ours.Accelerator(strategy="ddp", deepspeed_plugin=plugin)
