@@ -124,7 +124,7 @@ def arguments(**changed: object) -> SimpleNamespace:
     ("changed", "message"),
     [
         ({"deepspeed": "ds.json"}, "no deepspeed in the training arguments, found 'ds.json'"),
-        ({"fsdp_plugin_args": {"fsdp_version": 2}}, "no fsdp in the training arguments"),
+        ({"fsdp_plugin_args": {"fsdp_version": 2}}, "no fsdp_config in the training arguments"),
         ({"parallelism_config": "tp 2"}, "no parallelism_config in the training arguments"),
         ({"torch_compile": True}, r"pass Trainer\(model=torch.compile\(model\)\)"),
         ({"n_gpu": 4}, "expected one GPU for each process, found 4"),

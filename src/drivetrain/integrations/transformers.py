@@ -212,7 +212,7 @@ def refuse_other_engines(args: Any, model: Any) -> None:
     """
     chosen = {
         "deepspeed": args.deepspeed,
-        "fsdp": args.fsdp_plugin_args,
+        "fsdp_config": args.fsdp_plugin_args,
         "parallelism_config": args.parallelism_config,
     }
     for name, value in chosen.items():
