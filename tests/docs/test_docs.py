@@ -19,6 +19,7 @@ from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group, run
 from drivetrain_launch.commands.options import FLAGS
 from drivetrain_launch.commands.verify import INCOMPARABLE
 from drivetrain_launch.ranks.failure import KILLED
+from foreign_files import FILES, LINES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -83,6 +84,9 @@ def folder(tmp_path, monkeypatch):
     """A folder with the files that the docs name; the working directory."""
     (tmp_path / "run.yaml").write_text(MISTAKES)
     (tmp_path / "train.py").write_text("")
+    (tmp_path / "accelerate.yaml").write_text(FILES["zero_3.yaml"])
+    (tmp_path / "ds_config.json").write_text(FILES["zero_1.json"])
+    (tmp_path / "run.sh").write_text(LINES["torchrun"])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -3,11 +3,12 @@
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from drivetrain.config import Layer, dump_yaml, read_file
+from drivetrain.config import Layer, read_file
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
@@ -84,6 +85,10 @@ def import_(source: tuple[str, ...], output: Path | None) -> None:
     """
     from drivetrain_launch.commands.importing import imported
 
+    if Path(source[0]).is_file():
+        file, *rest = source
+        source = (file,)
+        output = _trailing_output(rest) or output
     text, script, hosts = imported(source)
     if output is None:
         click.echo(text, nl=False)
@@ -91,6 +96,24 @@ def import_(source: tuple[str, ...], output: Path | None) -> None:
         write(output, text, replace=False)
         click.echo(f"wrote {output}")
     click.echo(run_line(output or DEFAULT_PATH, hosts, script), err=output is None)
+
+
+def _trailing_output(words: Sequence[str]) -> Path | None:
+    """Return the value of ``--output`` after a file; words of a command line stay its own.
+
+    Raises:
+        ConfigError: there are other words.
+    """
+    match words:
+        case []:
+            return None
+        case ["--output", path]:
+            return Path(path)
+        case [word] if word.startswith("--output="):
+            return Path(word.partition("=")[2])
+    raise ConfigError(
+        f"expected one file, or a command line, found more after the file: {' '.join(words)}"
+    )
 
 
 def write_defaults(output: Path | None) -> int:
@@ -113,9 +136,9 @@ def ask(output: Path) -> int:
     from drivetrain_launch.commands.checking import check_run
     from drivetrain_launch.commands.wizard import Wizard, ask_all, ask_where
 
-    values = ask_all(Wizard(strategies()))
-    path = ask_where(values, output)
-    write(path, dump_yaml(values), replace=True)
+    text = ask_all(Wizard(strategies()))
+    path = ask_where(text, output)
+    write(path, text, replace=True)
     # Read the file as a run will: a mistake of ours must show here, and not in the run.
     resolved = resolve(read_file(path), find_config=strategies().find_config)
     check_run(resolved)

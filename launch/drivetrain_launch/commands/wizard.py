@@ -4,6 +4,8 @@ Questions come from ``option(question=...)`` in the configuration of the core an
 strategy, which may be a stranger's.
 """
 
+import shutil
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,9 @@ from drivetrain_launch.ranks.placement import Endpoint
 STRATEGY_KEY = "strategy.name"
 HOSTS_KEY, ENDPOINT_KEY = "launch.nnodes", "launch.rdzv_endpoint"
 BACK = "<"
+HINT_COLUMNS = 80
+"""Columns that a hint takes at most: more are hard to read."""
+
 _BACK_CHOICE = "back to the question before"
 
 
@@ -122,6 +127,14 @@ class Wizard:
         self._judge(question, value)
         return value
 
+    def comments(self) -> dict[str, str]:
+        """Return the meaning of each answered key, for the file."""
+        name = self.answers.get(STRATEGY_KEY)
+        meanings = {question.key: question.help for question in self._questions()}
+        if name is not None:
+            meanings[STRATEGY_KEY] = self.registry.load(name).summary
+        return {key: text for key, text in meanings.items() if key in self.answers}
+
     def values(self) -> dict[str, Any]:
         """Return the answers as the nested values of a configuration file."""
         nested: dict[str, Any] = {}
@@ -201,8 +214,14 @@ def _takes_numbers(knob: Option) -> bool:
 # --- on a terminal ---
 
 
-def ask_all(wizard: Wizard) -> dict[str, Any]:
-    """Ask until every question is answered, and return the values of the configuration.
+def hint(text: str) -> str:
+    """Return a hint in lines that break between words, on any terminal."""
+    columns = min(shutil.get_terminal_size().columns, HINT_COLUMNS)
+    return textwrap.fill(text, columns)
+
+
+def ask_all(wizard: Wizard) -> str:
+    """Ask until every question is answered, and return the file: keys, values, and comments.
 
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C.
@@ -212,6 +231,7 @@ def ask_all(wizard: Wizard) -> dict[str, Any]:
         "written."
     )
     while (question := wizard.current) is not None:
+        questionary.print("\n" + hint(question.help))
         value = _pick(question, wizard) if question.choices else _type(question, wizard)
         if value is BACK:
             wizard.back()
@@ -220,16 +240,16 @@ def ask_all(wizard: Wizard) -> dict[str, Any]:
             wizard.answer(value)
         except ConfigError as error:
             questionary.print(str(error))
-    return wizard.values()
+    return dump_yaml(wizard.values(), wizard.comments())
 
 
-def ask_where(values: dict[str, Any], default: Path) -> Path:
+def ask_where(text: str, default: Path) -> Path:
     """Show the configuration and ask for the file to write; an existing one only when confirmed.
 
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C.
     """
-    questionary.print(f"\n{dump_yaml(values)}")
+    questionary.print(f"\n{text}")
     while True:
         path = Path(
             questionary.text(
@@ -250,7 +270,7 @@ def _pick(question: Question, wizard: Wizard) -> Any:
     if wizard.can_go_back:
         choices.append(questionary.Choice(_BACK_CHOICE, BACK))
     return questionary.select(
-        question.text, choices=choices, default=chosen, instruction=f"({question.help})"
+        question.text, choices=choices, default=chosen, instruction=" "
     ).unsafe_ask()
 
 
@@ -267,7 +287,6 @@ def _type(question: Question, wizard: Wizard) -> Any:
     text = questionary.text(
         question.text,
         default=str(question.default),
-        instruction=f"({question.help}) ",
         validate=judge,
     ).unsafe_ask()
     return BACK if text.strip() == BACK else wizard.read(question, text)

@@ -11,6 +11,7 @@ import yaml
 from config_layers import code_layer
 from drivetrain.config import (
     RunConfig,
+    dump_yaml,
     options_of,
     read_file,
     read_sets,
@@ -19,7 +20,7 @@ from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.config import run_line
-from drivetrain_launch.commands.wizard import STRATEGY_KEY, Wizard
+from drivetrain_launch.commands.wizard import STRATEGY_KEY, Wizard, hint
 
 DOWN = "\x1b[B"
 UP = "\x1b[A"
@@ -116,6 +117,23 @@ def test_answers_become_a_configuration(wizard):
     walk(wizard)
     assert wizard.values()["strategy"] == {"name": "toy", "flavor": "salted", "spoons": 9}
     assert wizard.values()["launch"]["nnodes"] == 1
+
+
+def test_file_says_the_meaning_of_each_key(wizard):
+    wizard.answer("toy")
+    walk(wizard)
+    text = dump_yaml(wizard.values(), wizard.comments())
+    assert "name: toy  # averages each gradient by itself\n" in text
+    assert "accumulation: 1  # Micro-batches per optimizer step.\n" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert yaml.safe_load(text) == wizard.values()
+
+
+def test_hints_break_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "auto takes the accelerators of the host; cpu leaves them alone."
+    assert hint(text).split() == text.split()
+    assert [len(line) <= 40 for line in hint(text).splitlines()] == [True, True]
 
 
 def test_back_keeps_the_answer_as_the_default(wizard):

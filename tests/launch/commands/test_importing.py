@@ -245,6 +245,15 @@ def test_output_is_written_and_an_old_file_left_alone(command, folder):
     assert "ours.yaml exists" in err
 
 
+@pytest.mark.parametrize("words", [["--output", "ours.yaml"], ["--output=ours.yaml"]])
+def test_output_may_follow_the_file(command, folder, words):
+    assert command("config", "import", "zero_1.json", *words)[0] == 0
+    assert (folder / "ours.yaml").exists()
+    code, _, err = command("config", "import", "zero_1.json", "ddp.yaml")
+    assert code == 2
+    assert "found more after the file: ddp.yaml" in err
+
+
 @pytest.mark.parametrize("name", ["zero_3_nvme.json", "fsdp_1.yaml"])
 @pytest.mark.parametrize("how", [("config", "check"), ("launch", "--dry-run", "--config")])
 def test_foreign_file_in_place_of_ours_is_one_line_that_says_so(command, folder, name, how):
