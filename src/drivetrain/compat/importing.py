@@ -24,6 +24,9 @@ from typing import Any
 
 THEIRS = "accelerate"
 OURS = "drivetrain.compat.accelerate"
+REAL_PATHS = frozenset({"commands", "test_utils"})
+"""Paths of the real package that take an Accelerator from their caller, or none."""
+
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Names of the folders into which installers put packages."""
 
@@ -35,8 +38,9 @@ def import_ours(
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> ModuleType:
-    """Import as Python's ``__import__`` does, but for ``accelerate``, which is drivetrain's."""
-    if level or name.partition(".")[0] != THEIRS:
+    """Import as Python's ``__import__`` does, with drivetrain in place of ``accelerate``."""
+    top, *below = name.split(".")
+    if level or top != THEIRS or not REAL_PATHS.isdisjoint(below[:1]):
         return builtins.__import__(name, variables, scope, fromlist or (), level)
     module = importlib.import_module(OURS + name.removeprefix(THEIRS))
     return module if fromlist else importlib.import_module(OURS)

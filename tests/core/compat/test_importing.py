@@ -51,3 +51,8 @@ def test_every_form_of_import(folder):
     assert import_ours("accelerate.utils.random") is ours
     assert import_ours("accelerate.utils", fromlist=("set_seed",)) is ours.utils
     assert import_ours("json").__name__ == "json"
+
+
+def test_tools_for_tests_stay_the_real_packages(folder):
+    tools = import_ours("accelerate.test_utils.training", fromlist=("RegressionDataset",))
+    assert tools.__name__ == "accelerate.test_utils.training"
