@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.batches import MicroBatch
@@ -62,6 +62,19 @@ class LossOrigin:
                 "expected accelerator.backward(loss), found a backward of its own on what a "
                 "pipeline returned: the pipeline runs backward on all stages together"
             )
+
+
+def handed_out(output: Any) -> Any:
+    """Return an output with views: an earlier stage's own backward passes the tensors themselves.
+
+    A script's backward passes the views, and is refused there.
+    """
+
+    def view(leaf: Any) -> Any:
+        has_graph = isinstance(leaf, Tensor) and leaf.requires_grad
+        return leaf.view_as(leaf) if has_graph and not isinstance(leaf, StageProxy) else leaf
+
+    return tree_map(view, output)
 
 
 def mark_elsewhere(output: Any, blocks: range) -> None:
