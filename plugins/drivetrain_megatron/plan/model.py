@@ -31,10 +31,7 @@ from drivetrain_megatron.plan.derive import (
 from drivetrain_megatron.plan.divide import BlockPlan, SequenceRegion, cut, divide, facts_of
 from drivetrain_megatron.plan.groups import rows_of
 from drivetrain_megatron.plan.misfit import find_misfit
-from drivetrain_megatron.plan.named import ATTENTION as ATTENTIONS
 from drivetrain_megatron.plan.named import (
-    COLUMN,
-    ROW,
     VOCABULARY,
     WHOLE,
     NamedPlan,
@@ -300,9 +297,7 @@ class TensorParallel:
         """Return the names, inside of a block, of the layers that the plan lets divide."""
         if self._named is None:
             return None
-        prefix = f"{block}." if block else ""
-        named = self._named.named(COLUMN | ROW | ATTENTIONS)
-        return {name.removeprefix(prefix) for name in named if name.startswith(prefix)}
+        return self._named.allowed_in(block, strict=self._strict)
 
     def _words(self, plan: ModelPlan) -> Callable[[str], bool]:
         """Return whether the named plan lets a layer be divided by words, and no group has it."""

@@ -58,6 +58,18 @@ class NamedPlan:
         wanted = set(styles)
         return {name for name, style in self.styles.items() if style in wanted}
 
+    def allowed_in(self, block: str, *, strict: bool) -> set[str] | None:
+        """Return the names, inside of a block, of the layers that may be divided; None for all.
+
+        A model's plan forbids nothing where it is silent: that of a text model, in a vision tower.
+        """
+        prefix = f"{block}." if block else ""
+        inside = {name: style for name, style in self.styles.items() if name.startswith(prefix)}
+        if not inside and not strict:
+            return None
+        divided = COLUMN | ROW | ATTENTION
+        return {name.removeprefix(prefix) for name, style in inside.items() if style in divided}
+
 
 def users_plan(model: nn.Module, patterns: Mapping[str, str]) -> NamedPlan:
     """Return the user's plan by full names.

@@ -11,6 +11,7 @@ import copy
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -70,29 +71,42 @@ def confirmed(
     """
     if inputs is None or plan.is_whole:
         return plan
-    ranks, strict = config.tp, bool(config.plan)
     try:
-        trial = make_whole_trial(uncompiled(model), inputs, plan.blocks, ranks)
+        trial = make_whole_trial(uncompiled(model), inputs, plan.blocks, config.tp)
     except Exception as error:  # whatever the user's code raises
-        note = f"only blocks were tried, not the whole model ({type(error).__name__}: {error})"
-        return replace(plan, vocabulary=plan.vocabulary if strict else [], note=note)
+        return _as_blocks_say(plan, _text(error), config)
     if trial is None:
         logger.debug("the model is too large to be tried as a whole: its blocks have been tried")
         return plan
-    reason = difference(trial, plan, ranks)
-    if not reason:
-        return plan
-    if strict:
+    if trial.failure:
+        plan = _as_blocks_say(plan, trial.failure, config)
+    reason = difference(trial, plan, config.tp)
+    if reason and config.plan:
         raise ConfigError(
             "plan: expected ranks to have the numbers of one process, found that with this plan "
             f"{reason}; leave the layers out of it that code outside of them reads"
         )
-    note = f"{', '.join(plan.vocabulary)} stay whole: divided by words, {reason}"
-    rest = replace(plan, vocabulary=[], note=note)
-    if plan.vocabulary and not rest.is_whole:
-        reason = difference(trial, rest, ranks)
-    if plan.vocabulary and (rest.is_whole or not reason):
-        return rest
+    return _rest_of(plan, trial, reason, config.tp) if reason else plan
+
+
+def _as_blocks_say(plan: ModelPlan, failure: str, config: MegatronConfig) -> ModelPlan:
+    """Return what is known of a plan without gradients of the whole model."""
+    note = f"only blocks were tried with gradients, not the whole model ({failure})"
+    return replace(plan, vocabulary=plan.vocabulary if config.plan else [], note=note)
+
+
+def _rest_of(plan: ModelPlan, trial: "WholeTrial", reason: str, ranks: int) -> ModelPlan:
+    """Return the part of a wrong plan that is right: without words, or nothing.
+
+    Raises:
+        ConfigError: activations are shards.
+    """
+    if plan.vocabulary:
+        note = f"{', '.join(plan.vocabulary)} stay whole: divided by words, {reason}"
+        plan = replace(plan, vocabulary=[], note=note)
+        reason = "" if plan.is_whole else difference(trial, plan, ranks)
+        if not reason:
+            return plan
     if plan.sharded:
         raise ConfigError(
             "sequence_parallel: expected a model that has the numbers of one process on shards of "
@@ -110,18 +124,20 @@ class WholeTrial:
         call: the arguments.
         results: of one process.
         missing: names of the blocks that the copy lacks.
+        failure: why there are no gradients to compare; "" if there are.
     """
 
     model: nn.Module
     call: Call
     results: Results
     missing: Collection[str]
+    failure: str = ""
 
 
 def make_whole_trial(
     model: nn.Module, inputs: ExampleInputs, blocks: Mapping[str, Derivation], ranks: int
 ) -> WholeTrial | None:
-    """Run a copy of a model with random values, once: forward and backward.
+    """Run a copy of a model with random values, once: forward and backward, or forward alone.
 
     Returns:
         The trial; None for a model that is too large for a trial.
@@ -133,18 +149,22 @@ def make_whole_trial(
     """
     call = Call(inputs.args, inputs.kwargs)
     failure: Exception | None = None
-    for outline, rows, missing in _outlines(model, inputs.look, blocks, ranks):
-        for dtype in (torch.float64, torch.float32):
+    for trains, dtype in product((True, False), (torch.float64, torch.float32)):
+        for outline, rows, missing in _outlines(model, inputs.look, blocks, ranks):
             try:
-                with rng.fork(SEED):
-                    copied, wide = randomized(outline, call, rows, dtype)
-                    results = _run(copy.deepcopy(copied), wide)
-                return WholeTrial(copied, wide, _finite(results), missing)
+                copied, wide = randomized(outline, call, rows, dtype)
+                with rng.fork(SEED), torch.set_grad_enabled(trains):
+                    results = _finite(_run(copy.deepcopy(copied), wide))
+                return WholeTrial(copied, wide, results, missing, "" if trains else _text(failure))
             except Exception as error:  # whatever the user's code raises
                 failure = failure or error
     if failure is not None:
         raise failure
     return None
+
+
+def _text(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def difference(trial: WholeTrial, plan: ModelPlan, ranks: int) -> str:
@@ -163,13 +183,13 @@ def difference(trial: WholeTrial, plan: ModelPlan, ranks: int) -> str:
         return _run(mine, trial.call, expected.outputs), facts
 
     try:
-        with rng.fork(SEED):
+        with rng.fork(SEED), torch.set_grad_enabled(not trial.failure):
             found = run_emulated(ranks, one_rank)
             seen = found[0][0].outputs
             if any(_ranks_own(seen, expected.outputs)):
                 expected = _run(copy.deepcopy(trial.model), trial.call, seen)
     except Exception as error:  # whatever the user's code says to sizes that it does not expect
-        return f"{type(error).__name__}: {error}"
+        return _text(error)
     outputs = (_other_output(results, expected) for results, _ in found)
     gradients = (
         _other_gradient(results, expected, facts, rank)

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from typing import ClassVar
 
 import pytest
 import torch
@@ -408,6 +409,38 @@ def test_adapters_of_rows(names):
     accelerator, model = prepared(model)
     check_equals(accelerator, model, twin)
     accelerator.free_memory()
+
+
+class Towers(nn.Module):
+    """Blocks of two kinds; the model brings a plan for one of them."""
+
+    _tp_plan: ClassVar = {"text.*.0": "colwise", "text.*.2": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.vision = (
+            nn.ModuleList(
+                nn.Sequential(nn.Linear(8, inner), nn.GELU(), nn.Linear(inner, 8)) for _ in range(2)
+            )
+            for inner in (12, 16)
+        )
+
+    def forward(self, x):
+        for block in (*self.vision, *self.text):
+            x = x + block(x)
+        return x
+
+
+def test_a_plan_of_a_model_forbids_nothing_where_it_is_silent():
+    model = Towers()
+    config = MegatronConfig(tp=2)
+    plan = TensorParallel.of(config, model, TwoRanks()).plan(model, inputs_for(config, model))
+    assert not any(derivation.is_whole for derivation in plan.blocks.values())
+    named = {name: style for name, style in model._tp_plan.items() if style == "colwise"}
+    model._tp_plan = named  # the rows may not be divided: neither may the columns
+    plan = TensorParallel.of(config, model, TwoRanks()).plan(model, inputs_for(config, model))
+    whole = {name for name, derivation in plan.blocks.items() if not derivation.plan.groups}
+    assert whole == {"text.0", "text.1"}
 
 
 class OneHead(nn.Module):

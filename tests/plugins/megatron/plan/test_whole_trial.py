@@ -128,6 +128,24 @@ def test_a_model_that_cannot_run_in_a_trial_keeps_its_words_whole():
     assert not any(block.is_whole for block in plan.blocks.values())
 
 
+class Remembering(Words):
+    """In evaluation it writes into a tensor that autograd needs, and counts with whole sizes."""
+
+    def around(self, logits):
+        if not self.training:
+            scaled = logits.exp()
+            used = scaled.sum() + (self.blocks[0].up.weight[:, 0] * torch.ones(2 * WIDE)).sum()
+            scaled.add_(1)
+            return scaled + used
+        return logits
+
+
+def test_a_model_without_gradients_in_a_trial_is_compared_without():
+    """As RWKV, which crashed on ranks in the first evaluation."""
+    (whole,) = planned(Remembering().double()).blocks.values()
+    assert whole.untried.startswith("divided over ranks, RuntimeError")
+
+
 def test_long_lists_are_tried_by_their_first_blocks(monkeypatch):
     """Where all blocks need too much memory; and nothing is tried where two need too much."""
     model = Words(blocks=6).double()
