@@ -90,7 +90,7 @@ VISION = {
         "PvtForImageClassification",
         large_images,
         image_size=64,
-        depths=[1, 1, 1, 1],
+        depths=[2, 2, 2, 2],
         hidden_sizes=[8, 16, 24, 32],
         num_attention_heads=[1, 2, 2, 4],
         mlp_ratios=[2, 2, 2, 2],
