@@ -90,7 +90,7 @@ def confirmed(
 
 
 def _as_blocks_say(plan: ModelPlan, failure: str, config: MegatronConfig) -> ModelPlan:
-    """Return what is known of a plan without gradients of the whole model."""
+    """Return the plan that trials of blocks allow: without words, unless the user named them."""
     note = f"only blocks were tried with gradients, not the whole model ({failure})"
     return replace(plan, vocabulary=plan.vocabulary if config.plan else [], note=note)
 
