@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from drivetrain.errors import UsageError
+from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.model import untouched
 from drivetrain_megatron.pipeline.batches import MicroBatch, cut_at, first_rows, rows_of
 from drivetrain_megatron.pipeline.joining import Dims, is_same, join, joined_dim
@@ -46,11 +46,14 @@ class Division:
             the call must stay whole.
         joins: for each block, the dims along which its tensors are joined; empty for whole calls.
         kept: the blocks whose tensors the rest of the model reads, by index.
+        failure: the first error that parts of the batch raised on this rank, in words, where the
+            call stays whole; "" without any.
     """
 
     dims: Dims | None
     joins: tuple[Dims, ...]
     kept: frozenset[int]
+    failure: str = ""
 
     def join_of(self, block: int, place: int) -> int | None:
         """Return the dim along which one tensor of a block is joined."""
@@ -195,7 +198,7 @@ class BatchTrial:
         *,
         cuts: bool = True,
     ) -> Division:
-        """Return how a call is cut; the ranks of a cell agree.
+        """Return how a call is cut; ranks that must run the same forwards agree.
 
         Args:
             kind: of the call.
@@ -210,7 +213,8 @@ class BatchTrial:
         found = self._known.get(key)
         # Extents that agreed by chance at first are no rows of a batch.
         stale = found is not None and found.dims is not None and not rows_of(leaves, found.dims)
-        if found is None or stale:
+        is_new = self._stages.is_new(found is None or stale)
+        if found is None or is_new:
             with self._apart():
                 found = self._known[key] = self._tried(args, kwargs, targets, leaves, cuts)
         return found
@@ -237,12 +241,17 @@ class BatchTrial:
         proxies = [x for x in tree_leaves(outline) if isinstance(x, StageProxy)]
         self._check_alike(tree_flatten(outline)[1], proxies)
         kept = frozenset[int]().union(*(proxy.blocks for proxy in proxies))
-        for dims in _candidates(leaves) if cuts else ():
-            joins = self._joins(args, kwargs, targets, dims, kept)
+        failure = ""
+        candidates = list(_candidates(leaves)) if cuts else []
+        most, least = self._stages.agree([len(candidates), -len(candidates)])
+        # Ranks with unequal numbers of them have batches of unlike shapes: each stays whole.
+        for dims in candidates if most == -least else ():
+            joins, error = self._joins(args, kwargs, targets, dims, kept)
+            failure = failure or error
             (failed,) = self._stages.agree([joins is None])
             if not failed and joins is not None:
                 return Division(dims, joins, kept)
-        return Division(None, (), kept)
+        return Division(None, (), kept, failure)
 
     def _check_alike(self, tree: TreeSpec, proxies: Sequence[StageProxy]) -> None:
         """Check that the output has the same structure on every stage.
@@ -268,17 +277,22 @@ class BatchTrial:
         targets: Any,
         dims: Dims,
         kept: frozenset[int],
-    ) -> tuple[Dims, ...] | None:
-        """Return the dims of the blocks' tensors, if parts along some dims make up the whole."""
+    ) -> tuple[tuple[Dims, ...] | None, str]:
+        """Return the dims of the blocks' tensors, if parts along some dims make up the whole.
+
+        Else None, and the error that was raised, if there was any.
+        """
         stages = [worker.stage for worker in self._stages.workers.values()]
         try:
             whole, parts = trial_parts(args, kwargs, targets, dims)
             metas = stages[0].metas(whole.args, whole.kwargs)
             joins = _joins_of(metas, [stages[0].metas(p.args, p.kwargs) for p in parts])
             fits = all(self._fits(stage, whole, parts, joins, kept) for stage in stages)
-        except Exception:  # whatever a model raises for parts along a wrong dim
-            return None
-        return joins if fits else None
+        except CollectiveError:
+            raise  # another rank has failed: no answer of this one would reach it
+        except Exception as error:  # whatever a model raises for parts along a wrong dim
+            return None, f"{type(error).__name__}: {error}"
+        return (joins if fits else None), ""
 
     def _fits(
         self,

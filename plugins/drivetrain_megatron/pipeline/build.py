@@ -9,9 +9,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.building import WeightSource
-from drivetrain.collectives import Communicator
+from drivetrain.collectives import Communicator, connect
 from drivetrain.communication import broadcast_object_list
+from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
+from drivetrain.model.look import Look
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
@@ -27,7 +29,7 @@ from drivetrain_megatron.pipeline.stages import Split, split
 from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.recording.calls import ExampleInputs
-from drivetrain_megatron.recording.phases import Recording, recording_of
+from drivetrain_megatron.recording.phases import Recording, block_order, recording_of
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.linear import defer_no_more, defer_weights
 from drivetrain_megatron.tensor.weight_grad import WeightGradients
@@ -53,6 +55,7 @@ class PipelineBuilder:
         self._run = run
         self._axis = axis
         self._layers = layers
+        self._replicas = connect(run.mesh["dp"], run.traffic, run.world.device, run.world.timeout)
         self._stages = config.pp * config.chunks
         self._link = Link(
             run.mesh["pp"], run.traffic, run.world.device, run.world.timeout, self._stages
@@ -74,6 +77,7 @@ class PipelineBuilder:
         Raises:
             ConfigError: the model or the configured list does not allow it.
         """
+        check_only_reads(inputs.look)
         recording = recording_of(model, inputs.look)
         cut = chosen_cut(self._config, model, recording, inputs.look)
         # A cut that was measured differs from rank to rank; the first one's counts.
@@ -87,7 +91,7 @@ class PipelineBuilder:
         recording, cut = self._planned
         if self._run.mesh["tp"].size == 1:
             shared = "because ranks share its blocks; compile the blocks instead"
-            self._uncompiled.set(model, [model], shared)
+            self._uncompiled.set(model, _around_blocks(recording, model), shared)
         rank = self._axis.rank
         owned = list(range(rank, self._stages, self._axis.size))
         self.copied_buffers = frozenset(
@@ -118,7 +122,9 @@ class PipelineBuilder:
         if self._config.schedule == "zb-h1":
             self._deferring = defer_weights(model, self._weights)
         cell = (self._axis, self._layers)
-        parts = StageParts(self._link, self._axis, cell, self._shared, self._weights, dropout)
+        parts = StageParts(
+            self._link, self._axis, cell, self._replicas, self._shared, self._weights, dropout
+        )
         stages = LocalStages(self._split, inner, parts, self._run.world.device)
         pipeline = PipelinedModel(model, stages, self._config, windowed, self._trace())
         self._pipeline = pipeline
@@ -156,6 +162,38 @@ class PipelineBuilder:
         if self._split is not None:
             self._split.close()
         self._uncompiled.undo()
+        self._replicas.close()
+
+
+def check_only_reads(look: Look) -> None:
+    """Check that a forward leaves parameters as they are.
+
+    Raises:
+        UsageError: names a parameter that it writes into.
+    """
+    names = {number: name for name, number in look.parameters.items()}
+    shown: dict[int, int] = {}  # whose memory a view shows
+    for operation in look.operations:
+        for number in operation.changed:
+            if name := names.get(shown.get(number, number)):
+                raise UsageError(
+                    f"expected a forward that reads its parameters alone, found that "
+                    f"{operation.name}() writes into {name!r}: in a pipeline the forwards of other "
+                    "micro-batches run before the backward of this one, which would meet changed "
+                    "weights. Change them after optimizer.step(), under torch.no_grad(), or use "
+                    "no pipeline (pp: 1)"
+                )
+        shown |= {view.made: shown.get(view.base, view.base) for view in operation.views}
+
+
+def _around_blocks(recording: Recording, model: nn.Module) -> list[nn.Module]:
+    """Return the modules outside of blocks: every rank runs them, with proxies among the tensors.
+
+    Proxies cannot be compiled.
+    """
+    blocks = [block for _, block in block_order(recording, model)]
+    inside = {id(module) for block in blocks for module in block.modules()}
+    return [module for module in model.modules() if id(module) not in inside]
 
 
 def _keep(optimizer: Optimizer, here: set[int]) -> None:

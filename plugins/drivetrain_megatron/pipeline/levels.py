@@ -192,7 +192,7 @@ class PipelinedModel:
         self.stages.refresh()
         self._begin()
         call = self._divided(args, kwargs, targets)
-        weights = self._weights(call, loss_fn)
+        weights = self._weights(call, loss_fn, handed_over=True)
         self._announce("L3", f"a loss function was handed over: {self._order(weights)}")
         dtype = self.stages.dtype(call.parts[0])
         if weights is Weights.NONE:
@@ -219,23 +219,29 @@ class PipelinedModel:
         division = self._batches.division(kind, args, kwargs, targets, cuts=count > 1)
         if division.dims is None:
             if count > 1:
+                raised = f" Parts of a batch raised {division.failure}." if division.failure else ""
                 self._say(
                     "these calls are not cut into micro-batches: for no dim of the inputs do the "
                     "blocks give for parts of a batch what they give for the whole (BatchNorm in "
-                    "training does not, for one). Stages wait for each other"
+                    f"training does not, for one).{raised} Stages wait for each other"
                 )
             count = 1
         batches = cut_batch(args, kwargs, count, targets, division.dims)
+        if self.stages.replicas_decide:  # the batch of another replica may have fewer rows
+            fewest = -self.stages.agree([-len(batches)])[0]
+            batches = cut_batch(args, kwargs, fewest, targets, division.dims)
         first = self.stages.dropout.take(len(batches))
         parts = [replace(batch, number=first + index) for index, batch in enumerate(batches)]
         rows = sum(batch.rows for batch in batches)
         whole = MicroBatch(tuple(args), kwargs, rows, targets, first)
         return _Call(kind, whole, parts, division)
 
-    def _weights(self, call: "_Call", loss_of: LossOf) -> Weights:
+    def _weights(self, call: "_Call", loss_of: LossOf, *, handed_over: bool = False) -> Weights:
         if len(call.parts) == 1:
             return Weights.ROWS
-        found = self._losses.weights(call.kind, call.whole, call.division, loss_of)
+        found = self._losses.weights(
+            call.kind, call.whole, call.division, loss_of, handed_over=handed_over
+        )
         if found is Weights.NONE:
             self._say(
                 "the loss is no weighted sum of its micro-batches' losses: it is made of the whole "

@@ -112,12 +112,14 @@ class Interpreter:
 class StageParts:
     """The connections between the stages of a pipeline, and the objects that stages share.
 
-    The cell's axes are those whose ranks hold one replica together, the pipeline's among them.
+    The cell's axes are those whose ranks hold one replica together, the pipeline's among them. The
+    replicas are on the axis of data parallelism.
     """
 
     link: Link
     axis: Communicator
     cell: Sequence[Communicator]
+    replicas: Communicator
     shared: SharedParameters
     weights: WeightGradients
     dropout: Dropout
@@ -129,6 +131,7 @@ class LocalStages:
     Attributes:
         workers: by index of the stage.
         count: how many stages there are on all ranks.
+        replicas_decide: whether the ranks of other replicas take part in decisions.
         spans: when the actions of this step ran.
     """
 
@@ -139,7 +142,10 @@ class LocalStages:
         self.device = device
         self.dropout = parts.dropout
         self._axis, self._link = parts.axis, parts.link
-        self._cell = [axis for axis in parts.cell if axis.size > 1]
+        # Replicas whose forwards need each other must run as many: they decide together.
+        self.replicas_decide = inner.forward_is_collective and parts.replicas.size > 1
+        together = (*parts.cell, parts.replicas) if self.replicas_decide else parts.cell
+        self._together = [axis for axis in together if axis.size > 1]
         self._shared, self._weights = parts.shared, parts.weights
         self.ranks, self.rank = parts.axis.size, parts.axis.rank
         self.count = parts.axis.size * len(split.stages)
@@ -249,11 +255,22 @@ class LocalStages:
         self._axis.broadcast(values, source % self.ranks, label=label).wait()
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of each number over the ranks of the cell."""
+        """Return the largest of each number over the ranks that decide together.
+
+        These are the ranks of the cell, and those of other replicas that need each other in a
+        forward.
+        """
         found = torch.tensor(list(values), dtype=torch.int64, device=self.device)
-        for axis in self._cell:
+        for axis in self._together:
             axis.all_reduce(found, reduction="max", label="decision of a pipeline").wait()
         return found.tolist()
+
+    def is_new(self, unknown: bool) -> bool:
+        """Return whether a kind of call is unknown on this rank, or on a replica that decides too.
+
+        The ranks of a cell get the same calls; other replicas may get batches of another kind.
+        """
+        return bool(self.agree([unknown])[0]) if self.replicas_decide else unknown
 
     def broadcast(self, values: Tensor, label: str) -> None:
         """Give every stage, in place, the values of the last."""

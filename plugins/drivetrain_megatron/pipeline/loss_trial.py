@@ -8,6 +8,7 @@ targets ignored, so that weights show which depend on them. A loss that compares
 count in ways that no trial exhausts: it is not cut.
 """
 
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from drivetrain.errors import CollectiveError, UsageError
+from drivetrain.log import get_logger
 from drivetrain.model import untouched
 from drivetrain.model.look import tensors_in
 from drivetrain.parts.wrapping import UninheritedHook
@@ -36,6 +39,8 @@ from drivetrain_megatron.pipeline.stages import Stage, Watch
 from drivetrain_megatron.pipeline.worker import LossOf
 from drivetrain_megatron.recording.proxy import StageProxy
 
+logger = get_logger(__name__)
+
 _Given = Mapping[int, Sequence[Tensor]]
 
 _Answer = TypeVar("_Answer")
@@ -50,7 +55,13 @@ class LossTrial:
         self._dims: dict[Hashable, Dims | None] = {}
 
     def weights(
-        self, kind: Hashable, whole: MicroBatch, division: Division, loss_of: LossOf
+        self,
+        kind: Hashable,
+        whole: MicroBatch,
+        division: Division,
+        loss_of: LossOf,
+        *,
+        handed_over: bool = False,
     ) -> Weights:
         """Return the weights of micro-batches; the ranks of a cell agree.
 
@@ -59,10 +70,15 @@ class LossTrial:
             whole: the batch of the call.
             division: how it is cut.
             loss_of: makes the loss of the model's output and the targets.
+            handed_over: whether the script gave the function, in this call.
+
+        Raises:
+            UsageError: ranks were given different functions; on each of them.
         """
         negative = has_negative(whole)
         key = kind, _identity(loss_of), _plain(vars(self._model)), negative
-        if key not in self._known:
+        unknown = key not in self._known
+        if self._is_new(loss_of, unknown) if handed_over else self._stages.is_new(unknown):
             found = Weights.ROWS
             if self._stages.last is not None:
                 tried = self._tried(division, lambda trial: trial.weights(whole, loss_of))
@@ -71,6 +87,21 @@ class LossTrial:
         known = self._known[key]
         return Weights.ROWS if known is Weights.TARGETS and not negative else known
 
+    def _is_new(self, loss_of: LossOf, is_new: bool) -> bool:
+        """Return whether some rank has no decision for a loss function: then all try anew.
+
+        In every call, since a rank that tries alone would wait for the others.
+        """
+        digest = zlib.crc32(repr(_code(loss_of)).encode())
+        new, most, least = self._stages.agree([is_new, digest, -digest])
+        if most != -least:
+            raise UsageError(
+                "expected the same loss function on every rank of a pipeline, found another one "
+                f"than {_code(loss_of)[1]} of this rank: the last stage makes the loss, and the "
+                "others must know how; hand one function over on all ranks"
+            )
+        return bool(new)
+
     def outputs(self, kind: Hashable, whole: MicroBatch, division: Division) -> Dims | None:
         """Return the dims along which outputs are joined; None if they are no parts of the whole.
 
@@ -78,7 +109,7 @@ class LossTrial:
         """
         if division.dims is None:
             return None
-        if kind not in self._dims:
+        if self._stages.is_new(kind not in self._dims):
             found: Dims | None = ()
             if self._stages.last is not None:
                 found = self._tried(division, lambda trial: trial.outputs(whole))
@@ -97,7 +128,14 @@ class LossTrial:
                 _take_hooks(self._model)
                 with trial.set_up():
                     return ask(trial)
-        except Exception:  # whatever a model raises for other values
+        except CollectiveError:
+            raise  # another rank has failed: no answer of this one would reach it
+        except Exception as error:  # whatever a model raises for other values
+            logger.warning_once(
+                f"pipeline: a trial with other values raised {type(error).__name__}: {error}; what "
+                "follows the blocks is made of the whole batch",
+                main_process_only=False,
+            )
             return None
 
 
@@ -122,6 +160,16 @@ def _identity(function: Any) -> Hashable:
     }
     code = getattr(function, "__code__", type(function))
     return code, _plain(held), None if inner is None else _identity(inner)
+
+
+def _code(function: Any) -> tuple[str, str, int]:
+    """Return where the code of a loss function is: module, name, line."""
+    inner = getattr(function, "func", None)  # of a functools.partial
+    if inner is not None:
+        return _code(inner)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    line = getattr(getattr(function, "__code__", None), "co_firstlineno", 0)
+    return named.__module__, named.__qualname__, line
 
 
 def _plain(held: Mapping[str, Any]) -> Hashable:

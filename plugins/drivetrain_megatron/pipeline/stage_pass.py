@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.model.look import named_leaves
 from drivetrain.parts.blocks import BlockHooks
 from drivetrain_megatron.pipeline.cut import StageCut
+from drivetrain_megatron.pipeline.other_stages import ProxyPlace
 from drivetrain_megatron.recording.phases import Recording
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Metas, Shapes
@@ -60,7 +61,8 @@ class PassOptions:
 class StagePass:
     """Decides which blocks compute in one forward of a stage.
 
-    The metas are those of each block's tensors.
+    The metas are those of each block's tensors. Parameters that the own blocks share with earlier
+    stages are out of sight until the pass reaches these blocks.
 
     Attributes:
         before: contexts that end where the phases of the own blocks begin.
@@ -69,9 +71,15 @@ class StagePass:
     """
 
     def __init__(
-        self, parts: ModelParts, options: PassOptions, metas: Metas, inputs: Sequence[Any]
+        self,
+        parts: ModelParts,
+        options: PassOptions,
+        metas: Metas,
+        inputs: Sequence[Any],
+        unseen: Sequence[ProxyPlace] = (),
     ) -> None:
         self._parts, self._options, self._metas = parts, options, metas
+        self._unseen = {id(place.proxy): place for place in unseen}
         self._grad = torch.is_grad_enabled()
         self._objects = {id(leaf) for leaf in inputs if not isinstance(leaf, (Tensor, *PLAIN))}
         self._next = 0
@@ -105,6 +113,8 @@ class StagePass:
             leaves = tree_flatten((tuple(args), dict(kwargs)))[0]
             found = self._proxies(index) if tensors is None else tensors
             return block.output.build(block.name, found, leaves)
+        if self._unseen:
+            args, kwargs = tree_map(self._in_sight, (tuple(args), dict(kwargs)))
         self._check_arguments(block.name, args, kwargs)
         result = compute(*args, **kwargs)
         is_last = options.stops and index == options.own.stop - 1
@@ -125,6 +135,11 @@ class StagePass:
         """
         if not self.is_after_blocks:
             raise changed(self._name(self._next), "no call of it", "one call")
+
+    def _in_sight(self, leaf: Any) -> Any:
+        """Return the parameter itself for its proxy, which code before the own blocks has met."""
+        place = self._unseen.get(id(leaf))
+        return leaf if place is None else getattr(place.module, place.name)
 
     def _name(self, index: int) -> str:
         blocks = self._parts.recording.blocks

@@ -171,10 +171,11 @@ class Stage:
     ) -> StageOutput:
         parts = self._parts
         leaves = tree_flatten((args, kwargs))[0]
-        conductor = StagePass(parts, options, self.metas(args, kwargs), leaves)
+        unseen = self._not_before(options.own)
+        conductor = StagePass(parts, options, self.metas(args, kwargs), leaves, unseen)
         with ExitStack() as stack, conductor.before:
             stack.enter_context(hidden(self._places))
-            conductor.before.enter_context(hidden(self._not_before(options.own)))
+            conductor.before.enter_context(hidden(unseen))
             stack.enter_context(parts.gates.conducted(conductor))
             if watch is not None:
                 stack.enter_context(watch(conductor))

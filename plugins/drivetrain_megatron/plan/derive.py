@@ -120,15 +120,16 @@ def derive(
     sequence_parallel: bool,
     layers: set[str] | None = None,
     alone: bool = False,
+    evaluations: Sequence[Trial] = (),
 ) -> Derivation:
     """Return the plan for a block of this structure.
 
     Layers may be divided that ``layers`` names, or modules around them; None lets all, and the
-    weights of regions. ``alone`` lets layers be divided by themselves.
+    weights of regions. ``alone`` lets layers be divided by themselves. Evaluations count, too.
     """
     uses = structure.uses
     allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
-    tryout = _Tryout(trial, ranks, sequence_parallel)
+    tryout = _Tryout(trial, ranks, sequence_parallel, evaluations)
     found = Derivation(groups=find_groups(uses))
     _divide_attentions(found, structure, layers, tryout)
     for group in found.groups:
@@ -158,13 +159,17 @@ class _Tryout:
     trial: Trial
     ranks: int
     sequence_parallel: bool
+    evaluations: Sequence[Trial]
 
     def __call__(self, plan: BlockPlan) -> tuple[BlockPlan | None, str]:
         """Return the plan with its summed parameters; or None, and why the plan is wrong."""
-        partial, reason = verify(
-            self.trial, plan, self.ranks, sequence_parallel=self.sequence_parallel
-        )
-        return (None, reason) if partial is None else (replace(plan, partial=partial), "")
+        partial = frozenset[str]()
+        for each in (*self.evaluations, self.trial):
+            found, reason = verify(each, plan, self.ranks, sequence_parallel=self.sequence_parallel)
+            if found is None:
+                return None, reason
+            partial = found
+        return replace(plan, partial=partial), ""
 
 
 def _divide_attentions(

@@ -5,7 +5,7 @@ that makes logits and the embeddings with as many rows are divided by words, als
 weight.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,17 +20,12 @@ from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout.dropouts import DropoutLayout, Layouts, Site, open_attentions
-from drivetrain_megatron.plan.alike import same_in_list
 from drivetrain_megatron.plan.derive import (
-    BlockStructure,
     Derivation,
-    derive,
     shared_with_others,
     structure_of,
 )
 from drivetrain_megatron.plan.divide import BlockPlan, SequenceRegion, cut, divide, facts_of
-from drivetrain_megatron.plan.groups import rows_of
-from drivetrain_megatron.plan.misfit import find_misfit
 from drivetrain_megatron.plan.named import (
     VOCABULARY,
     WHOLE,
@@ -39,7 +34,7 @@ from drivetrain_megatron.plan.named import (
     models_plan,
     users_plan,
 )
-from drivetrain_megatron.plan.trial import find_layouts, make_trial
+from drivetrain_megatron.plan.tried_block import divide_block
 from drivetrain_megatron.plan.vocabulary import by_words, find_vocabulary, words_of
 from drivetrain_megatron.recording.calls import (
     Call,
@@ -47,6 +42,7 @@ from drivetrain_megatron.recording.calls import (
     ExampleInputs,
     calls_in,
     kind_of,
+    other_calls,
     uncalled_blocks,
 )
 from drivetrain_megatron.tensor.attention import keep_padded
@@ -139,7 +135,7 @@ class TensorParallel:
             return ModelPlan({"": Derivation(untried=NO_INPUTS)})
         calls = calls_in(inputs.look, model)
         if calls.blocks:
-            plan = self._of_blocks(model, inputs.look, calls)
+            plan = self._of_blocks(model, inputs.look, calls, other_calls(model, inputs))
         else:
             plan = self._of_whole(model, inputs)
         allowed = self._words(plan)
@@ -243,8 +239,13 @@ class TensorParallel:
         self._ranks.all_reduce(total, label="gradients of replicated parameters").wait()
         return total
 
-    def _of_blocks(self, model: nn.Module, look: Look, calls: Calls) -> ModelPlan:
-        """Return how repeated blocks are divided: those of one kind alike."""
+    def _of_blocks(
+        self, model: nn.Module, look: Look, calls: Calls, evaluated: Mapping[str, Sequence[Call]]
+    ) -> ModelPlan:
+        """Return how repeated blocks are divided: those of one kind alike.
+
+        Blocks that are called in another way in evaluation have such a call, too.
+        """
         known: dict[Any, tuple[Derivation, Mapping[Site, DropoutLayout]]] = {}
         plan = ModelPlan(sharded=self._tokens is not None)
         shown, ranks = look.first_calls(), self._ranks.size
@@ -259,9 +260,9 @@ class TensorParallel:
             if key not in known:
                 block = uncompiled(each)
                 found_in = structure_of(look, model, block, shown[name].operations)
-                call = calls.arguments[name]
-                known[key] = _tried(
-                    block, call, found_in, layers, self._tokens, ranks, alone=not self._strict
+                called = [calls.arguments[name], *evaluated.get(name, ())]
+                known[key] = divide_block(
+                    block, called, found_in, layers, self._tokens, ranks, alone=not self._strict
                 )
             add(name, key)
         for name in () if plan.sharded else uncalled_blocks(look, model):
@@ -282,11 +283,13 @@ class TensorParallel:
         Sequence parallelism is about activations between groups of layers: without them, or where
         no activation comes in, there is nothing to cut into shards.
         """
-        layers, call = self._layers_of(""), Call(inputs.args, inputs.kwargs)
+        layers, called = self._layers_of(""), [Call(inputs.args, inputs.kwargs)]
         operations = range(len(inputs.look.operations))
         structure = structure_of(inputs.look, model, model, operations)
         for tokens in dict.fromkeys((self._tokens, None)):
-            found, layouts = _tried(model, call, structure, layers, tokens, self._ranks.size)
+            found, layouts = divide_block(
+                model, called, structure, layers, tokens, self._ranks.size
+            )
             if not found.is_whole:
                 plan = ModelPlan({"": found}, sharded=tokens is not None)
                 plan.layouts.add("", layouts)
@@ -321,39 +324,6 @@ class TensorParallel:
             attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
         else:
             attach_column(module, edges, even(-1, rows, self._ranks.size), logits=True)
-
-
-def _tried(
-    block: nn.Module,
-    call: Call,
-    structure: BlockStructure,
-    layers: set[str] | None,
-    tokens: TokenShards | None,
-    ranks: int,
-    *,
-    alone: bool = False,
-) -> tuple[Derivation, Mapping[Site, DropoutLayout]]:
-    """Return how a block is divided, and the layouts of its dropouts' inputs.
-
-    Large matrices are thin in the trial. If the plan does not fit the block itself, or a thin
-    block cannot run, it is tried as it is.
-    """
-    sharded = tokens is not None
-    rows = {name for row in rows_of(structure.uses) for name in same_in_list(block, row)}
-    for thin in (True, False):
-        try:
-            trial = make_trial(block, call, rows if thin else None)
-        except Exception as error:  # whatever the user's code raises in fp64: it stays whole
-            reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
-            continue
-        found = derive(
-            trial, structure, ranks, sequence_parallel=sharded, layers=layers, alone=alone
-        )
-        if thin and find_misfit(block, call, found.plan, ranks, sequence_parallel=sharded):
-            continue
-        fits = (sharded or not found.is_whole) and not found.broken
-        return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}
-    return Derivation(untried=reason, broken=reason if sharded else ""), {}
 
 
 def _check(plan: ModelPlan) -> None:

@@ -57,11 +57,15 @@ class Trial:
     """A whole block with random values, the arguments of a call, and its results.
 
     The block is in evaluation mode, so that nothing is dropped.
+
+    Attributes:
+        trains: whether gradients are compared, too; a call of an evaluation has none.
     """
 
     block: nn.Module
     call: Call
     results: "Results"
+    trains: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +74,18 @@ class Results:
 
     Attributes:
         outputs: its floating point outputs.
-        given: the gradient of the activation that came in; None without such an activation.
+        given: the gradients of the activations that came in, zeros where none came back.
         parameters: the gradient of each parameter, by name; None for a parameter without gradient.
     """
 
     outputs: list[Tensor]
-    given: Tensor | None
+    given: list[Tensor]
     parameters: dict[str, Tensor | None]
 
 
-def make_trial(block: nn.Module, call: Call, rows: Collection[str] | None = None) -> Trial:
+def make_trial(
+    block: nn.Module, call: Call, rows: Collection[str] | None = None, *, trains: bool = True
+) -> Trial:
     """Run a copy of a block with random values, once: forward and backward.
 
     It computes in fp64, or in fp32 where its code has no fp64 (products of groups of experts).
@@ -89,26 +95,31 @@ def make_trial(block: nn.Module, call: Call, rows: Collection[str] | None = None
         call: its arguments: activations get random values, too; other tensors keep theirs.
         rows: names of the layers that may be cut by rows: large matrices become thin in the other
             dim; None leaves all matrices as they are.
+        trains: whether there is a backward.
 
     Raises:
         Exception: whatever the block's code raises when it computes in fp64 on the CPU.
     """
     try:
-        return _trial_in(torch.float64, block, call, rows)
+        return _trial_in(torch.float64, block, call, rows, trains)
     except Exception as error:  # whatever the user's code raises
         try:
-            return _trial_in(torch.float32, block, call, rows)
+            return _trial_in(torch.float32, block, call, rows, trains)
         except Exception:
             raise error from None
 
 
 def _trial_in(
-    dtype: torch.dtype, block: nn.Module, call: Call, rows: Collection[str] | None
+    dtype: torch.dtype,
+    block: nn.Module,
+    call: Call,
+    rows: Collection[str] | None,
+    trains: bool,
 ) -> Trial:
     trial, wide = randomized(block, call, rows, dtype)
-    with rng.fork(SEED):
+    with rng.fork(SEED), torch.set_grad_enabled(trains):
         # A copy runs: what a block keeps of a forward could not be copied for the ranks.
-        return Trial(trial, wide, run_block(copy.deepcopy(trial), wide))
+        return Trial(trial, wide, run_block(copy.deepcopy(trial), wide), trains)
 
 
 def randomized(
@@ -138,9 +149,10 @@ def verify(
         edges = Edges(communicator, tokens)
         block = copy.deepcopy(trial.block)
         facts = divide(block, plan, edges)
-        return run_block(block, trial.call, edges), facts
+        with torch.set_grad_enabled(trial.trains):  # a thread has a mode of its own
+            return run_block(block, trial.call, edges), facts
 
-    if sequence_parallel and trial.results.given is None:
+    if sequence_parallel and activation_in((trial.call.args, trial.call.kwargs)) is None:
         return None, "no activation comes in that could be cut into shards"
     try:
         with rng.fork(SEED):
@@ -158,7 +170,7 @@ def _compare(
             map(is_close, results.outputs, expected.outputs)
         ):
             return None, "outputs differ"
-        if not _is_same(results.given, expected.given):
+        if not all(map(is_close, results.given, expected.given)):
             return None, "the gradients of the inputs differ"
     gradients = [g for g in expected.parameters.values() if g is not None]
     noise = max((g.norm().item() * NOISE[g.dtype] for g in gradients), default=0.0)
@@ -196,6 +208,7 @@ def run_block(block: nn.Module, call: Call, edges: Edges | None = None) -> Resul
     given = activation_in((args, kwargs))
     if given is not None:
         given.requires_grad_()
+    wanted = [leaf for leaf in floating_in((args, kwargs)) if leaf.requires_grad]
     with entered(given, given, edges) as (inside, sequence):
         if given is not None:
             args, kwargs = tree_map(lambda x: inside if x is given else x, (args, kwargs))
@@ -205,7 +218,7 @@ def run_block(block: nn.Module, call: Call, edges: Edges | None = None) -> Resul
         backward(outputs)
     return Results(
         [output.detach() for output in outputs],
-        None if given is None else torch.zeros_like(given) if given.grad is None else given.grad,
+        [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted],
         {name: parameter.grad for name, parameter in block.named_parameters()},
     )
 
@@ -232,13 +245,13 @@ def backward(outputs: Sequence[Tensor]) -> None:
 
 
 def _wide(call: Call, generator: torch.Generator, dtype: torch.dtype) -> Call:
-    """Return the arguments in the trial's dtype on the CPU, the activation with random values."""
+    """Return the arguments in the trial's dtype on the CPU, activations with random values."""
 
     def widen(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if first is not None and x is first:
-            return randn(x.shape, generator).to(dtype)
+        if x is first or x.requires_grad:
+            return randn(x.shape, generator).to(dtype).requires_grad_(x.requires_grad)
         return x.detach().to("cpu", dtype if x.is_floating_point() else x.dtype)
 
     first = activation_in((call.args, call.kwargs))
@@ -255,12 +268,6 @@ def floating_in(values: Any) -> list[Tensor]:
     """Return the floating point tensors among values."""
     leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return [leaf for leaf in leaves if leaf.is_floating_point()]
-
-
-def _is_same(found: Tensor | None, expected: Tensor | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    return is_close(found, expected)
 
 
 def is_close(found: Tensor, expected: Tensor, noise: float = 0.0) -> bool:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain import communication
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError, UsageError
-from drivetrain.model.look import Look, SeenTensor
+from drivetrain.log import get_logger
+from drivetrain.model.look import BlockCall, Look, SeenTensor, TensorRef
 from drivetrain.model.recorder import look_at
 from drivetrain.model.results import ValuesNeededError
 from drivetrain.model.valueless import ValuelessTensor
@@ -25,6 +26,9 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.recording.first_batch import Candidate, batches_as_arguments
 from drivetrain_megatron.recording.guesses import guessed_inputs
 from drivetrain_megatron.recording.proxy import StageProxy
+from drivetrain_megatron.recording.structure import PLAIN
+
+logger = get_logger(__name__)
 
 _SHOWN_LINES, _SHOWN_CHARACTERS = 5, 100
 """Reasons of an error that are shown, and how much of each."""
@@ -201,10 +205,7 @@ class Call:
 
     def copied(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments for one more call: blocks may change caches that they are given."""
-        args, kwargs = tree_map(
-            lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x),
-            (self.args, dict(self.kwargs)),
-        )
+        args, kwargs = tree_map(_copied, (self.args, dict(self.kwargs)))
         return args, kwargs
 
 
@@ -214,7 +215,8 @@ class Calls:
 
     Attributes:
         blocks: the model's repeated blocks, in the order of their first calls.
-        arguments: of each block's first call, by name; activations are placeholders.
+        arguments: of each block's first call, by name; tensors without values are placeholders,
+            which require a gradient where one goes back.
         uses: how many functions of torch took each parameter outside of blocks, by its first name.
     """
 
@@ -235,6 +237,38 @@ def calls_in(look: Look, model: nn.Module) -> Calls:
         if operation.block is None and operation.outputs:
             calls.uses.update(names[number] for number in operation.inputs if number in names)
     return calls
+
+
+def other_calls(model: nn.Module, inputs: ExampleInputs) -> dict[str, list[Call]]:
+    """Return the first calls in an evaluation, by name, of blocks that get other arguments there.
+
+    A block may get a state to fill, for one. Without a result from a look at the evaluation nothing
+    is known of its calls, and a line says so.
+    """
+    try:
+        look = look_at(model, inputs.args, inputs.kwargs, training=False)
+    except Exception as error:  # whatever the user's forward raises
+        logger.warning_once(
+            f"tensor parallelism: the calls of blocks were not seen in evaluation, where "
+            f"{type(model).__name__} raised {type(error).__name__}: {error}"
+        )
+        return {}
+    training = inputs.look.first_calls()
+    return {
+        name: [Call(*look.example(call, _placeholder))]
+        for name, call in look.first_calls().items()
+        if name in training and _form(call, look) != _form(training[name], inputs.look)
+    }
+
+
+def _form(call: BlockCall, look: Look) -> Any:
+    """Return how a block is called: names of arguments, shapes of tensors, plain values."""
+    shapes = [None if number is None else look.tensors[number].facts.shape for number in call.given]
+    leaves = tree_leaves(
+        (call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, TensorRef)
+    )
+    plain = [leaf for leaf in leaves if isinstance(leaf, PLAIN)]
+    return call.names, shapes, plain
 
 
 def kind_of(block: nn.Module) -> tuple[Any, ...]:
@@ -258,4 +292,11 @@ def uncalled_blocks(look: Look, model: nn.Module) -> dict[str, str]:
 
 
 def _placeholder(seen: SeenTensor) -> Tensor:
-    return torch.zeros(seen.facts.shape, dtype=seen.facts.dtype, device="cpu")
+    made = torch.zeros(seen.facts.shape, dtype=seen.facts.dtype, device="cpu")
+    return made.requires_grad_(seen.requires_grad)
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return copy.deepcopy(leaf)
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)

@@ -1,14 +1,17 @@
 """The shapes that blocks return for given inputs, known before anything is computed or received."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
+from drivetrain.model.random_values import SEED, filled, random_like
 from drivetrain.model.substitution import without_values
 from drivetrain.parts.blocks import BlockHooks
+from drivetrain.runtime import rng
 from drivetrain_megatron.recording.phases import Block, Recording
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.structure import TensorMeta
@@ -40,6 +43,7 @@ class Shapes:
         self._forward = model.forward
         self._known: dict[Any, Metas] = {}
         self._alike: dict[Any, int] = {}
+        self._valued = _Valued(gates.blocks)
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
         """Return the metas of the tensors that each block returns.
@@ -65,7 +69,7 @@ class Shapes:
 
     def _run(self, mode: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
         trusted = self._alike.get(mode, 0) >= _TRUSTED
-        shaper = _Shaper(self._recording.blocks, trusted, self._device)
+        shaper = _Shaper(self._recording.blocks, trusted, self._device, self._valued)
         with (
             without_values(self._model, StageProxy),
             self._gates.conducted(shaper),
@@ -77,11 +81,59 @@ class Shapes:
         return tuple(shaper.metas)
 
 
+class _Valued:
+    """Runs blocks that cannot run on proxies, with random values.
+
+    Blocks of one class are taken to return the same shapes for arguments of the same shapes.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = blocks
+        self._known: dict[Any, Any] = {}
+
+    def result(
+        self,
+        index: int,
+        compute: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Return the result of a block, computed without values if the block can do so."""
+        again = tree_map(_copied, (tuple(args), dict(kwargs)))  # a failed run may fill a cache
+        try:
+            return compute(*args, **kwargs)
+        except Exception:  # it may depend on values
+            block = self._blocks[index]
+            key = type(block), _key(args, kwargs)
+            if key not in self._known:
+                self._known[key] = self._computed(block, compute, *again)
+            return self._known[key]
+
+    def _computed(
+        self,
+        block: nn.Module,
+        compute: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Return the result of a block with random values, as proxies."""
+        values, named = tree_map_only(
+            StageProxy, lambda leaf: random_like(leaf.facts), (args, kwargs)
+        )
+        with rng.fork(SEED), filled(block), torch.no_grad():
+            block.eval()  # nothing is dropped
+            result = compute(*values, **named)
+        return tree_map_only(Tensor, StageProxy.of, result)
+
+
 class _Shaper:
     """Runs blocks on proxies, or only hands their inputs on."""
 
-    def __init__(self, blocks: Sequence[Block], trusted: bool, device: torch.device) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], trusted: bool, device: torch.device, valued: _Valued
+    ) -> None:
         self._blocks, self._trusted, self._device = blocks, trusted, device
+        self._valued = valued
         self.alike = True
         self.metas: list[tuple[TensorMeta, ...]] = []
 
@@ -102,7 +154,9 @@ class _Shaper:
         if self._trusted and as_recorded:
             found = kept
         else:
-            found = self._computed(block, kept, lambda: compute(*args, **kwargs))
+            found = self._computed(
+                block, kept, lambda: self._valued.result(index, compute, args, kwargs)
+            )
             self.alike &= not as_recorded or all(
                 isinstance(like, Tensor) and (tuple(like.shape), like.dtype) == facts
                 for like, facts in zip(likes, found, strict=True)
@@ -121,12 +175,22 @@ class _Shaper:
         """Return the facts of the tensors that a block returns."""
         try:
             result = compute()
-        except Exception:  # it depends on values: shapes are as in the recording
+        except Exception:  # not even with values: shapes are as in the recording
             if len(kept) < len(block.output.metas):
                 raise
             return list(kept)
         carried = block.output.carried(block.name, result)
         return [(tuple(tensor.shape), tensor.dtype) for tensor in carried]
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy of an argument, unless it is a tensor or cannot be copied."""
+    if isinstance(leaf, Tensor):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # a lock, say; whoever calls the block again will meet it
+        return leaf
 
 
 def _key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -32,11 +32,18 @@ def random_like(facts: Facts, requires_grad: bool = False) -> Tensor:
 
 @contextmanager
 def filled(block: nn.Module) -> Iterator[list[tuple[ValuelessTensor, Tensor]]]:
-    """Context in which a block's parameters and buffers have values; yields pairs (old, new)."""
+    """Context in which a block's parameters and buffers have values; yields pairs (old, new).
+
+    Also those that stand in a module's ``__dict__``, as tensors of other pipeline stages do.
+    """
     pairs: dict[int, tuple[ValuelessTensor, Tensor]] = {}
     places: list[tuple[dict[str, Any], str, ValuelessTensor]] = []
     for module in block.modules():
-        contents: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        contents: tuple[dict[str, Any], ...] = (
+            module._parameters,
+            module._buffers,
+            vars(module),
+        )
         for owner, name, tensor in [(o, n, t) for o in contents for n, t in o.items()]:
             if isinstance(tensor, ValuelessTensor):
                 if id(tensor) not in pairs:

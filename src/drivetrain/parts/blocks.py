@@ -16,6 +16,9 @@ _NEVER_CALLED = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterD
 
 _ORIGINAL = "_forward_before_hooks"
 
+_COMPILED_CALL = "_compiled_call_impl"
+"""Where ``module.compile()`` keeps the compiled call of a module, hooks and forward in one."""
+
 NamedModule: TypeAlias = tuple[str, nn.Module]
 
 
@@ -76,12 +79,18 @@ class BlockHooks:
     """Takes the place of the blocks' ``forward``, in their own ``__dict__``, until ``close``.
 
     Outside of a pass, as when activations are computed again in backward, blocks are as they were.
+    The conductor of a block that ``block.compile()`` compiled stands around the compiled call:
+    compiled code cannot hold decisions that differ from pass to pass.
+
+    Attributes:
+        blocks: the modules, in order; none after ``close``.
     """
 
     def __init__(self, blocks: Sequence[NamedModule]) -> None:
         self._conductor: BlockConductor | None = None
-        self._blocks = [block for _, block in blocks]
-        for index, block in enumerate(self._blocks):
+        self.blocks = [block for _, block in blocks]
+        self._compiled: list[tuple[nn.Module, Function]] = []
+        for index, block in enumerate(self.blocks):
             self._stand_before(index, block)
 
     @contextmanager
@@ -95,9 +104,12 @@ class BlockHooks:
 
     def close(self) -> None:
         """Give the blocks their forward back."""
-        for block in self._blocks:
+        for block in self.blocks:
             unwrap_forward(block, _ORIGINAL)
-        self._blocks.clear()
+        for block, compiled in self._compiled:
+            block.__dict__[_COMPILED_CALL] = compiled
+        self.blocks.clear()
+        self._compiled.clear()
 
     def _stand_before(self, index: int, block: nn.Module) -> None:
         def around(module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
@@ -105,4 +117,11 @@ class BlockHooks:
                 return compute(*args, **kwargs)
             return self._conductor.call(index, compute, args, kwargs)
 
-        wrap_forward(block, _ORIGINAL, around)
+        compiled = block.__dict__.get(_COMPILED_CALL)
+        if compiled is None:
+            wrap_forward(block, _ORIGINAL, around)
+        else:  # copies and pickles of the block do not inherit a compiled call
+            self._compiled.append((block, compiled))
+            block.__dict__[_COMPILED_CALL] = lambda *args, **kwargs: around(
+                block, compiled, args, kwargs
+            )

@@ -1,4 +1,4 @@
-"""prepare() runs the user's forward once, whatever it plans."""
+"""prepare() runs the user's forward once, whatever it plans; for layers, in evaluation, too."""
 
 import functools
 import threading
@@ -91,10 +91,10 @@ def test_one_block_is_computed_once_for_reference(build, monkeypatch):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{"tp": 2}, PP, {**PP, "cut": "profile"}], ids=str)
 @pytest.mark.parametrize("build", [gpt2, llama, Guessed])
-def test_one_forward_in_training(build, options):
-    assert forwards(build, **options) == [True]
+def test_one_forward_in_each_mode(build, options):
+    assert forwards(build, **options) == ([True, False] if "tp" in options else [True])
 
 
 @pytest.mark.ranks(4)
 def test_one_forward_for_both():
-    assert forwards(Guessed, tp=2, **PP, cut="profile") == [True]
+    assert forwards(Guessed, tp=2, **PP, cut="profile") == [True, False]

@@ -1,0 +1,242 @@
+"""Unusual models in a pipeline: compiled, with parameters as arguments, or refused by trials."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from divided_steps import check_two_steps
+from drivetrain import Accelerator
+from drivetrain.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # which compilation reads
+
+WORDS, WIDTH = 11, 8
+IDS = torch.arange(20).view(4, 5) % WORDS
+
+
+class Block(nn.Module):
+    """Adds a layer's output; a table of positions may come with each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, table=None):
+        return x + self.up(x if table is None else x + table[: x.shape[1]]).tanh()
+
+
+class Words(nn.Module):
+    """Blocks between an embedding and a head, with the loss."""
+
+    block = Block
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.double()
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+
+
+class Tabled(Words):
+    """Gives a parameter, and no result of a layer, to every block."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH).double())
+
+    def forward(self, ids):
+        x, table = self.words(ids), self.table
+        for block in self.blocks:
+            x = block(x, table)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+
+
+def compiled_in_place():
+    model = Words()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return model
+
+
+def compiled_around():
+    """Blocks in wrappers, and a part outside of blocks that meets tensors of other stages."""
+    model = Words()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="eager")
+    model.head.compile(backend="eager")
+    return model
+
+
+class Routed(Block):
+    """Depends on values, and returns a bias that has another shape than each of its arguments."""
+
+    def forward(self, x, memory=None, bias=None):
+        rows = (x[..., 0] > 0).nonzero()
+        x = x.index_put(tuple(rows.T), self.up(x[tuple(rows.T)]).tanh())
+        bias = x @ memory.transpose(1, 2) if bias is None else bias
+        return x + bias @ memory, bias
+
+
+class Crossing(Words):
+    """Reads a second sequence, which in the example has the length of the first."""
+
+    block = Routed
+
+    def forward(self, ids, others):
+        x, memory, bias = self.words(ids), F.one_hot(others % WIDTH, WIDTH).double(), None
+        for block in self.blocks:
+            x, bias = block(x, memory, bias)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+
+
+@pytest.mark.ranks(2)
+def test_shapes_of_blocks_that_depend_on_values():
+    torch.manual_seed(0)
+    model = Crossing()
+    model.example_inputs = {"ids": IDS, "others": IDS}
+    batch = {"ids": IDS, "others": IDS[:, :3]}
+    check_two_steps(model, batch, {"pp": 2}, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("make", [compiled_in_place, compiled_around, Tabled])
+@pytest.mark.ranks(2)
+def test_equal_to_one_process(make):
+    torch.manual_seed(0)
+    model = make()
+    model.example_inputs = {"ids": IDS}
+    check_two_steps(model, {"ids": IDS}, {"pp": 2}, tolerance=1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_blocks_stay_compiled():
+    """Their code is compiled code, also behind the pipeline, and a closed one gives it back."""
+    torch.manual_seed(0)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = Words()
+    model.example_inputs = {"ids": IDS}
+    before = []
+    for block in model.blocks:
+        block.compile(backend=backend)
+        before.append(block._compiled_call_impl)
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
+    model = accelerator.prepare(model)
+    accelerator.backward(model(IDS)["loss"])
+    assert graphs
+    mine = [block for block in model.blocks if block._compiled_call_impl is not None]
+    accelerator.free_memory()
+    assert mine
+    assert all(block._compiled_call_impl in before for block in mine)
+
+
+class Clamped(Block):
+    """Bounds its own weight, through a view, before each use."""
+
+    def forward(self, x, table=None):
+        self.up.weight.data[:2].clamp_(-0.1, 0.1)
+        return super().forward(x, table)
+
+
+class ClampedWords(Words):
+    block = Clamped
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_that_writes_into_a_parameter_is_refused_by_name():
+    model = ClampedWords()
+    before = copy.deepcopy(model.state_dict())
+    model.example_inputs = {"ids": IDS}
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
+    with pytest.raises(UsageError, match=r"clamp_\(\) writes into 'blocks\.0\.up\.weight'"):
+        accelerator.prepare(model)
+    torch.testing.assert_close(model.state_dict(), before)
+
+
+class Logits(Words):
+    """Returns logits."""
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Picky(Logits):
+    """Refuses a part of a batch."""
+
+    def forward(self, ids):
+        if ids.numel() < IDS.numel():
+            raise ValueError("no parts here")
+        return super().forward(ids)
+
+
+def mean(output, ids):
+    return F.cross_entropy(output.flatten(0, 1), ids.flatten())
+
+
+def total(output, ids):
+    return F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="sum")
+
+
+def refusing(output, ids):
+    if (ids == 0).any():
+        raise ValueError("no zeros here")
+    return mean(output, ids)
+
+
+def pipelined(model, **options):
+    model.example_inputs = {"ids": IDS}
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2, **options}, cpu=True)
+    return accelerator, accelerator.prepare(model)
+
+
+@pytest.mark.ranks(2, timeout=40)
+def test_ranks_with_other_loss_functions_are_told_so():
+    """Also in a later call, when each rank has decided about the function that it knows."""
+    torch.manual_seed(0)
+    accelerator, model = pipelined(Logits())
+    rank = accelerator.mesh["pp"].rank
+    for _ in range(2):
+        accelerator.pipeline_step(model, IDS, IDS, loss_fn=mean)
+    with pytest.raises(UsageError, match="same loss function on every rank"):
+        accelerator.pipeline_step(model, IDS, IDS, loss_fn=total if rank else mean)
+    assert accelerator.pipeline_step(model, IDS, IDS, loss_fn=total).item() > 0
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_a_trial_that_raises_says_so():
+    """The first one of parts of a batch, the second of a loss of other values."""
+    torch.manual_seed(0)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("drivetrain_megatron")
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    accelerator, model = pipelined(Picky())
+    accelerator.pipeline_step(model, IDS, IDS, loss_fn=mean)
+    if accelerator.process_index == 0:
+        assert "Parts of a batch raised ValueError: no parts here" in "".join(lines)
+    accelerator.free_memory()
+    accelerator, model = pipelined(Logits())
+    targets = IDS.clamp(1)
+    accelerator.pipeline_step(model, IDS, targets, loss_fn=refusing)
+    if accelerator.process_index == 1:
+        assert "a trial with other values raised ValueError: no zeros here" in "".join(lines)
+    accelerator.free_memory()
