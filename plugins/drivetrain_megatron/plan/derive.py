@@ -127,10 +127,9 @@ def derive(
     Layers may be divided that ``layers`` names, or modules around them; None lets all, and the
     weights of regions. ``alone`` lets layers be divided by themselves. Evaluations count, too.
     """
-    uses = structure.uses
+    uses, found = structure.uses, Derivation(groups=find_groups(structure.uses))
     allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
     tryout = _Tryout(trial, ranks, sequence_parallel, evaluations)
-    found = Derivation(groups=find_groups(uses))
     _divide_attentions(found, structure, layers, tryout)
     for group in found.groups:
         divided = {each.row for each in found.plan.groups}

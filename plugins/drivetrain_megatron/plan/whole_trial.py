@@ -206,7 +206,7 @@ def _run(model: nn.Module, call: Call, like: Sequence[Tensor] | None = None) -> 
     own = _ranks_own(outputs, outputs if like is None else like)
     backward([x for x, is_own in zip(outputs, own, strict=True) if not is_own])
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return Results([x.detach() for x in outputs], None, gradients)
+    return Results([x.detach() for x in outputs], [], gradients)
 
 
 def _ranks_own(outputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[bool]:
