@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from drivetrain.collectives import Communicator
+from drivetrain.log import get_logger
 from drivetrain_megatron.plan.divide import BlockPlan, divide
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.plan.trial import activation_in, entered, floating_in
@@ -15,18 +16,24 @@ from drivetrain_megatron.recording.calls import Call
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
 
+logger = get_logger(__name__)
+
 
 def find_misfit(
     block: nn.Module, call: Call, plan: BlockPlan, ranks: int, *, sequence_parallel: bool
 ) -> str:
     """Return why a plan does not fit the block as it is, without values; empty if it does.
 
-    Blocks that read values cannot run without any: they fit.
+    Blocks that read values cannot run without any: they fit, and a line says so.
     """
     whole = _outlined(copy.deepcopy(block, _on_meta(block)))
     try:
         expected = _shapes_of(whole, call)
-    except Exception:
+    except Exception as error:  # whatever the user's code raises without values
+        logger.announce(
+            f"tensor parallelism: {type(block).__name__} was tried with thin matrices alone, since "
+            f"it does not run without values ({type(error).__name__}: {error})"
+        )
         return ""
 
     def one_rank(communicator: Communicator) -> list[torch.Size]:

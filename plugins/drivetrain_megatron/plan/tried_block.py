@@ -47,10 +47,16 @@ def divide_block(
             alone=alone,
             evaluations=others,
         )
-        if few is not None and find_misfit(
+        if _is_thin(trial.block, block) and find_misfit(
             block, call, found.plan, ranks, sequence_parallel=sharded
         ):
             continue
         fits = (sharded or not found.is_whole) and not found.broken
         return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}
     return Derivation(untried=reason, broken=reason if sharded else ""), {}
+
+
+def _is_thin(copied: nn.Module, block: nn.Module) -> bool:
+    """Whether a copy has other shapes than its block."""
+    pairs = zip(copied.parameters(), block.parameters(), strict=True)
+    return any(mine.shape != own.shape for mine, own in pairs)
