@@ -151,7 +151,7 @@ class LocalStages:
         self.count = parts.axis.size * len(split.stages)
         self.workers = {stage.index: self._worker(stage) for stage in split.stages}
         self._interpreter = Interpreter(self.workers, self.count, parts.link)
-        self._stale = False
+        self._stale, self._trained = False, True
         self.spans: list[Span] = []
 
     @property
@@ -277,10 +277,18 @@ class LocalStages:
         self.share(values, self.count - 1, label)
 
     def refresh(self) -> None:
-        """Bring copies of shared parameters up to date, if values have changed."""
-        if self._stale:
+        """Bring copies of shared parameters up to date, if values have changed.
+
+        Between training and evaluation a script may have swapped values by itself (an average of
+        weights). Elsewhere such a change is an error, as the copies' ranks cannot know of it.
+        """
+        trains = torch.is_grad_enabled()
+        if self._stale or trains != self._trained:
             self._shared.refresh(self.inner)
-            self._stale = False
+        elif not self.inner.forward_is_collective:  # else parameters lie in shards
+            with self.telling():
+                self._shared.check_unchanged()
+        self._stale, self._trained = False, trains
 
     def outdate(self) -> None:
         """Say that values have changed: copies are made anew before the next forward."""

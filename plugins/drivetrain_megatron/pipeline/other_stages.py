@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.building import WeightSource, become
+from drivetrain.errors import UsageError
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
@@ -138,6 +139,10 @@ def take_hooks(block: nn.Module) -> None:
     block.__dict__["_compiled_call_impl"] = None
 
 
+_GLIMPSE = 256
+"""Elements of a parameter that are compared to see whether a script has changed it."""
+
+
 class SharedParameters:
     """The parameters that stages of this rank share with stages of other ranks."""
 
@@ -147,6 +152,7 @@ class SharedParameters:
         self._link = link
         self._lent: list[tuple[int, Tie, nn.Parameter, list[int]]] = []
         self._copies: list[tuple[int, Tie, Tensor, int]] = []
+        self._glimpses: dict[int, Tensor] = {}
         mine = set(owned)
         names = dict(model.named_parameters(remove_duplicate=False))
         rank = owned[0] % ranks
@@ -195,6 +201,7 @@ class SharedParameters:
         """Give copies their owners' values, gathered by the data-parallel strategy."""
         with inner.gathered([parameter for _, _, parameter, _ in self._lent], modify=False):
             for number, tie, parameter, stages in self._lent:
+                self._glimpses[number] = _glimpse(parameter)
                 for stage in stages:
                     message = Message(Direction.TIED, tie.owner, stage, number)
                     self._link.send(message, [parameter.detach().clone()])
@@ -204,6 +211,27 @@ class SharedParameters:
             with torch.no_grad():
                 copy.copy_(arrival.wait()[0])
         self._link.flush()
+
+    def check_unchanged(self) -> None:
+        """Check that parameters that are lent have the values that their copies have.
+
+        Raises:
+            UsageError: names one that the script has changed.
+        """
+        for number, tie, parameter, _ in self._lent:
+            before = self._glimpses.get(number)
+            if before is not None and not torch.equal(_glimpse(parameter), before):
+                raise UsageError(
+                    f"expected {tie.name!r}, of which other pipeline stages have copies, to be as "
+                    "in the forward before, found other values: change it inside of 'with "
+                    "accelerator.gathered(model.parameters()):', so that the copies follow"
+                )
+
+
+def _glimpse(parameter: Tensor) -> Tensor:
+    """Return some elements of a parameter, from all over it."""
+    flat = parameter.detach().flatten()
+    return flat[:: max(flat.numel() // _GLIMPSE, 1)].clone()
 
 
 def _take_out(model: nn.Module, parameter: nn.Parameter) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from divided_steps import check_two_steps
 from drivetrain import Accelerator
-from drivetrain.errors import UsageError
+from drivetrain.errors import CollectiveError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # which compilation reads
 
@@ -239,4 +239,55 @@ def test_a_trial_that_raises_says_so():
     accelerator.pipeline_step(model, IDS, targets, loss_fn=refusing)
     if accelerator.process_index == 1:
         assert "a trial with other values raised ValueError: no zeros here" in "".join(lines)
+    accelerator.free_memory()
+
+
+class Tied(Words):
+    """Uses the words' embedding as the head, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.words.weight
+
+
+@pytest.mark.parametrize("write", ["data", "value"])
+@pytest.mark.ranks(2)
+def test_values_that_a_script_changes_reach_the_copies(write):
+    """Swapped for an evaluation and back, as averages of weights are; else it is an error."""
+    torch.manual_seed(0)
+    model = Tied()
+    twin = copy.deepcopy(model)
+    accelerator, model = pipelined(model)
+
+    def scale(module, factor):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                (parameter.data if write == "data" else parameter).mul_(factor)
+
+    def evaluated(module):
+        with torch.no_grad():
+            return module(IDS)["loss"]
+
+    for factor in (0.5, 2.0):
+        torch.testing.assert_close(model(IDS)["loss"].shape, twin(IDS)["loss"].shape)
+        for module in (model, twin):
+            scale(module, factor)
+        torch.testing.assert_close(evaluated(model), evaluated(twin))
+        for module in (model, twin):
+            scale(module, 1.5)
+        loss = model(IDS)["loss"]
+        accelerator.backward(loss)
+        torch.testing.assert_close(loss.detach(), twin(IDS)["loss"].detach())
+    evaluated(model)
+    with accelerator.gathered(model.parameters()):
+        scale(model, 0.5)
+    scale(twin, 0.5)
+    torch.testing.assert_close(evaluated(model), evaluated(twin))
+    scale(model, 0.5)
+    is_owner = accelerator.mesh["pp"].rank == 0
+    with pytest.raises(UsageError if is_owner else CollectiveError) as caught:
+        evaluated(model)
+    assert not is_owner or "'words.weight', of which other pipeline stages have copies" in str(
+        caught.value
+    )
     accelerator.free_memory()
