@@ -30,7 +30,7 @@ class AlikeDraws:
     def __init__(self, ranks: Communicator, device: torch.device) -> None:
         self._ranks = ranks
         self._device = device
-        self._drew = True
+        self._drew = {True: True, False: True}  # in training, in evaluation
         self._model: nn.Module | None = None
 
     def attach(self, model: nn.Module) -> None:
@@ -45,19 +45,20 @@ class AlikeDraws:
             release(self._model)
             self._model = None
 
-    def during(self, compute: Callable[[], Any]) -> Any:
+    def during(self, compute: Callable[[], Any], *, training: bool) -> Any:
         """Return the result of a forward that all ranks of the axis run.
 
         Raises:
-            UsageError: ranks drew different numbers, in a forward after one that drew nothing.
+            UsageError: ranks drew different numbers, in a forward after one in the same mode that
+                drew nothing.
         """
-        shared = self._drew
+        shared = self._drew[training]
         if shared:
             self._share()
         before = _states()
         result = compute()
-        self._drew = not _equal(before, _states())
-        if self._drew and not shared:
+        drew = self._drew[training] = not _equal(before, _states())
+        if drew and not shared:
             self._check()
         return result
 
@@ -105,7 +106,9 @@ class _Alike(Surrounding):
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute as the model does."""
-        return self.draws.during(lambda: self.inner.forward(module, *args, **kwargs))
+        return self.draws.during(
+            lambda: self.inner.forward(module, *args, **kwargs), training=module.training
+        )
 
 
 def _states() -> list[Any]:
