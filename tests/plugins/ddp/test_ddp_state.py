@@ -207,13 +207,6 @@ def test_prepare_makes_replicas_and_changes_no_object():
 
 
 def test_master_copies_are_refused():
-    world = World()
-    run = Run(
-        world=world,
-        mesh=Mesh.plan({"dp": 1}, world),
-        precision=Precision(name="bf16", param=torch.bfloat16, master=torch.float32),
-        accumulation=1,
-        traffic=Traffic(),
-    )
+    precision = Precision(name="bf16", param=torch.bfloat16, master=torch.float32)
     with pytest.raises(ConfigError, match="master"):
-        Ddp(DdpConfig(), run)
+        Ddp.check_options(DdpConfig(), precision)
