@@ -151,7 +151,7 @@ def launch(*arguments):
 def test_dry_run(capsys):
     assert launch() == 0
     shown = capsys.readouterr().out
-    for text in ("strategy.data_parallel.name", "zero2", "dp=", "held: total"):
+    for text in ("strategy.name", "offload", "dp=", "held: total"):
         assert text in shown
 
 
