@@ -63,4 +63,5 @@ def test_a_backward_of_the_scripts_own_is_refused():
     mine = features if accelerator.is_main_process else output
     with pytest.raises(UsageError, match="found a backward of its own on what a pipeline"):
         mine.sum().backward()
+    accelerator.wait_for_everyone()  # the last rank has what the first one sends
     accelerator.free_memory()
