@@ -236,7 +236,7 @@ FULL = """
 def test_a_disk_that_gets_full_stops_saves_alone(run):
     """The room of the run itself is its own; an earlier checkpoint on that disk stays whole."""
     state = run.disk / "state"
-    code, out, err = ended(run.start(6, fault=FULL.strip(), state=str(state)), 60)
+    code, out, err = ended(run.start(6, fault=FULL.strip(), state=str(state)), 180)
     assert code == 0, err
     for rank in range(2):
         text = (run.folder / f"error-{rank}").read_text()
@@ -244,7 +244,7 @@ def test_a_disk_that_gets_full_stops_saves_alone(run):
     assert len(losses(out)) == 6
     assert [path.name for path in state.iterdir()] == ["step-2"]
     (run.disk / "other").unlink()
-    code, resumed, err = ended(run.start(6, state=str(state)), 60)
+    code, resumed, err = ended(run.start(6, state=str(state)), 180)
     assert code == 0, err
     assert losses(resumed) == {key: value for key, value in losses(out).items() if key[1] >= 2}
     shutil.rmtree(state)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, RMSprop
 
 from drivetrain import Accelerator
-from drivetrain.errors import ConfigError, PreflightError, UnknownPluginError, UsageError
+from drivetrain.errors import ConfigError, PreflightError, UsageError
 
 STEPS = 4
 WORDS, WIDTH = 31, 24
@@ -379,7 +379,7 @@ def test_what_is_refused(tmp_path):
     assert "values elsewhere" in repr(held)
     training.accelerator.free_memory()
     for options, error, text in (
-        ({"optimizer": "nope"}, UnknownPluginError, "unknown store 'nope'"),
+        ({"optimizer": "nope"}, ConfigError, "unknown store 'nope'"),
         ({"optimizer": "device"}, ConfigError, "keeps tensors"),
         ({"optimizer": "cpu", "store_options": {"nope": 1}}, ConfigError, "options of the stores"),
         ({"optimizer": "nvme"}, ConfigError, "path"),
