@@ -86,6 +86,19 @@ class Accelerator(Processes):
         step_scheduler_with_optimizer: False steps schedulers on every call.
         kwargs_handlers: option objects, one of each class.
 
+    Attributes:
+        config: the resolved configuration, with the origin of each value.
+        world: this process among all processes.
+        precision: the dtypes of the run.
+        traffic: the ledger of the bytes that this rank has sent.
+        scaler: the loss scale of fp16.
+        gradient_state: where the run stands in its accumulation window.
+        handlers: the option objects of ``kwargs_handlers``.
+        device_placement: whether models and batches are moved to the rank's device.
+        even_batches: whether prepared loaders fill up the last batches.
+        step_scheduler_with_optimizer: whether schedulers step with their optimizer alone.
+        rng_types: generators that follow rank 0 at the start of each epoch.
+
     Raises:
         ConfigError: a wrong configuration, or code and command line contradict each other.
         PreflightError: the ranks cannot find each other.

@@ -112,9 +112,26 @@ def test_blocks_of_the_large_models_page(python):
 
 def test_blocks_of_the_trainer_page(python, tmp_path):
     program, subclass = blocks("docs/trainer.md")
-    python(f"{program}\n{subclass}\nassert issubclass(Seq2SeqTrainer, type(trainer).__mro__[1])\n")
+    ours = "from drivetrain.integrations.transformers import Trainer"
+    before = program.replace(ours, "from transformers import Trainer").replace('"run', '"before')
+    assert before.count("integrations") == 0
+    loss = 'trainer.state.log_history[-1]["train_loss"]'
+    python(
+        f"{before}\nbefore = {loss}\n{program}\nassert abs({loss} - before) < 1e-4 * before\n"
+        f"{subclass}\nassert issubclass(Seq2SeqTrainer, type(trainer).__mro__[1])\n"
+    )
     assert (tmp_path / "run/export/model.safetensors").is_file()
     assert (tmp_path / "run/checkpoint-8/drivetrain/manifest.json").is_file()
+
+
+def test_blocks_of_the_page_about_watching(python, tmp_path):
+    program = "".join(blocks("docs/watch-a-run.md"))
+    said = python(f"{program}\nassert share == [1, 2, 3, 4, 5]\n")
+    assert "45" in said.splitlines()
+    settings, *values = (tmp_path / "runs/mine/my-project.jsonl").read_text().splitlines()
+    assert '"lr": 0.1' in settings
+    assert all('"loss": ' in line for line in values)
+    assert (tmp_path / "runs/mine/trace/profile_0.json").is_file()
 
 
 def test_notebook_block_of_the_cli_page(python):
@@ -123,9 +140,9 @@ def test_notebook_block_of_the_cli_page(python):
 
 
 def test_blocks_of_the_plugin_page(python):
-    config, nested, conformance, own_test, command = blocks("docs/writing-a-plugin.md")
+    config, nested, strategy, conformance, own_test, command = blocks("docs/writing-a-plugin.md")
     python(
-        f"{config}\n{nested}\n{conformance}\n"
+        f"{config}\n{nested}\n{strategy}\n{conformance}\n"
         "from drivetrain.config import options_of\n"
         "(knob,) = options_of(FlatConfig)\n"
         "assert knob.question and knob.default is True\n"

@@ -92,13 +92,6 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_to_files(page):
-    targets = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text()))
-    local = [target.partition("#")[0] for target in targets if "://" not in target]
-    assert [name for name in local if name and not (page.parent / name).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_in_code_exist(page):
     paths = re.findall(
         r"(?<![\w/.])(?:examples|tests|docs|src|plugins)/[\w/.*-]+", page.read_text()

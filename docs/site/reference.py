@@ -1,0 +1,219 @@
+"""The pages of the API reference: for each public name a directive that mkdocstrings fills.
+
+Which names are public is read from the code: the table of ``drivetrain``, the topics of
+``Accelerator``, the options of installed strategies, and the names in "Writing a plugin".
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import drivetrain
+from drivetrain import registry
+from drivetrain.config import RunConfig
+from drivetrain.config.option import options_of
+
+ROOT = Path(__file__).parents[2]
+TOPIC = re.compile(r"^ {4}# --- (.+) ---$", re.MULTILINE)
+PROMISED = re.compile(r"`((?:building|collectives|parts|sharding)\.\w[\w.]*)")
+
+HOMES_BY_TOPIC = {
+    "Processes": ("processes", "notebook"),
+    "Collectives": ("communication",),
+    "Data": ("data", "data.order", "nested"),
+    "Options of an Accelerator": ("facade.options",),
+    "Log, progress and trackers": ("log", "tracking"),
+    "Random numbers": ("runtime.rng",),
+    "Memory": ("memory",),
+    "Files": ("checkpoint",),
+    "Trainer": ("integrations.transformers",),
+    "Errors": ("errors",),
+    "Names of Accelerate": ("aliases", "runtime.gradient_state"),
+    "Available packages": ("availability",),
+    "The contract of plugins": ("strategy", "cost", "shards", "store", "config"),
+}
+"""Modules of ``drivetrain`` whose public names the pages list, in the order of the pages."""
+
+FOR_PLUGINS = "The contract of plugins"
+OUTSIDE_OF_THE_TABLE = {"drivetrain.integrations.transformers": ("Trainer", "use_drivetrain")}
+"""Public names that are imported from their own module."""
+
+
+def pages() -> dict[str, str]:
+    """Return the Markdown of each page of the reference by its path."""
+    return {
+        "reference/index.md": _overview(),
+        "reference/accelerator.md": _accelerator(),
+        "reference/names.md": _names(),
+        "reference/options.md": _options(),
+        "reference/plugins.md": _plugins(),
+    }
+
+
+def identifiers() -> dict[str, str]:
+    """Return the full path of each public name, as texts name it: ``accelerator.prepare``."""
+    found = {name: f"{home}.{name}" for home, names in homes().items() for name in names}
+    for members in topics().values():
+        found |= {f"accelerator.{path.rpartition('.')[2]}": path for path in members}
+    return found
+
+
+def homes() -> dict[str, tuple[str, ...]]:
+    """Return the public names by the module that defines them."""
+    found: dict[str, tuple[str, ...]] = dict(OUTSIDE_OF_THE_TABLE)
+    for name in drivetrain.__all__:
+        if home := drivetrain._HOME_OF.get(name):
+            found[home] = (*found.get(home, ()), name)
+    return found
+
+
+def topics() -> dict[str, list[str]]:
+    """Return the full paths of the members of Accelerator by topic, in the order of the class."""
+    source = (ROOT / "src/drivetrain/accelerator.py").read_text()
+    starts = [(source.count("\n", 0, m.start()), m[1]) for m in TOPIC.finditer(source)]
+    found: dict[str, list[str]] = {title: [] for _, title in starts}
+    for line, name in _members(source, "Accelerator"):
+        title = [title for start, title in starts if start < line][-1]
+        found[title].append(f"drivetrain.accelerator.Accelerator.{name}")
+    processes = (ROOT / "src/drivetrain/processes.py").read_text()
+    found["processes"] = [
+        f"drivetrain.processes.Processes.{name}" for _, name in _members(processes, "Processes")
+    ]
+    return {title: paths for title, paths in found.items() if paths}
+
+
+def promised() -> list[str]:
+    """Return the full paths of the mechanisms that "Writing a plugin" names, in its order."""
+    text = (ROOT / "docs/writing-a-plugin.md").read_text()
+    return [f"drivetrain.{name}" for name in dict.fromkeys(PROMISED.findall(text))]
+
+
+def _members(source: str, cls: str) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each public method and property of a class."""
+    (node,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == cls)
+    seen = set()
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name not in seen:
+            seen.add(item.name)
+            if not item.name.startswith("_"):
+                yield item.lineno, item.name
+
+
+def _overview() -> str:
+    lines = [
+        "# Reference",
+        "",
+        "Every public name, from its docstring. `from drivetrain import NAME` imports each but "
+        "those of `drivetrain.integrations.transformers`.",
+        "",
+        "- [Accelerator](accelerator.md): the object that a training loop talks to, by topic",
+        "- [Functions and classes](names.md) for scripts",
+        "- [Options](options.md) of the configuration and of each strategy",
+        "- [For plugins](plugins.md): the contract, and the mechanisms to build on",
+        "- [The command](../cli.md)",
+        "",
+    ]
+    for title, modules in HOMES_BY_TOPIC.items():
+        lines += [f"## {title}", "", "| name | |", "|---|---|"]
+        for path in _paths(modules):
+            lines.append(f"| [`{path.rpartition('.')[2]}`][{path}] | {_first_sentence(path)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _accelerator() -> str:
+    lines = ["# Accelerator", "", "::: drivetrain.accelerator.Accelerator"]
+    lines += ["    options: {members: [], heading_level: 2}", ""]
+    for title, paths in topics().items():
+        lines += [f"## {title[0].upper()}{title[1:]}", ""]
+        lines += [line for path in paths for line in (f"::: {path}", "")]
+    return "\n".join(lines)
+
+
+def _names() -> str:
+    lines = ["# Functions and classes", ""]
+    for title, modules in HOMES_BY_TOPIC.items():
+        if title != FOR_PLUGINS:
+            lines += [f"## {title}", ""]
+            lines += [line for path in _paths(modules) for line in (f"::: {path}", "")]
+    return "\n".join(lines)
+
+
+def _plugins() -> str:
+    lines = ["# For plugins", "", "[Writing a plugin](../writing-a-plugin.md) shows their use.", ""]
+    lines += ["## The contract", ""]
+    for path in _paths(HOMES_BY_TOPIC[FOR_PLUGINS]):
+        lines += [f"::: {path}", ""]
+    lines += ["## Mechanisms", ""]
+    for path in promised():
+        lines += [f"::: {path}", "    options: {show_root_full_path: true}", ""]
+    return "\n".join(lines)
+
+
+def _options() -> str:
+    lines = ["# Options", "", "The keys of a YAML file, and of `--set KEY=VALUE`.", ""]
+    lines += ["## The run", "", *_table(RunConfig)]
+    found = registry.strategies()
+    for name in found.names:
+        kind = found.load(name)
+        lines += [f"## Strategy {name}", "", f"{kind.summary[0].upper()}{kind.summary[1:]}.", ""]
+        lines += _table(kind.Config)
+    return "\n".join(lines)
+
+
+def _table(config: type) -> list[str]:
+    rows = [*_rows(config)]
+    if not rows:
+        return ["No options.", ""]
+    return ["| key | default | meaning |", "|---|---|---|", *rows, ""]
+
+
+def _rows(config: type, prefix: str = "") -> Iterator[str]:
+    for knob in options_of(config):
+        key = f"{prefix}{knob.name}"
+        if knob.is_section:
+            yield from _rows(knob.type, f"{key}.")
+            continue
+        default = knob.default.name if knob.is_strategy else knob.default
+        shown = default if default and isinstance(default, str) else json.dumps(default)
+        choices = f" One of {', '.join(f'`{c}`' for c in knob.choices)}." if knob.choices else ""
+        yield f"| `{key}` | `{shown}` | {knob.help}{choices} |".replace("\n", " ")
+
+
+def _paths(modules: tuple[str, ...]) -> Iterator[str]:
+    public = homes()
+    for module in modules:
+        home = f"drivetrain.{module}"
+        for name in public.get(home, ()):
+            yield f"{home}.{name}"
+
+
+def docstring(path: str) -> str:
+    """Return the docstring of a name, by the source of its module; "" where there is none."""
+    module, _, name = path.rpartition(".")
+    base = ROOT / "src" / module.replace(".", "/")
+    source = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    if not source.exists():  # a member of a class
+        module, _, cls = module.rpartition(".")
+        source = ROOT / "src" / f"{module.replace('.', '/')}.py"
+        (scope,) = (n for n in _definitions(ast.parse(source.read_text())) if n.name == cls)
+    else:
+        scope = ast.parse(source.read_text())
+    for node in _definitions(scope):
+        if node.name == name:
+            return ast.get_docstring(node) or ""
+    for node in ast.walk(scope):
+        if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}:
+            return docstring(f"{node.module}.{name}")
+    return ""
+
+
+def _definitions(scope: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    return (n for n in scope.body if isinstance(n, ast.ClassDef | ast.FunctionDef))
+
+
+def _first_sentence(path: str) -> str:
+    text = docstring(path).partition("\n\n")[0]
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
