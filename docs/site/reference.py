@@ -125,7 +125,7 @@ def _overview() -> str:
 
 def _accelerator() -> str:
     lines = ["# Accelerator", "", "::: drivetrain.accelerator.Accelerator"]
-    lines += ["    options: {members: [], heading_level: 2}", ""]
+    lines += ["    options: {members: [], show_root_heading: false}", ""]
     for title, paths in topics().items():
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
         lines += [line for path in paths for line in (f"::: {path}", "")]
