@@ -201,12 +201,16 @@ def docstring(path: str) -> str:
         (scope,) = (n for n in _definitions(ast.parse(source.read_text())) if n.name == cls)
     else:
         scope = ast.parse(source.read_text())
-    for node in _definitions(scope):
-        if node.name == name:
+    for node, after in zip(scope.body, [*scope.body[1:], None], strict=True):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return ast.get_docstring(node) or ""
-    for node in ast.walk(scope):
-        if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}:
-            return docstring(f"{node.module}.{name}")
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            text = after.value if isinstance(after, ast.Expr) else None
+            return str(text.value) if isinstance(text, ast.Constant) else ""
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return docstring(f"{node.module}.{alias.name}")
     return ""
 
 

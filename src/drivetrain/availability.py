@@ -23,17 +23,29 @@ def is_installed(module: str) -> bool:
 
 
 is_cuda_available = torch.cuda.is_available
+"""Whether CUDA devices are there."""
 is_mps_available = torch.backends.mps.is_available
+"""Whether Apple's Metal devices are there."""
 is_xpu_available = torch.xpu.is_available
+"""Whether Intel's XPU devices are there."""
 is_wandb_available = partial(is_installed, "wandb")
+"""Whether wandb is installed."""
 is_mlflow_available = partial(is_installed, "mlflow")
+"""Whether mlflow is installed."""
 is_trackio_available = partial(is_installed, "trackio")
+"""Whether trackio is installed."""
 is_rich_available = partial(is_installed, "rich")
+"""Whether rich is installed."""
 is_tqdm_available = partial(is_installed, "tqdm")
+"""Whether tqdm is installed."""
 is_datasets_available = partial(is_installed, "datasets")
+"""Whether datasets is installed."""
 is_transformers_available = partial(is_installed, "transformers")
+"""Whether transformers is installed."""
 is_peft_available = partial(is_installed, "peft")
+"""Whether peft is installed."""
 is_deepspeed_available = partial(is_installed, "deepspeed")
+"""Whether deepspeed is installed."""
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
