@@ -119,12 +119,8 @@ def main() -> None:
 
 
 def _added(registry: Registry) -> dict[str, str]:
-    """Return the commands of plugins and where they come from; none of them is imported."""
-    return {
-        name: f"From {registry.origin(name)}; see 'drivetrain {name} --help'."
-        for name in registry.names
-        if name not in COMMANDS
-    }
+    """Return the commands of plugins with a line about each; none of them is imported."""
+    return {name: registry.summary(name) for name in registry.names if name not in COMMANDS}
 
 
 def _load(registry: Registry, name: str) -> click.Command:

@@ -30,7 +30,7 @@ class Ddp(Strategy[DdpConfig]):
     ``prepare`` returns the very objects it was given: everything happens in hooks.
     """
 
-    summary: ClassVar[str] = "every rank holds the whole model; gradients are averaged"
+    summary: ClassVar[str] = "every rank holds the whole model, and gradients are averaged"
     Config: ClassVar[type] = DdpConfig
     default: ClassVar[bool] = True
 

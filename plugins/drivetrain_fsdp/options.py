@@ -21,8 +21,7 @@ class FsdpConfig(ParameterOptions):
         help="full divides parameters, gradients and optimizer state over all ranks; grad keeps "
         "parameters whole from the first forward of a step until the optimizer steps; hybrid "
         "divides inside of groups of neighbors and replicates between them",
-        question="Divide over all ranks (full), keep parameters whole during a step (grad), or "
-        "divide inside of each host only (hybrid)?",
+        question="How are parameters divided?",
     )
     shard_size: int = option(
         0,

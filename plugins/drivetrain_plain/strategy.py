@@ -31,7 +31,7 @@ class PlainConfig:
 class Plain(Strategy[PlainConfig]):
     """Whole models over the mesh axis ``dp``; one object per prepared model."""
 
-    summary: ClassVar[str] = "whole models, gradients averaged one by one: the reference of verify"
+    summary: ClassVar[str] = "whole models, gradients averaged one by one, the reference of verify"
     Config: ClassVar[type] = PlainConfig
     reference: ClassVar[bool] = True
 

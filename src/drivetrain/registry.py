@@ -1,7 +1,8 @@
 """Finds strategies, stores, homes, trackers, commands, formats by entry point, anybody's alike.
 
 A plugin is a distribution with an entry point in one of six groups; the core lists and imports no
-plugin by name. Loading is lazy: asking for names imports no plugin.
+plugin by name. Loading is lazy: asking for names imports no plugin, and neither does asking for a
+summary, the name of a second entry point with the same target.
 """
 
 import difflib
@@ -19,6 +20,7 @@ HOMES = "drivetrain.homes"
 TRACKERS = "drivetrain.trackers"
 COMMANDS = "drivetrain.commands"
 FORMATS = "drivetrain.formats"
+SUMMARIES = "drivetrain.summaries"
 
 _KINDS = {
     STRATEGIES: "strategy",
@@ -84,6 +86,16 @@ class Registry:
         modules = (value.partition(":")[0] for value in self._entries[name])
         return " and ".join(sorted({module.partition(".")[0] for module in modules}))
 
+    def summary(self, name: str) -> str:
+        """Return a line about an installed plugin, without importing it.
+
+        Entry points of ``drivetrain.summaries`` have such lines for names, and the plugin's own
+        target. A plugin without one is described by the packages that provide the plugin.
+        """
+        lines = _installed(SUMMARIES, _search_path())
+        found = [line.name for line in lines if line.value in self._entries[name]]
+        return found[0] if found else f"from {self.origin(name)}"
+
     def default(self) -> str:
         """Return the name of the plugin that declares itself the default.
 
@@ -124,7 +136,7 @@ class Registry:
         return found
 
 
-@lru_cache(maxsize=len(_KINDS))
+@lru_cache(maxsize=len(_KINDS) + 1)
 def _installed(group: str, path: tuple[tuple[str, int], ...]) -> EntryPoints:
     """Return a group's entry points: the declarations of every distribution are read."""
     return entry_points(group=group)

@@ -57,6 +57,11 @@ def test_launch_trains_with_it_as_with_another_strategy(python):
     assert flat.stdout == ddp.stdout
 
 
+def test_help_has_its_line(python):
+    help_text = python("-m", "drivetrain_launch", "launch", "--help").stdout
+    assert "flat      one all-reduce of all gradients after backward" in help_text
+
+
 def test_its_knob_changes_the_run(python):
     summed = launch(python, "--strategy", "flat", "--set", "strategy.mean=false", "--dry-run")
     assert summed.returncode == 0, summed.stderr
@@ -74,8 +79,10 @@ def test_the_wizard_offers_it_and_asks_its_question(python):
     code = (
         "import json\n"
         "from drivetrain.registry import strategies\n"
-        "from drivetrain_launch.commands.wizard import Wizard\n"
+        "from drivetrain_launch.wizard.questions import STRATEGY_KEY, Wizard\n"
         "wizard = Wizard(strategies())\n"
+        "while wizard.current.key != STRATEGY_KEY:\n"
+        "    wizard.answer(wizard.current.default)\n"
         "titles = {c.value: c.title for c in wizard.current.choices}\n"
         "wizard.answer('flat')\n"
         "print(json.dumps([titles, wizard.current.key, wizard.current.text]))\n"

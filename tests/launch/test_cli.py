@@ -9,6 +9,7 @@ import time
 import pytest
 
 from drivetrain.errors import ConfigError
+from drivetrain.registry import strategies
 from drivetrain_launch import cli
 from drivetrain_launch.commands.options import FLAGS, command_line_layer
 
@@ -37,7 +38,15 @@ def test_launch_help_does_not_import_torch(sandbox):
         "assert run(['launch', '--help']) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=sandbox.environment())
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True, env=sandbox.environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    _, _, listed = done.stdout.partition("Strategies:\n")
+    text = " ".join(listed.split())
+    assert "toy from toy_spread" in text
+    for name in strategies().names:
+        assert f"{name} {strategies().load(name).summary}" in text
 
 
 def test_launch_help_states_default_and_yaml_key_of_every_flag(sandbox):
@@ -163,6 +172,15 @@ def test_completion_offers_commands_and_installed_strategies(sandbox):
 
     assert "launch" in complete("drivetrain la", 1)
     assert "toy" in complete("drivetrain launch --strategy to", 3)
+    # Bash itself completes these.
+    for words in ("launch mn", "launch --config d", "estimate m"):
+        assert complete(f"drivetrain {words}", len(words.split())).startswith("file,"), words
+    assert complete("drivetrain launch --log-dir l", 3).startswith("dir,")
+    assert complete("drivetrain launch --set acc", 3) == "plain,accumulation=\n"
+    assert complete("drivetrain launch --strategy toy --set strategy.sp", 5) == (
+        "plain,strategy.spoons=\n"
+    )
+    assert complete("drivetrain config explain launch.nn", 3) == "plain,launch.nnodes\n"
 
 
 @pytest.mark.parametrize(
@@ -191,3 +209,24 @@ def test_other_systems_are_refused_with_a_sentence(monkeypatch, system):
     monkeypatch.setattr(cli.sys, "platform", system)
     with pytest.raises(SystemExit, match=f"expected Linux, .* found {system}; take a Linux"):
         cli.main()
+
+
+def test_refusal_needs_no_name_that_another_system_lacks(sandbox):
+    """Windows has no signal.SIGHUP, os.getsid and resource; the sentence comes all the same."""
+    code = (
+        "import os, signal, sys\n"
+        "del signal.SIGHUP, signal.SIGQUIT, os.getsid, os.sched_getaffinity\n"
+        "sys.modules['resource'] = None\n"
+        "from drivetrain_launch.cli import main\n"
+        "sys.platform = 'win32'\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=sandbox.environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: expected Linux, which alone is supported, found win32; take a Linux machine, a "
+        "container or, on Windows, WSL 2"
+    ]

@@ -43,9 +43,12 @@ def test_help_lists_commands_of_plugins_without_importing_any(sandbox):
     ours, _, added = done.stdout.partition("Commands of plugins:")
     listed = {line.split()[0]: line.strip() for line in added.splitlines() if line.strip()}
     assert {"bread", "burnt", "lost", "schedule", "toast", "twice"} <= set(listed)
-    assert listed["toast"].endswith("From toy_commands; see 'drivetrain toast --help'.")
-    assert "From toy_burnt;" in listed["burnt"]
-    assert "From toy_commands and toy_rival;" in listed["twice"]
+    assert listed["toast"].endswith("  Toasts a few slices, not too dark.")
+    assert listed["schedule"].endswith(
+        "  Draw the work of each rank of a pipeline, and the waiting."
+    )
+    assert listed["burnt"].endswith("  from toy_burnt")
+    assert listed["twice"].endswith("  from toy_commands and toy_rival")
     # Nobody takes the place of one of ours.
     assert "launch" not in listed
     assert [line.split()[0] for line in ours.partition("Commands:\n")[2].split("\n") if line] == [
@@ -65,7 +68,7 @@ def test_help_lists_commands_of_plugins_without_importing_any(sandbox):
         ("bread", "the command 'bread' of toy_commands: expected a click.Command, found int"),
         (
             "twice",
-            "two distributions provide the command 'twice': toy_commands:toast and "
+            "two distributions provide the command 'twice': toy_commands:slices and "
             "toy_rival:toast; uninstall one",
         ),
     ],

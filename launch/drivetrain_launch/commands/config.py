@@ -12,7 +12,12 @@ from drivetrain.config import Layer, read_file
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
-from drivetrain_launch.commands.options import resolve_command_line, source_options
+from drivetrain_launch.commands.options import (
+    complete_file,
+    complete_known_key,
+    resolve_command_line,
+    source_options,
+)
 
 DEFAULT_PATH = Path("drivetrain.yaml")
 
@@ -57,13 +62,25 @@ def show(config: str | None, assignments: tuple[str, ...]) -> None:
 
 
 @command.command("check")
-@click.argument("file", metavar="FILE")
+@click.argument("file", metavar="FILE", shell_complete=complete_file)
 def check(file: str) -> None:
     """Check a file: print 'ok', or every error in it and exit with 2."""
-    from drivetrain_launch.commands.checking import check_run
+    from drivetrain_launch.forecast.checking import check_run
 
     check_run(resolve_command_line(file, ()))
     click.echo("ok")
+
+
+@command.command("explain")
+@click.argument("key", metavar="KEY", shell_complete=complete_known_key)
+def explain(key: str) -> None:
+    """Explain a key, such as launch.timeout_s, the keys of a section, or the options of a strategy.
+
+    KEY is also strategy.OPTION, or the name of a strategy.
+    """
+    from drivetrain_launch.commands.explaining import explained
+
+    click.echo(explained(key))
 
 
 @command.command(
@@ -75,7 +92,14 @@ def check(file: str) -> None:
     type=click.Path(path_type=Path),
     help="File to write. [default: standard output]",
 )
-@click.argument("source", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SOURCE...")
+@click.argument(
+    "source",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="SOURCE...",
+    shell_complete=complete_file,
+)
 def import_(source: tuple[str, ...], output: Path | None) -> None:
     """Translate a configuration of another program.
 
@@ -133,13 +157,15 @@ def write_defaults(output: Path | None) -> int:
 
 def ask(output: Path) -> int:
     """Run the wizard on this terminal, and write the configuration."""
-    from drivetrain_launch.commands.checking import check_run
-    from drivetrain_launch.commands.wizard import Wizard, ask_all, ask_where
+    from drivetrain_launch.wizard.dialog import ask_all, ask_where
+    from drivetrain_launch.wizard.questions import Wizard
 
     text = ask_all(Wizard(strategies()))
     path = ask_where(text, output)
     write(path, text, replace=True)
     # Read the file as a run will: a mistake of ours must show here, and not in the run.
+    from drivetrain_launch.forecast.checking import check_run
+
     resolved = resolve(read_file(path), find_config=strategies().find_config)
     check_run(resolved)
     click.echo(f"wrote {path}\n{run_line(path, resolved.run.launch.nnodes, 'train.py')}")

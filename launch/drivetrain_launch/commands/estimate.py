@@ -1,52 +1,26 @@
 """``drivetrain estimate``: the bytes that each strategy promises to hold and send for a model."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
-from drivetrain.config import Layer, ValueOrigin
-from drivetrain.config.resolve import Resolved, resolve
-from drivetrain.cost import Cost, ModelSpec
-from drivetrain.errors import ConfigError, DrivetrainError
-from drivetrain.registry import strategies
-from drivetrain_launch.commands.options import resolve_command_line, source_options
+from drivetrain.config.resolve import Resolved
+from drivetrain.errors import ConfigError
+from drivetrain_launch.commands.options import (
+    complete_file,
+    resolve_command_line,
+    source_options,
+)
 from drivetrain_launch.commands.tables import show_table
+from drivetrain_launch.forecast.sizes import DEVICES, GIB, device_bytes
 
-GIB = 2**30
+if TYPE_CHECKING:
+    from drivetrain.cost import ModelSpec
+    from drivetrain_launch.forecast.promises import Promise
+
 KINDS = ("parameters", "masters", "gradients", "optimizer")
 """Columns of their own; other kinds on the device are added up."""
-
-HOST, DISK = " in host memory", " on disk"
-"""Ends of the names of kinds that do not lie on the device."""
-
-DEVICES: Mapping[str, int] = {
-    "t4": 16, "v100": 32, "a10": 24, "l4": 24, "l40s": 48, "rtx3090": 24, "rtx4090": 24,
-    "a100-40": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 180, "mi300x": 192,
-}  # fmt: skip
-"""GiB of memory of devices, by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """The cost of one form of a strategy, or the reason why there is none.
-
-    Attributes:
-        form: the strategy with its options.
-        cost: bytes that rank 0 holds and sends.
-        refusal: why the strategy cannot train the model so.
-    """
-
-    form: str
-    cost: Cost | None
-    refusal: str = ""
-
-    @property
-    def on_device(self) -> int:
-        """Bytes on the device."""
-        held = self.cost.held if self.cost else {}
-        return sum(count for kind, count in held.items() if not kind.endswith((HOST, DISK)))
 
 
 @click.command(
@@ -58,18 +32,32 @@ class Promise:
     },
 )
 @source_options()
-@click.option("--ranks", type=click.IntRange(min=1), default=8, help="Ranks. [default: 8]")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), default=8, help="Ranks of all hosts. [default: 8]"
+)
+@click.option(
+    "--nnodes",
+    type=click.IntRange(min=1),
+    help="Hosts, each with as many ranks. [default: the configuration's, which is 1]",
+)
 @click.option(
     "--device",
     metavar="NAME|GIB",
     help=f"Memory of a rank's device, in GiB or by name: {', '.join(DEVICES)}.",
 )
-@click.argument("source", metavar="MODEL")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+@click.argument("source", metavar="MODEL", shell_complete=complete_file)
+@click.argument(
+    "arguments",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="[ARGS]...",
+    shell_complete=complete_file,
+)
 def command(
     config: str | None,
     assignments: tuple[str, ...],
     ranks: int,
+    nnodes: int | None,
     device: str | None,
     source: str,
     arguments: tuple[str, ...],
@@ -80,90 +68,53 @@ def command(
     prepares its model, with ARGS), MODULE:FUNCTION, or a number of parameters such as 7B.
     Activations are not counted.
     """
-    room = device_bytes(device) if device else None
-    resolved = resolve_command_line(config, assignments)
-    from drivetrain_launch.commands.models import model_of
+    room = _room(device)
+    resolved = _on_hosts(resolve_command_line(config, assignments), ranks, nnodes)
+    from drivetrain_launch.forecast.models import model_of
+    from drivetrain_launch.forecast.promises import promises_for
 
     model = model_of(source, arguments)
-    promises = list(promises_for(model, resolved, ranks))
-    show(model, promises, resolved.run.precision, ranks, room)
+    show(model, list(promises_for(model, resolved, ranks)), resolved, ranks, room)
 
 
-def device_bytes(text: str) -> int:
-    """Return the memory of a device.
-
-    Raises:
-        ConfigError: the name is unknown, and the text is no number.
-    """
-    if text.lower() in DEVICES:
-        return DEVICES[text.lower()] * GIB
+def _room(device: str | None) -> int | None:
+    if device is None:
+        return None
     try:
-        return int(float(text) * GIB)
-    except ValueError:
+        return device_bytes(device)
+    except ConfigError as error:
+        raise ConfigError(f"--device: {error}") from None
+
+
+def _on_hosts(resolved: Resolved, ranks: int, hosts: int | None) -> Resolved:
+    """Return the configuration on so many hosts, which must divide the ranks."""
+    launch = resolved.run.launch
+    hosts = hosts or launch.nnodes
+    if ranks % hosts:
         raise ConfigError(
-            f"--device: expected a number of GiB or one of {', '.join(DEVICES)}, found {text!r}"
-        ) from None
-
-
-def promises_for(model: ModelSpec, resolved: Resolved, ranks: int) -> Iterator[Promise]:
-    """Yield the promise of every installed strategy in its forms, on accelerators.
-
-    Args:
-        model: its facts.
-        resolved: the precision and the accumulation of the run; its strategy is one more form where
-            somebody has chosen it.
-        ranks: in all, on one host.
-    """
-    registry = strategies()
-    chosen = "strategy.name" in resolved.origins
-    forms: list[tuple[str, Mapping[str, Any]]] = [
-        (name, options)
-        for name in registry.names
-        if not registry.load(name).reference
-        for options in registry.load(name).variants(ranks)
-    ]
-    if chosen:
-        given = resolved.to_dict()["strategy"]
-        own = {key: value for key, value in given.items() if key != "name"}
-        yield _promise(f"{resolved.strategy} (as configured)", model, resolved, ranks)
-        forms = [form for form in forms if form != (resolved.strategy, own)]
-    for name, chosen_options in forms:
-        options = dict(chosen_options)
-        origin = ValueOrigin("file", "the form")
-        layer = Layer({"strategy": {"name": name, **options}}, {"strategy": origin})
-        core = {key: value for key, value in resolved.to_dict().items() if key != "strategy"}
-        shown = ", ".join(f"{key} {value}" for key, value in options.items())
-        try:
-            form = resolve(Layer(core), layer, find_config=registry.find_config)
-        except ConfigError as error:
-            yield Promise(f"{name} {shown}".strip(), None, str(error))
-            continue
-        yield _promise(f"{name} {shown}".strip(), model, form, ranks)
-
-
-def _promise(form: str, model: ModelSpec, resolved: Resolved, ranks: int) -> Promise:
-    from drivetrain.strategy import find_strategy
-    from drivetrain_launch.commands.preview import plan
-
-    try:
-        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
-        run = plan(resolved, ranks, on_accelerators=True)
-        kind.check_options(options, run.precision)
-        return Promise(form, kind.cost(options, model, run))
-    except DrivetrainError as error:
-        return Promise(form, None, str(error).splitlines()[0])
+            f"--ranks: expected a multiple of the {hosts} hosts, found {ranks}; every host has as "
+            "many ranks"
+        )
+    launch = replace(launch, nnodes=hosts)
+    return replace(resolved, run=replace(resolved.run, launch=launch))
 
 
 def show(
-    model: ModelSpec, promises: list[Promise], precision: str, ranks: int, room: int | None
+    model: "ModelSpec",
+    promises: "list[Promise]",
+    resolved: Resolved,
+    ranks: int,
+    room: int | None,
 ) -> None:
     """Print one table over all forms, and the reasons of refusals."""
+    hosts = resolved.run.launch.nnodes
+    where = f"{ranks} ranks" if hosts == 1 else f"{ranks} ranks on {hosts} hosts"
     count = sum(spec.numel for spec in model.parameters)
     columns = ["strategy", "on device", *KINDS, "other", "host", "disk", "sent"]
     rows = [_row(promise, room) for promise in promises if promise.cost is not None]
     title = (
-        f"{count:,} parameters, {ranks} ranks, precision {precision}: GiB that rank 0 holds "
-        "between steps and sends in a step"
+        f"{count:,} parameters, {where}, precision {resolved.run.precision}: GiB that rank 0 "
+        "holds between steps and sends in a step"
     )
     show_table(title, columns + (["fits"] if room else []), rows)
     for promise in promises:
@@ -175,15 +126,11 @@ def show(
     click.echo("Activations are not counted.")
 
 
-def _row(promise: Promise, room: int | None) -> list[str]:
+def _row(promise: "Promise", room: int | None) -> list[str]:
     held = promise.cost.held if promise.cost else {}
-    elsewhere = {
-        end: sum(count for kind, count in held.items() if kind.endswith(end))
-        for end in (HOST, DISK)
-    }
     kinds = [held.get(kind, 0) for kind in KINDS]
     other = promise.on_device - sum(kinds)
     sent = promise.cost.total_sent if promise.cost else 0
-    numbers = [promise.on_device, *kinds, other, elsewhere[HOST], elsewhere[DISK], sent]
+    numbers = [promise.on_device, *kinds, other, promise.in_host_memory, promise.on_disk, sent]
     fits = [] if room is None else ["yes" if promise.on_device <= room else "no"]
     return [promise.form, *(f"{number / GIB:,.2f}" for number in numbers), *fits]

@@ -17,6 +17,7 @@ from drivetrain.errors import ConfigError
 from drivetrain_launch.commands.options import (
     GroupedCommand,
     GroupedOption,
+    complete_file,
     knob_flags,
     resolve_command_line,
     source_options,
@@ -83,7 +84,13 @@ class Stopped(BaseException):
     is_flag=True,
     help="Show the configuration, the mesh and the cost per rank; start nothing.",
 )
-@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+@click.argument(
+    "script",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="SCRIPT [ARGS]...",
+    shell_complete=complete_file,
+)
 def command(
     config: str | None,
     assignments: tuple[str, ...],
@@ -99,7 +106,7 @@ def command(
     Everything after SCRIPT belongs to the script. Values on the command line win over the file.
     """
     resolved = resolve_command_line(config, assignments, flags)
-    from drivetrain_launch.commands.checking import check_run
+    from drivetrain_launch.forecast.checking import check_run
 
     if standalone and resolved.run.launch.nnodes > 1:
         raise ConfigError(

@@ -53,8 +53,10 @@ class Flag:
 
 
 STRATEGY_KEY = "strategy.name"
+FOLDER = "DIR"
+STRATEGY_FLAG = Flag("Training", STRATEGY_KEY, ("--strategy",))
 FLAGS = (
-    Flag("Training", STRATEGY_KEY, ("--strategy",)),
+    STRATEGY_FLAG,
     Flag("Training", "precision", ("--precision", "--mixed-precision")),
     Flag("Processes", "launch.nproc_per_node", ("--nproc-per-node",)),
     Flag("Processes", "launch.device", ("--cpu",), "cpu", help="Leave accelerators alone."),
@@ -62,7 +64,7 @@ FLAGS = (
     Flag("Several hosts", "launch.nnodes", ("--nnodes", "--num-machines")),
     Flag("Several hosts", "launch.node_rank", ("--node-rank", "--machine-rank")),
     Flag("Several hosts", "launch.rdzv_endpoint", ("--rdzv-endpoint",), metavar="HOST:PORT"),
-    Flag("Output", "launch.log_dir", ("--log-dir",), metavar="DIR"),
+    Flag("Output", "launch.log_dir", ("--log-dir",), metavar=FOLDER),
 )
 
 TORCHRUN_RANKS = {
@@ -104,7 +106,9 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section of help for each heading."""
         sections: dict[str, list[tuple[str, str]]] = {}
+        chooses = False
         for parameter in self.get_params(ctx):
+            chooses = chooses or parameter.name == STRATEGY_FLAG.parameter
             record = None
             if isinstance(parameter, click.Option):
                 record = parameter.get_help_record(ctx)
@@ -114,6 +118,15 @@ class GroupedCommand(click.Command):
         for heading, records in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
+        if chooses:
+            with formatter.section("Strategies"):
+                formatter.write_dl(described_strategies())
+
+
+def described_strategies() -> list[tuple[str, str]]:
+    """Return the installed strategies with a line about each; none of them is imported."""
+    registry = strategies()
+    return [(name, registry.summary(name)) for name in registry.names]
 
 
 def counterpart(option: str) -> str:
@@ -128,7 +141,7 @@ def counterpart(option: str) -> str:
 
 def knob_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a command with every flag of a knob."""
-    knobs = dict(_knobs(RunConfig))
+    knobs = dict(knobs_of(RunConfig))
     for flag in reversed(FLAGS):
         function = _flag_option(flag, knobs)(function)
     return function
@@ -145,6 +158,7 @@ def source_options(group: str = "Configuration") -> Callable[..., Any]:
             group=group,
             metavar="KEY=VALUE",
             multiple=True,
+            shell_complete=complete_key,
             help="Set any knob by its YAML key, for example accumulation=4; repeatable.",
         )(function)
         return click.option(
@@ -153,6 +167,7 @@ def source_options(group: str = "Configuration") -> Callable[..., Any]:
             cls=GroupedOption,
             group=group,
             metavar="FILE",
+            shell_complete=complete_file,
             help="YAML file, such as 'drivetrain config' writes. [default: none]",
         )(function)
 
@@ -202,7 +217,7 @@ def command_line_layer(flags: Mapping[str, Any], assignments: Iterable[str]) -> 
 def _flag_option(flag: Flag, knobs: Mapping[str, Option]) -> Callable[..., Any]:
     settings: dict[str, Any] = {"cls": GroupedOption, "group": flag.group, "default": None}
     if flag.key == STRATEGY_KEY:
-        help_text = "How the step is spread over the ranks; 'drivetrain config' describes each."
+        help_text = "How the step is spread over the ranks; the strategies are listed below."
         settings |= {"metavar": "NAME", "shell_complete": _complete_strategy}
         default = "the installed default"
     else:
@@ -213,6 +228,8 @@ def _flag_option(flag: Flag, knobs: Mapping[str, Option]) -> Callable[..., Any]:
             settings["is_flag"] = True
         else:
             settings["metavar"] = flag.metavar or _metavar(knob)
+            if flag.metavar == FOLDER:
+                settings["shell_complete"] = complete_folder
     yaml_key = "strategy" if flag.key == STRATEGY_KEY else flag.key
     yaml_key += f": {flag.value}" if flag.value is not None else ""
     settings["help"] = f"{help_text} [default: {default}] [YAML: {yaml_key}]"
@@ -247,10 +264,11 @@ def _get(values: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def _knobs(cls: type, prefix: str = "") -> Iterator[tuple[str, Option]]:
+def knobs_of(cls: type, prefix: str = "") -> Iterator[tuple[str, Option]]:
+    """Yield the dotted key of every knob of a configuration, and the knob; sections are opened."""
     for knob in options_of(cls):
         if knob.is_section:
-            yield from _knobs(knob.type, f"{prefix}{knob.name}.")
+            yield from knobs_of(knob.type, f"{prefix}{knob.name}.")
         else:
             yield prefix + knob.name, knob
 
@@ -258,4 +276,59 @@ def _knobs(cls: type, prefix: str = "") -> Iterator[tuple[str, Option]]:
 def _complete_strategy(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    return [CompletionItem(name) for name in strategies().names if name.startswith(incomplete)]
+    return [
+        CompletionItem(name, help=summary)
+        for name, summary in described_strategies()
+        if name.startswith(incomplete)
+    ]
+
+
+def complete_key(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Offer the keys of the configuration, and the options of a strategy that is named before.
+
+    The options cost an import of the strategy, so they are offered behind ``strategy.`` alone.
+    """
+    offered = known_keys()
+    registry, name = strategies(), ctx.params.get(STRATEGY_FLAG.parameter)
+    if incomplete.startswith("strategy.") and name in registry.names:
+        options = knobs_of(registry.load(name).Config, "strategy.")
+        offered |= {key: knob.help for key, knob in options}
+    return [
+        CompletionItem(f"{key}=", help=text)
+        for key, text in offered.items()
+        if key.startswith(incomplete)
+    ]
+
+
+def known_keys() -> dict[str, str]:
+    """Return the help of each key that every run has."""
+    run = {key: knob.help for key, knob in knobs_of(RunConfig)}
+    return {"strategy": "How the step is spread over the ranks.", **run}
+
+
+def complete_known_key(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Offer the keys that every run has, and the strategies."""
+    offered = {**known_keys(), **dict(described_strategies())}
+    return [
+        CompletionItem(key, help=text)
+        for key, text in offered.items()
+        if key.startswith(incomplete)
+    ]
+
+
+def complete_file(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Let the shell offer files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_folder(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Let the shell offer folders."""
+    return [CompletionItem(incomplete, type="dir")]

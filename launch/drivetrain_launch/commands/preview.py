@@ -1,23 +1,15 @@
 """``launch --dry-run``: the resolved configuration, the mesh, and the cost on a rank."""
 
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
-from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.precision import Precision
-from drivetrain.strategy import Run, find_strategy
-from drivetrain.traffic import Traffic
-from drivetrain_launch.commands.checking import planned_world
-from drivetrain_launch.commands.tables import show_table, size_text
+from drivetrain.strategy import find_strategy
+from drivetrain_launch.commands.tables import show_table, size_text, yaml_text
+from drivetrain_launch.forecast.planning import plan
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
-
-ACCELERATOR = "cuda"
-"""A kind of device with memory of its own; costs depend on no more than this."""
 
 LAYERS = 1000
 LAYER_SHAPE = (1000, 1000)
@@ -56,27 +48,10 @@ def show_configuration(resolved: Resolved, *, every: bool = True) -> None:
     """Print all knobs, or the chosen ones, with values and origins."""
     found = list(resolved.rows())
     kept = [row for row in found if every or row[2].kind != "default" or row[0] == "strategy.name"]
-    rows = [(key, _text(value), origin.text) for key, value, origin in kept]
+    rows = [(key, yaml_text(value), origin.text) for key, value, origin in kept]
     left = len(found) - len(kept)
     more = f" ({left} more keys at their default: drivetrain config show)" if left else ""
     show_table(f"Configuration{more}", ("key", "value", "origin"), rows)
-
-
-def plan(resolved: Resolved, ranks: int, *, on_accelerators: bool = False) -> Run:
-    """Return the run as rank 0 would see it, without a process group."""
-    settings = resolved.run.launch
-    world = planned_world(ranks, settings.nnodes)
-    if on_accelerators:
-        world = replace(world, device=torch.device(ACCELERATOR))
-    kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
-    axes = kind.axes(options, world.size)
-    return Run(
-        world=world,
-        mesh=Mesh.plan(axes, world),
-        precision=Precision.configured(resolved.run),
-        accumulation=resolved.run.accumulation,
-        traffic=Traffic(),
-    )
 
 
 def example_model() -> ModelSpec:
@@ -107,10 +82,3 @@ def _cost_rows(cost: Cost) -> Iterator[tuple[str, str]]:
 def _ranks(ranks: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown + (", ..." if len(ranks) > 8 else "")
-
-
-def _text(value: object) -> str:
-    """Return a value as YAML writes it."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return '""' if value == "" else str(value)

@@ -1,5 +1,6 @@
 """Tables for people: drawn by rich on a terminal, aligned plain text anywhere else."""
 
+import json
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,11 @@ def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
+
+
+def yaml_text(value: object) -> str:
+    """Return a plain value as YAML writes it."""
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def size_text(count: int) -> str:

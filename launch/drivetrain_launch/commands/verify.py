@@ -17,10 +17,12 @@ from drivetrain_launch.commands.launch import check_script
 from drivetrain_launch.commands.options import (
     GroupedCommand,
     GroupedOption,
+    complete_file,
     resolve_command_line,
     source_options,
 )
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks, threads
+from drivetrain_launch.ranks.worker import AS_ACCELERATE
 
 ALL = "all"
 """In the place of a strategy's name: every installed one."""
@@ -105,12 +107,26 @@ INCOMPARABLE = 8
     is_flag=True,
     help="SCRIPT is the name of a module, as in 'python -m'.",
 )
-@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+@click.option(
+    "--as-accelerate",
+    cls=GroupedOption,
+    group="Script",
+    is_flag=True,
+    help="The script's 'import accelerate' finds drivetrain, in every run.",
+)
+@click.argument(
+    "script",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="SCRIPT [ARGS]...",
+    shell_complete=complete_file,
+)
 def command(
     config: str | None,
     assignments: tuple[str, ...],
     as_json: bool,
     module: bool,
+    as_accelerate: bool,
     script: tuple[str, ...],
     **flags: Any,
 ) -> int:
@@ -137,7 +153,7 @@ def command(
     with _folder(flags["keep"]) as folder:
         job = Job(
             resolved=resolved,
-            arguments=arguments,
+            arguments=(AS_ACCELERATE, *arguments) if as_accelerate else arguments,
             steps=flags["steps"],
             limit_s=flags["limit"],
             folder=folder,

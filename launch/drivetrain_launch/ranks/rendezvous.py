@@ -2,10 +2,18 @@
 
 torch's own single-host store listens on every interface, and its agent uses one store for all
 attempts, so that restarted ranks read the addresses of dead ranks. Here each attempt has a store of
-its own; with a single host, no other machine can reach it.
+its own; with a single host, no other machine can reach it. A host that waits for others says so,
+and can be stopped at once.
 """
 
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -24,8 +32,15 @@ from drivetrain.runtime.world import loopback_store
 from drivetrain_launch.ranks.placement import LOOPBACK, Endpoint
 
 RUN_ID = "drivetrain"
-STORE_TIMEOUT_S = 120
-"""How long a host waits for host 0 to answer."""
+FIRST_REMINDER_S = 3.0
+"""How long a host waits before it says so; the pauses between further lines double."""
+
+LONGEST_PAUSE_S = 60.0
+POLL_S = 0.05
+LAST_HOST_S = 30.0
+"""How long hosts that have found each other may take to compare their indices."""
+
+T = TypeVar("T")
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -78,28 +93,33 @@ class HostOrderRendezvous(DynamicRendezvousHandler):
     any of them.
     """
 
-    _node_rank: int
+    _launch: LaunchConfig
     _address: str
 
     @classmethod
     def meet(cls, launch: LaunchConfig, address: str) -> "HostOrderRendezvous":
-        """Reach the store of host 0, or open it there; the address is for the other hosts."""
+        """Reach the store of host 0, or open it there; the address is for the other hosts.
+
+        Host 0 may come later: a host waits for the store as long as it waits for other hosts.
+        """
+        limit_s = int(max(1, launch.timeout_s))
         parameters = RendezvousParameters(
             backend="c10d",
             endpoint=launch.rdzv_endpoint,
             run_id=RUN_ID,
             min_nodes=launch.nnodes,
             max_nodes=launch.nnodes,
-            timeout=int(max(1, launch.timeout_s)),
-            read_timeout=STORE_TIMEOUT_S,
+            timeout=limit_s,
+            read_timeout=limit_s,
             is_host=launch.node_rank == 0,
         )
-        backend, store = create_backend(parameters)
+        with reminding(lambda: f"host 0 of {launch.nnodes} at {launch.rdzv_endpoint}"):
+            backend, store = _stoppable(lambda: create_backend(parameters))
         hosts = launch.nnodes
         handler: HostOrderRendezvous = cls.from_backend(
             RUN_ID, store, backend, hosts, hosts, local_addr=address
         )
-        handler._node_rank, handler._address = launch.node_rank, address
+        handler._launch, handler._address = launch, address
         return handler
 
     @override
@@ -107,17 +127,86 @@ class HostOrderRendezvous(DynamicRendezvousHandler):
         """Meet the other hosts.
 
         Raises:
-            ConfigError: two hosts were started with the same index.
+            ConfigError: several hosts were started with the same index; every host raises it.
+            PreflightError: a host left while the indices were compared.
         """
-        info = super().next_rendezvous()
-        store = PrefixStore("host-order", info.store)
-        if store.add(f"host-{self._node_rank}", 1) > 1:
-            raise ConfigError(
-                f"launch.node_rank: two hosts were started with --node-rank {self._node_rank}; "
-                f"give each of the {info.world_size} hosts its own, from 0"
+        with reminding(self._missing):
+            info = super().next_rendezvous()
+        store, index = PrefixStore("host-order", info.store), self._launch.node_rank
+        self._check_order(store, info.world_size)
+        bootstrap = RendezvousStoreInfo.build(index, store, local_addr=self._address)
+        return RendezvousInfo(store, index, info.world_size, bootstrap)
+
+    def _missing(self) -> str:
+        hosts = self._launch.nnodes
+        missing = hosts - len(self._state_holder.state.participants)
+        return f"{missing} of {hosts} hosts at {self._launch.rdzv_endpoint}"
+
+    def _check_order(self, store: PrefixStore, hosts: int) -> None:
+        store.add(f"host-{self._launch.node_rank}", 1)
+        _arrive(store, "counted", hosts)
+        counts = [store.add(f"host-{index}", 0) for index in range(hosts)]
+        # The host that serves the store must not end before the others have read it. A host that
+        # finds the store gone has read before.
+        with suppress(RuntimeError):
+            _arrive(store, "read", hosts)
+        for index, count in enumerate(counts):
+            if count > 1:
+                raise ConfigError(
+                    f"launch.node_rank: {count} hosts were started with --node-rank {index}; give "
+                    f"each of the {hosts} hosts its own, from 0 to {hosts - 1}"
+                )
+
+
+@contextmanager
+def reminding(missing: Callable[[], str]) -> Iterator[None]:
+    """Say on the error stream now and then for whom the block waits, and how long."""
+    over, begin = threading.Event(), time.monotonic()
+
+    def remind() -> None:
+        pause = FIRST_REMINDER_S
+        while not over.wait(pause):
+            waited = time.monotonic() - begin
+            print(f"waiting for {missing()} ({waited:.0f} s)", file=sys.stderr, flush=True)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    thread = threading.Thread(target=remind, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _stoppable(call: Callable[[], T]) -> T:
+    """Return the result of a call that waits outside of Python, where no signal ends the wait."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result.result()
+
+
+def _arrive(store: PrefixStore, place: str, hosts: int) -> None:
+    """Wait until every host has come to a place.
+
+    Raises:
+        PreflightError: a host has not.
+    """
+    deadline, here = time.monotonic() + LAST_HOST_S, store.add(place, 1)
+    while here < hosts:
+        if time.monotonic() > deadline:
+            raise PreflightError(
+                f"{hosts - here} of {hosts} hosts left while the hosts met; see their output"
             )
-        bootstrap = RendezvousStoreInfo.build(self._node_rank, store, local_addr=self._address)
-        return RendezvousInfo(store, self._node_rank, info.world_size, bootstrap)
+        time.sleep(POLL_S)
+        here = store.add(place, 0)
 
 
 def rendezvous(launch: LaunchConfig, local_address: str) -> RendezvousHandler:

@@ -50,7 +50,8 @@ class Job:
 
     Attributes:
         resolved: the configuration.
-        arguments: of a rank: ``(SCRIPT, ...)`` or ``("-m", MODULE, ...)``.
+        arguments: of the launcher: ``(SCRIPT, ...)`` or ``("-m", MODULE, ...)``, perhaps behind
+            ``--as-accelerate``.
         steps: optimizer steps to record.
         limit_s: seconds that one run may take.
         folder: for the records.

@@ -1,18 +1,15 @@
-"""``drivetrain config``: the wizard as an engine and through a terminal; default, show, check."""
+"""``drivetrain config``: default, show, check, explain."""
 
-import sys
+import re
 from dataclasses import fields
 from pathlib import Path
 
-import pexpect
 import pytest
 import yaml
 
 from config_layers import code_layer
 from drivetrain.config import (
     RunConfig,
-    dump_yaml,
-    options_of,
     read_file,
     read_sets,
 )
@@ -20,75 +17,6 @@ from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.config import run_line
-from drivetrain_launch.commands.wizard import STRATEGY_KEY, Wizard, hint
-
-DOWN = "\x1b[B"
-UP = "\x1b[A"
-
-
-def offered():
-    """Return the strategies that are there for training."""
-    return [name for name in strategies().names if not strategies().load(name).reference]
-
-
-@pytest.fixture
-def wizard(command):
-    return Wizard(strategies())
-
-
-def walk(wizard):
-    """Take every default; return the keys in the order in which they were asked."""
-    keys = []
-    while (question := wizard.current) is not None:
-        keys.append(question.key)
-        wizard.answer(question.default)
-    return keys
-
-
-def test_questions_come_from_the_declarations_of_the_strategy_too(wizard):
-    wizard.answer("toy")
-    assert walk(wizard) == [
-        "strategy.flavor",
-        "strategy.spoons",
-        *(knob.name for knob in options_of(RunConfig) if knob.question),
-        *(f"launch.{name}" for name in ("nproc_per_node", "nnodes", "device")),
-    ]
-
-
-def at(wizard, key):
-    """Take defaults until a question."""
-    while wizard.current.key != key:
-        wizard.answer(wizard.current.default)
-
-
-def test_several_hosts_are_asked_where_they_meet(wizard):
-    at(wizard, "launch.nnodes")
-    wizard.answer(2)
-    assert wizard.current.key == "launch.rdzv_endpoint"
-    for wrong in ("", "10.0.0.1"):
-        with pytest.raises(ConfigError, match="expected HOST:PORT"):
-            wizard.read(wizard.current, wrong)
-    wizard.answer("10.0.0.1:29400")
-    wizard.back()
-    wizard.back()
-    wizard.answer(1)
-    assert wizard.current.key == "launch.device"
-    assert "rdzv_endpoint" not in wizard.values()["launch"]
-
-
-def test_a_store_of_files_is_asked_for_its_directory(wizard):
-    wizard.answer("offload")
-    wizard.answer("nvme")
-    with pytest.raises(ConfigError, match=r"expected offload\.path with the store nvme"):
-        wizard.read(wizard.current, "")
-    wizard.answer("/mnt/nvme")
-    assert wizard.current.key == "precision"
-
-
-def test_enter_leaves_a_text_empty(wizard):
-    wizard.answer("offload")
-    wizard.answer("cpu")
-    assert wizard.read(wizard.current, "") == ""
 
 
 def test_command_to_run_has_an_index_for_each_host():
@@ -99,73 +27,6 @@ def test_command_to_run_has_an_index_for_each_host():
         "run on each of the 3 hosts, with its own --node-rank: "
         "drivetrain launch --config a.yaml --node-rank 0 x.py"
     )
-
-
-def test_default_path_is_short_and_the_default_strategy_stands_first(wizard):
-    question = wizard.current
-    assert question.choices[0].value == question.default == strategies().default()
-    assert {choice.value for choice in question.choices} == set(offered())
-    assert strategies().reference() not in offered()
-    assert "toy: averages each gradient by itself" in {c.title for c in question.choices}
-    assert len(walk(wizard)) <= 8
-
-
-def test_answers_become_a_configuration(wizard):
-    wizard.answer("toy")
-    wizard.answer("salted")
-    wizard.answer(9)
-    walk(wizard)
-    assert wizard.values()["strategy"] == {"name": "toy", "flavor": "salted", "spoons": 9}
-    assert wizard.values()["launch"]["nnodes"] == 1
-
-
-def test_file_says_the_meaning_of_each_key(wizard):
-    wizard.answer("toy")
-    walk(wizard)
-    text = dump_yaml(wizard.values(), wizard.comments())
-    assert "name: toy  # averages each gradient by itself\n" in text
-    assert "accumulation: 1  # Micro-batches per optimizer step.\n" in text
-    assert max(map(len, text.splitlines())) <= 80
-    assert yaml.safe_load(text) == wizard.values()
-
-
-def test_hints_break_between_words(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    text = "auto takes the accelerators of the host; cpu leaves them alone."
-    assert hint(text).split() == text.split()
-    assert [len(line) <= 40 for line in hint(text).splitlines()] == [True, True]
-
-
-def test_back_keeps_the_answer_as_the_default(wizard):
-    wizard.answer("toy")
-    wizard.answer("salted")
-    wizard.back()
-    assert (wizard.current.key, wizard.current.default) == ("strategy.flavor", "salted")
-    wizard.back()
-    wizard.back()
-    assert wizard.current.key == STRATEGY_KEY
-    assert not wizard.can_go_back
-
-
-def test_another_strategy_drops_the_options_of_the_first(wizard):
-    wizard.answer("toy")
-    wizard.answer("salted")
-    wizard.back()
-    wizard.back()
-    wizard.answer(strategies().default())
-    assert wizard.answers == {STRATEGY_KEY: strategies().default()}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("0", "at least 1, found 0"), ("10", "at most 9, found 10"), ("many", "found 'many'")],
-)
-def test_typed_answers_are_held_to_the_limits(wizard, text, message):
-    wizard.answer("toy")
-    wizard.answer("plain")
-    with pytest.raises(ConfigError, match=f"^strategy.spoons: .*{message}"):
-        wizard.read(wizard.current, text)
-    assert wizard.read(wizard.current, "7") == 7
 
 
 def test_default_writes_a_configuration_that_checks(command):
@@ -203,73 +64,6 @@ def test_without_a_terminal_the_wizard_says_what_to_do(sandbox):
     done = sandbox.run("config")
     assert done.returncode == 2
     assert "drivetrain config --default --output FILE" in done.stderr
-
-
-class Terminal:
-    """The wizard on a real pseudo-terminal."""
-
-    def __init__(self, sandbox, *arguments):
-        self.child = pexpect.spawn(
-            sys.executable,
-            ["-m", "drivetrain_launch", "config", *arguments],
-            cwd=str(sandbox.folder),
-            env=sandbox.environment({"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}),
-            timeout=60,
-            encoding="utf-8",
-            dimensions=(40, 160),
-        )
-
-    def answer(self, question, keys):
-        self.child.expect_exact(question)
-        self.child.send(keys)
-
-    def end(self):
-        self.child.expect(pexpect.EOF)
-        self.child.close()
-        return self.child.exitstatus
-
-
-def test_wizard_through_a_terminal(sandbox):
-    sandbox.script("an old file\n", "drivetrain.yaml")
-    terminal = Terminal(sandbox)
-    toy = strategies_below_the_default("toy")
-    terminal.answer("How is the training step", DOWN * toy + "\r")
-    terminal.answer("Which flavor?", DOWN + "\r")
-    terminal.answer("How many spoons?", "\x7f99\r")
-    terminal.answer("expected at most 9, found 99", "\x7f\x7f<\r")
-    terminal.answer("Which flavor?", "\r")
-    terminal.answer("How many spoons?", "\x7f4\r")
-    terminal.answer("Which precision?", DOWN + "\r")
-    terminal.answer("How many micro-batches", "\r")
-    terminal.answer("How many processes", "\r")
-    terminal.answer("How many hosts?", "\r")
-    terminal.answer("Which devices?", UP + "\r")  # upwards from the first is "back"
-    terminal.answer("How many hosts?", "\r")
-    terminal.answer("Which devices?", "\r")
-    terminal.answer("Write it to which file?", "\r")
-    terminal.answer("drivetrain.yaml exists. Replace it?", "n")
-    terminal.answer("Write it to which file?", "\x15new.yaml\r")
-    terminal.child.expect_exact("run: drivetrain launch --config new.yaml train.py")
-    assert terminal.end() == 0
-    assert (sandbox.folder / "drivetrain.yaml").read_text() == "an old file\n"
-    written = yaml.safe_load((sandbox.folder / "new.yaml").read_text())
-    assert written["strategy"] == {"name": "toy", "flavor": "salted", "spoons": 4}
-    assert written["precision"] == "bf16"
-    assert written["launch"]["nproc_per_node"] == "auto"
-
-
-def test_ctrl_c_in_the_wizard_writes_nothing(sandbox):
-    terminal = Terminal(sandbox)
-    terminal.answer("How is the training step", "\x03")
-    assert terminal.end() == 130
-    assert list(sandbox.folder.iterdir()) == [sandbox.temporary]
-
-
-def strategies_below_the_default(name):
-    """Return how often to press Down to get from the default to another strategy."""
-    installed = strategies()
-    others = sorted({*offered(), "toy"} - {installed.default()})
-    return others.index(name) + 1
 
 
 def test_default_in_a_resolved_file_does_not_contradict_the_script(command, tmp_path):
@@ -328,3 +122,52 @@ def test_unknown_strategy_hides_no_other_mistake(command, tmp_path):
     assert "run.yaml:1: unknown strategy 'zero4'; did you mean" in err
     assert "run.yaml:2: unknown key precison" in err
     assert "run.yaml:3: accumulation: expected at least 1, found 0" in err
+
+
+def test_explain_gives_meaning_values_default_and_flag(command):
+    code, out, _ = command("config", "explain", "launch.nproc_per_node")
+    assert code == 0
+    assert out.splitlines() == [
+        "launch.nproc_per_node: Processes per host; auto: one per accelerator, or per CPU",
+        "core without one.",
+        "  values   a whole number or auto, at least 1",
+        "  default  auto",
+        "  flag     --nproc-per-node",
+    ]
+    assert "values   true, false or null" not in out
+    _, out, _ = command("config", "explain", "launch.log_dir")
+    assert '  default  ""\n' in out
+
+
+def test_explain_lists_a_section_and_the_options_of_a_strategy(command):
+    _, out, _ = command("config", "explain", "dtypes")
+    assert "  master (auto): Copy that the optimizer updates." in out
+    _, out, _ = command("config", "explain", "toy")
+    assert out.splitlines()[0] == "toy: averages each gradient by itself."
+    assert "  spoons (2): Spoons per bowl." in out
+    _, out, _ = command("config", "explain", "strategy.spoons")
+    assert "a whole number, at least 1 and at most 9" in out
+    assert "  of       toy" in out
+    _, out, _ = command("config", "explain", "strategy")
+    assert {f"  {name}: {strategies().summary(name)}" for name in strategies().names} <= set(
+        out.splitlines()
+    )
+
+
+def test_explain_joins_strategies_that_mean_the_same(command):
+    _, out, _ = command("config", "explain", "strategy.offload.optimizer")
+    assert re.search(r"  of       fsdp, .*zero1, zero2, zero3$", out, re.MULTILINE), out
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("launch.nnode", "unknown key 'launch.nnode'; did you mean 'launch.nnodes'?"),
+        ("strategy.spoon", "has an option 'spoon'; did you mean 'strategy.spoons'?"),
+        ("zzz", "unknown key 'zzz'; 'drivetrain config show' lists all keys"),
+    ],
+)
+def test_explain_names_the_nearest_key(command, key, message):
+    code, out, err = command("config", "explain", key)
+    assert (code, out) == (2, "")
+    assert message in err

@@ -1,6 +1,8 @@
 """``drivetrain estimate``: promises of all strategies in one table, as a run keeps them."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,8 +10,8 @@ from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
-from drivetrain_launch.commands.estimate import promises_for
 from drivetrain_launch.commands.options import resolve_command_line
+from drivetrain_launch.forecast.promises import promises_for
 
 LLAMA = {
     "model_type": "llama",
@@ -99,6 +101,8 @@ def test_configuration_decides_the_dtypes_and_adds_its_form(command):
         (["7B", "--ranks", "2"], "found arguments after '7B': --ranks 2"),
         (["facts.json"], "expected a configuration of transformers with a model_type"),
         (["idle.py"], "expected accelerator.prepare(model), found a script without it"),
+        (["--device", "0", "7B"], "--device: expected a number of GiB or one of t4,"),
+        (["unknown.json"], "unknown.json: transformers cannot build this model: "),
         (["torch.nn:Nothing"], "cannot find torch.nn:Nothing"),
         (["os:getcwd"], "expected a torch.nn.Module, found str"),
     ],
@@ -106,6 +110,7 @@ def test_configuration_decides_the_dtypes_and_adds_its_form(command):
 def test_bad_source_is_one_clear_line(command, tmp_path, arguments, message):
     (tmp_path / "facts.json").write_text('{"lr": 1}')
     (tmp_path / "idle.py").write_text("")
+    (tmp_path / "unknown.json").write_text('{"model_type": "no-such-model"}')
     code, out, err = command("estimate", *arguments)
     assert (code, out) == (2, "")
     assert message in err
@@ -117,26 +122,69 @@ def net():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "fsdp"])
-def test_estimate_is_what_a_run_holds(name):
+def test_estimate_is_what_a_run_holds_and_sends(name):
+    resolved = resolve_command_line(None, ())
     promised = {
-        promise.form: promise.cost.held
-        for promise in promises_for(ModelSpec.of(net()), resolve_command_line(None, ()), 2)
+        promise.form: promise.cost
+        for promise in promises_for(ModelSpec.of(net()), resolved, 2, on_accelerators=False)
         if promise.cost
     }[name]
     accelerator = Accelerator(cpu=True, strategy=name)
     model = net()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    accelerator.backward(model(torch.ones(2, 512)).sum())
-    optimizer.step()
+
+    def step():
+        accelerator.backward(model(torch.ones(2, 512)).sum())
+        optimizer.step()
+
+    step()
     states = [
         value.nbytes
         for state in optimizer.state_dict()["state"].values()
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.numel() > 1
     ]
-    assert sum(states) == pytest.approx(promised["optimizer"], rel=0.01)
-    tensors = [*accelerator.unwrap_model(model).parameters()]
-    tensors += [p for group in optimizer.param_groups for p in group["params"]]
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    assert sum(held.values()) == pytest.approx(promised["parameters"], rel=0.01)
+    assert sum(states) == pytest.approx(promised.held["optimizer"], rel=0.01)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    held = stored([*accelerator.unwrap_model(model).parameters(), *trained])
+    assert held == pytest.approx(promised.held["parameters"], rel=0.01)
+    assert stored(p.grad for p in trained) == pytest.approx(promised.held["gradients"], rel=0.01)
+    before = accelerator.traffic.sent()
+    step()
+    after = accelerator.traffic.sent()
+    sent = {key: after[key] - before.get(key, 0) for key in after if key in promised.sent}
+    assert sent == promised.sent
     accelerator.free_memory()
+
+
+def stored(tensors):
+    """Return the bytes of the storages that tensors lie in, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def test_hosts_share_the_ranks_and_hybrid_shards_stay_inside(command):
+    hybrid = "strategy={name: fsdp, sharding: hybrid}"
+    code, out, err = command("estimate", "--ranks", "8", "--nnodes", "2", "--set", hybrid, "1B")
+    assert code == 0, err
+    assert out.startswith("1,000,000,000 parameters, 8 ranks on 2 hosts")
+    (line,) = [line for line in out.splitlines() if "fsdp (as configured)" in line]
+    # 1e9 fp32 elements over the 4 ranks of a host.
+    assert line.split()[4] == "0.93"
+    assert table(out)["fsdp"][1] == "0.47"
+    code, _, err = command("estimate", "--ranks", "8", "--nnodes", "3", "1B")
+    assert (code, err) == (
+        2,
+        "error: --ranks: expected a multiple of the 3 hosts, found 8; every host has as many "
+        "ranks\n",
+    )
+
+
+def test_help_does_not_import_torch(sandbox):
+    code = (
+        "import sys\n"
+        "from drivetrain_launch.cli import run\n"
+        "assert run(['estimate', '--help']) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=sandbox.environment())

@@ -233,3 +233,28 @@ def test_a_folder_to_keep_must_be_new(command, tmp_path):
     code, _, err = command("verify", "--keep", str(tmp_path), "train.py")
     assert code == 2
     assert f"--keep: expected a folder that can be made, found '{tmp_path}'" in err
+
+
+AS_ACCELERATE = """
+import torch
+from torch import nn
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+torch.manual_seed(accelerator.process_index)
+while True:
+    accelerator.backward(model(torch.randn(2, 4)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.exhaustive
+def test_script_for_accelerate_is_verified_as_it_is(verify):
+    done = verify("--as-accelerate", "--steps", "2", "--json", script=AS_ACCELERATE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert (finding["steps"], finding["mesh"]) == (2, {"dp": 2})

@@ -1,12 +1,21 @@
-"""Two hosts, played by two network namespaces of this machine."""
+"""Two hosts, played by two threads, or by two network namespaces of this machine."""
 
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+
+from drivetrain.config import LaunchConfig
+from drivetrain.errors import ConfigError
+from drivetrain_launch.ranks import rendezvous as meeting
+from drivetrain_launch.ranks.rendezvous import HostOrderRendezvous
 
 SCRIPT = """
 import json
@@ -141,3 +150,58 @@ def test_hybrid_sharding_sends_between_hosts_what_replicas_add_up(sandbox):
     assert found["far"] == 4 * found["elements"] / 2
     # Two ranks of the host send that; frames and their acknowledgements are not in the formula.
     assert 1.0 <= found["sent"] / (2 * found["far"]) < 1.1
+
+
+@pytest.fixture
+def port():
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def meet(port, index, hosts=2):
+    """Meet as one host; threads of a process share the store of host 0."""
+    launch = LaunchConfig(
+        nnodes=hosts, node_rank=index, rdzv_endpoint=f"127.0.0.1:{port}", timeout_s=20
+    )
+    handler = HostOrderRendezvous.meet(launch, "127.0.0.1")
+    try:
+        return handler.next_rendezvous()
+    finally:
+        handler.shutdown()
+
+
+def test_every_host_says_that_two_have_the_same_index(port):
+    with ThreadPoolExecutor() as pool:
+        hosts = [pool.submit(meet, port, index, 3) for index in (0, 1, 0)]
+        for host in hosts:
+            with pytest.raises(ConfigError, match="2 hosts were started with --node-rank 0; give"):
+                host.result(timeout=20)
+
+
+def test_waiting_host_says_for_how_many(port, capsys, monkeypatch):
+    monkeypatch.setattr(meeting, "FIRST_REMINDER_S", 0.2)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(meet, port, 0)
+        time.sleep(0.5)
+        second = pool.submit(meet, port, 1)
+        assert [each.result(timeout=20).rank for each in (first, second)] == [0, 1]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"waiting for 1 of 2 hosts at 127.0.0.1:{port} (0 s)"
+    assert len(said) <= 3
+
+
+def test_host_that_waits_for_host_0_says_so_and_stops_at_once(sandbox, port):
+    endpoint = f"127.0.0.1:{port}"
+    host = sandbox.start(
+        "launch", "--strategy", "toy", "--nproc-per-node", "1", "--nnodes", "2",
+        "--node-rank", "1", "--rdzv-endpoint", endpoint, sandbox.script("print()"),
+    )  # fmt: skip
+    with host:
+        assert host.stderr.readline() == f"waiting for host 0 of 2 at {endpoint} (3 s)\n"
+        begin = time.monotonic()
+        host.send_signal(signal.SIGTERM)
+        host.communicate(timeout=20)
+    assert host.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < 5

@@ -15,12 +15,15 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError
+from drivetrain_launch.forecast.sizes import parameter_count
 
 CONFIG_FILE = "config.json"
 MATRIX = (1000, 1000)
-"""The shape of the layers of a model of which only the number of parameters is known."""
+"""The smallest layer of a model of which only the number of parameters is known."""
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+MOST_LAYERS = 200
+"""Layers of such a model; those of larger models have more rows."""
+
 _META = torch.device("meta")
 
 
@@ -50,8 +53,8 @@ def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
         return ModelSpec.of(_of_transformers(path))
     if path.suffix == ".py" and path.is_file():
         return ModelSpec.of(_of_script(path, arguments))
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", source.upper()):
-        return of_size(int(float(match[1]) * _UNITS[match[2]]))
+    if count := parameter_count(source):
+        return of_size(count)
     if match := re.fullmatch(r"([\w.]+):(\w+)", source):
         return ModelSpec.of(_of_function(match[1], match[2]))
     raise ConfigError(
@@ -62,10 +65,10 @@ def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
 
 def of_size(parameters: int) -> ModelSpec:
     """Describe a model of which only the number of parameters is known: layers of one shape."""
-    each = MATRIX[0] * MATRIX[1]
-    shapes = [MATRIX] * (parameters // each) + (
-        [(parameters % each, 1)] if parameters % each else []
-    )
+    rows, columns = MATRIX
+    rows = max(rows, parameters // (MOST_LAYERS * columns))
+    whole, rest = divmod(parameters, rows * columns)
+    shapes = [(rows, columns)] * whole + ([(rest, 1)] if rest else [])
     return ModelSpec(
         tuple(
             TensorSpec(f"layers.{index}.weight", shape, torch.float32, True)
@@ -89,12 +92,18 @@ def _of_transformers(path: Path) -> nn.Module:
             f"{path}: expected a configuration of transformers with a model_type, found "
             f"{', '.join(list(facts)[:5])}"
         )
-    config = transformers.AutoConfig.for_model(kind, **facts)
-    (name,) = (config.architectures or [""])[:1]
-    architecture = getattr(transformers, name, None)
-    with _META:
+    try:
+        config = transformers.AutoConfig.for_model(kind, **facts)
+        (name,) = (config.architectures or [""])[:1]
+        architecture = getattr(transformers, name, None)
         make: Any = transformers.AutoModel.from_config if architecture is None else architecture
-        return _module(make(config), str(path))
+        with _META:
+            return _module(make(config), str(path))
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: transformers cannot build this model: {error}; check the file, or give the "
+            "number of parameters"
+        ) from error
 
 
 def _of_function(module: str, name: str) -> nn.Module:

@@ -3,8 +3,8 @@
 from drivetrain.config.resolve import Resolved
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
-from drivetrain.runtime.world import World
 from drivetrain.strategy import find_strategy
+from drivetrain_launch.forecast.planning import planned_world
 from drivetrain_launch.ranks.placement import check_hosts
 
 
@@ -24,9 +24,3 @@ def check_run(resolved: Resolved) -> None:
     if settings.nproc_per_node != "auto":
         world = planned_world(settings.nproc_per_node, settings.nnodes)
         Mesh.plan(kind.axes(options, world.size), world)
-
-
-def planned_world(ranks: int, nodes: int) -> World:
-    """Return the world of a run as rank 0 will see it, with as many ranks on each host."""
-    hosts = tuple(f"host {host}" for host in range(nodes) for _ in range(ranks))
-    return World(size=len(hosts), local_size=ranks, hosts=hosts)

@@ -1,0 +1,1 @@
+"""A run before anything starts: its mistakes, its mesh, and the bytes that strategies promise."""

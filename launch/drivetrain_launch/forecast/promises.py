@@ -1,0 +1,109 @@
+"""The promises of all strategies for one model: one row of bytes for each form of a strategy."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from drivetrain.config import Layer, ValueOrigin
+from drivetrain.config.resolve import Resolved, resolve
+from drivetrain.cost import Cost, ModelSpec
+from drivetrain.errors import ConfigError, DrivetrainError
+from drivetrain.registry import strategies
+from drivetrain.strategy import find_strategy
+from drivetrain_launch.forecast.planning import plan
+
+HOST, DISK = " in host memory", " on disk"
+"""Ends of the names of kinds that do not lie on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The cost of one form of a strategy, or the reason why there is none.
+
+    Attributes:
+        form: the strategy with its options.
+        cost: bytes that rank 0 holds and sends.
+        refusal: why the strategy cannot train the model so.
+        name: of the strategy.
+        options: of the form.
+    """
+
+    form: str
+    cost: Cost | None
+    refusal: str = ""
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_device(self) -> int:
+        """Bytes on the device."""
+        held = self.cost.held if self.cost else {}
+        return sum(count for kind, count in held.items() if not kind.endswith((HOST, DISK)))
+
+    @property
+    def in_host_memory(self) -> int:
+        """Bytes that wait in host memory."""
+        return self._kept(HOST)
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes that wait on a disk."""
+        return self._kept(DISK)
+
+    def _kept(self, end: str) -> int:
+        held = self.cost.held if self.cost else {}
+        return sum(count for kind, count in held.items() if kind.endswith(end))
+
+
+def promises_for(
+    model: ModelSpec, resolved: Resolved, ranks: int, *, on_accelerators: bool = True
+) -> Iterator[Promise]:
+    """Yield the promise of every installed strategy in its forms.
+
+    Args:
+        model: its facts.
+        resolved: precision, accumulation and hosts of the run; its strategy is one more form where
+            somebody has chosen it.
+        ranks: of all hosts, which share them equally.
+        on_accelerators: whether the ranks compute there, and not on the CPU.
+    """
+    registry = strategies()
+    chosen = "strategy.name" in resolved.origins
+    forms: list[tuple[str, Mapping[str, Any]]] = [
+        (name, options)
+        for name in registry.names
+        if not registry.load(name).reference
+        for options in registry.load(name).variants(ranks)
+    ]
+    promise = partial(_promise, model, ranks=ranks, on_accelerators=on_accelerators)
+    if chosen:
+        given = resolved.to_dict()["strategy"]
+        own = {key: value for key, value in given.items() if key != "name"}
+        yield promise(f"{resolved.strategy} (as configured)", resolved)
+        forms = [form for form in forms if form != (resolved.strategy, own)]
+    for name, chosen_options in forms:
+        options = dict(chosen_options)
+        origin = ValueOrigin("file", "the form")
+        layer = Layer({"strategy": {"name": name, **options}}, {"strategy": origin})
+        core = {key: value for key, value in resolved.to_dict().items() if key != "strategy"}
+        shown = ", ".join(f"{key} {value}" for key, value in options.items())
+        try:
+            form = resolve(Layer(core), layer, find_config=registry.find_config)
+        except ConfigError as error:
+            yield Promise(f"{name} {shown}".strip(), None, str(error))
+            continue
+        yield replace(promise(f"{name} {shown}".strip(), form), name=name, options=options)
+
+
+def _promise(
+    model: ModelSpec, form: str, resolved: Resolved, *, ranks: int, on_accelerators: bool
+) -> Promise:
+    hosts = resolved.run.launch.nnodes
+    try:
+        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+        run = plan(resolved, ranks // hosts, on_accelerators=on_accelerators)
+        kind.check_options(options, run.precision)
+        return Promise(form, kind.cost(options, model, run))
+    except DrivetrainError as error:
+        return Promise(form, None, str(error).splitlines()[0])

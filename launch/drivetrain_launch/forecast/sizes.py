@@ -1,0 +1,37 @@
+"""Sizes as users type them: the memory of a device, the parameters of a model. Imports no torch."""
+
+import re
+from collections.abc import Mapping
+
+from drivetrain.errors import ConfigError
+
+GIB = 2**30
+
+DEVICES: Mapping[str, int] = {
+    "t4": 16, "v100": 32, "a10": 24, "l4": 24, "l40s": 48, "rtx3090": 24, "rtx4090": 24,
+    "a100-40": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 180, "mi300x": 192,
+}  # fmt: skip
+"""GiB of memory of devices, by name."""
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+
+
+def device_bytes(text: str) -> int:
+    """Return the memory of a device, given by its name or in GiB.
+
+    Raises:
+        ConfigError: the name is unknown, and the text is no number above 0.
+    """
+    if text.lower() in DEVICES:
+        return DEVICES[text.lower()] * GIB
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
+        raise ConfigError(
+            f"expected a number of GiB or one of {', '.join(DEVICES)}, found {text!r}"
+        )
+    return int(float(text) * GIB)
+
+
+def parameter_count(text: str) -> int | None:
+    """Return the number that a text such as 7B stands for; None for other texts."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.upper())
+    return int(float(match[1]) * _UNITS[match[2]]) if match else None

@@ -1,0 +1,1 @@
+"""The wizard: questions, the proposed strategy, and the dialog on a terminal."""

@@ -1,0 +1,375 @@
+"""``drivetrain config``: the questions as an engine, the proposal, and a dialog on a terminal."""
+
+import subprocess
+import sys
+
+import pexpect
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from drivetrain.config import RunConfig, options_of, read_file
+from drivetrain.config.resolve import resolve
+from drivetrain.errors import ConfigError
+from drivetrain.registry import strategies
+from drivetrain_launch.commands import preview
+from drivetrain_launch.forecast.checking import check_run
+from drivetrain_launch.wizard import advice
+from drivetrain_launch.wizard.dialog import hint
+from drivetrain_launch.wizard.questions import FACTS, MEMORY, MODEL, NEED, STRATEGY_KEY, Wizard
+
+DOWN = "\x1b[B"
+UP = "\x1b[A"
+LAUNCH_KEYS = ["launch.nproc_per_node", "launch.nnodes", "launch.device"]
+RUN_KEYS = [knob.name for knob in options_of(RunConfig) if knob.question]
+
+
+def offered():
+    """Return the strategies that are there for training."""
+    return [name for name in strategies().names if not strategies().load(name).reference]
+
+
+@pytest.fixture
+def wizard(command):
+    return Wizard(strategies())
+
+
+def walk(wizard):
+    """Take every default; return the keys in the order in which they were asked."""
+    keys = []
+    while (question := wizard.current) is not None:
+        keys.append(question.key)
+        wizard.answer(question.default)
+    return keys
+
+
+def test_questions_are_what_a_user_knows_then_the_strategy_and_its_declarations(wizard):
+    at(wizard, STRATEGY_KEY)
+    assert list(wizard.answers) == [*LAUNCH_KEYS, MEMORY, MODEL, NEED, *RUN_KEYS]
+    wizard.answer("toy")
+    assert walk(wizard) == ["strategy.flavor", "strategy.spoons"]
+
+
+def at(wizard, key):
+    """Take defaults until a question."""
+    while wizard.current.key != key:
+        wizard.answer(wizard.current.default)
+
+
+def test_several_hosts_are_asked_where_they_meet(wizard):
+    at(wizard, "launch.nnodes")
+    wizard.answer(2)
+    assert wizard.current.key == "launch.rdzv_endpoint"
+    for wrong in ("", "10.0.0.1"):
+        with pytest.raises(ConfigError, match="expected HOST:PORT"):
+            wizard.read(wizard.current, wrong)
+    wizard.answer("10.0.0.1:29400")
+    wizard.back()
+    wizard.back()
+    wizard.answer(1)
+    assert wizard.current.key == "launch.device"
+    assert "rdzv_endpoint" not in wizard.values()["launch"]
+
+
+def test_a_store_of_files_is_asked_for_its_directory(wizard):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer("offload")
+    wizard.answer("nvme")
+    with pytest.raises(ConfigError, match=r"expected offload\.path with the store nvme"):
+        wizard.read(wizard.current, "")
+    wizard.answer("/mnt/nvme")
+    assert wizard.current is None
+
+
+def test_enter_leaves_a_text_empty(wizard):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer("offload")
+    wizard.answer("cpu")
+    assert wizard.read(wizard.current, "") == ""
+
+
+def test_default_path_is_short_and_the_default_strategy_stands_first(wizard):
+    at(wizard, STRATEGY_KEY)
+    question = wizard.current
+    assert question.choices[0].value == question.default == strategies().default()
+    assert {choice.value for choice in question.choices} == set(offered())
+    assert strategies().reference() not in offered()
+    assert "toy: averages each gradient by itself" in {c.title for c in question.choices}
+    assert len(walk(wizard)) <= 2
+
+
+def test_answers_become_a_configuration(wizard):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer("toy")
+    wizard.answer("salted")
+    wizard.answer(9)
+    assert wizard.current is None
+    assert list(wizard.values()) == ["strategy", "launch", *RUN_KEYS]
+    assert wizard.values()["strategy"] == {"name": "toy", "flavor": "salted", "spoons": 9}
+    assert wizard.values()["launch"]["nnodes"] == 1
+
+
+def test_file_says_the_meaning_of_each_key(wizard):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer("toy")
+    walk(wizard)
+    text = wizard.text()
+    assert "name: toy  # averages each gradient by itself\n" in text
+    assert "accumulation: 1  # Micro-batches per optimizer step.\n" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert yaml.safe_load(text) == wizard.values()
+
+
+def test_hints_break_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "auto takes the accelerators of the host; cpu leaves them alone."
+    assert hint(text).split() == text.split()
+    assert [len(line) <= 40 for line in hint(text).splitlines()] == [True, True]
+
+
+def test_back_keeps_the_answer_as_the_default(wizard):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer("toy")
+    wizard.answer("salted")
+    wizard.back()
+    assert (wizard.current.key, wizard.current.default) == ("strategy.flavor", "salted")
+    wizard.back()
+    wizard.back()
+    assert wizard.current.key == RUN_KEYS[-1]
+    for _ in range(20):
+        wizard.back()
+    assert wizard.current.key == LAUNCH_KEYS[0]
+    assert not wizard.can_go_back
+
+
+def test_another_strategy_drops_the_options_of_the_first(wizard):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer("toy")
+    wizard.answer("salted")
+    wizard.back()
+    wizard.back()
+    wizard.answer(strategies().default())
+    chosen = {key for key in wizard.answers if key.startswith("strategy.")}
+    assert chosen == {STRATEGY_KEY}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("0", "at least 1, found 0"), ("10", "at most 9, found 10"), ("many", "found 'many'")],
+)
+def test_typed_answers_are_held_to_the_limits(wizard, text, message):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer("toy")
+    wizard.answer("plain")
+    with pytest.raises(ConfigError, match=f"^strategy.spoons: .*{message}"):
+        wizard.read(wizard.current, text)
+    assert wizard.read(wizard.current, "7") == 7
+
+
+class Terminal:
+    """The wizard on a real pseudo-terminal."""
+
+    def __init__(self, sandbox, *arguments):
+        self.child = pexpect.spawn(
+            sys.executable,
+            ["-m", "drivetrain_launch", "config", *arguments],
+            cwd=str(sandbox.folder),
+            env=sandbox.environment({"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}),
+            timeout=60,
+            encoding="utf-8",
+            dimensions=(60, 80),
+        )
+
+    def answer(self, question, keys):
+        self.child.expect_exact(question)
+        self.child.send(keys)
+
+    def end(self):
+        self.child.expect(pexpect.EOF)
+        self.child.close()
+        return self.child.exitstatus
+
+
+def test_wizard_through_a_terminal(sandbox):
+    sandbox.script("an old file\n", "drivetrain.yaml")
+    terminal = Terminal(sandbox)
+    terminal.answer("How many processes on each host?", "\x15<\r")
+    terminal.answer("this is the first question", "\x152\r")
+    terminal.answer("How many hosts?", "\r")
+    terminal.answer("Which devices?", DOWN + "\r")
+    terminal.answer("How much memory has each host?", "64\r")
+    terminal.answer("How large is the model?", "huge\r")
+    terminal.answer("expected a number of parameters such as 7B", "\x15<\r")
+    terminal.answer("How much memory has each host?", "\r")
+    terminal.answer("How large is the model?", "100M\r")
+    terminal.answer("What hurts?", UP + "\r")  # upwards from the first is "back"
+    terminal.answer("How large is the model?", "\r")
+    terminal.answer("What hurts?", "\r")
+    terminal.answer("Which precision?", DOWN + "\r")
+    terminal.answer("How many micro-batches", "\r")
+    terminal.answer("Comparing the installed strategies", "")
+    terminal.answer("Proposed: ddp, because it is the usual strategy", "")
+    terminal.answer("How is the training step", DOWN * strategies_below_the_default("toy") + "\r")
+    terminal.answer("Which flavor?", DOWN + "\r")
+    terminal.answer("How many spoons?", "\x1599\r")
+    terminal.answer("expected at most 9, found 99", "\x154\r")
+    terminal.answer("Write it to which file?", "\r")
+    terminal.answer("drivetrain.yaml exists. Replace it?", "n")
+    terminal.answer("Write it to which file?", "\x15new.yaml\r")
+    terminal.child.expect_exact("run: drivetrain launch --config new.yaml train.py")
+    assert terminal.end() == 0
+    assert (sandbox.folder / "drivetrain.yaml").read_text() == "an old file\n"
+    written = yaml.safe_load((sandbox.folder / "new.yaml").read_text())
+    assert written["strategy"] == {"name": "toy", "flavor": "salted", "spoons": 4}
+    assert written["precision"] == "bf16"
+    assert written["launch"] == {"nproc_per_node": 2, "nnodes": 1, "device": "cpu"}
+
+
+def test_ctrl_c_in_the_wizard_writes_nothing(sandbox):
+    terminal = Terminal(sandbox)
+    terminal.answer("How many processes on each host?", "\x03")
+    assert terminal.end() == 130
+    assert list(sandbox.folder.iterdir()) == [sandbox.temporary]
+
+
+def strategies_below_the_default(name):
+    """Return how often to press Down to get from the default to another strategy."""
+    installed = strategies()
+    others = sorted({*offered(), "toy"} - {installed.default()})
+    return others.index(name) + 1
+
+
+def test_first_question_imports_neither_torch_nor_a_strategy(sandbox):
+    code = (
+        "import sys\n"
+        "from drivetrain.registry import strategies\n"
+        "from drivetrain_launch.commands import config\n"
+        "from drivetrain_launch.wizard.dialog import ask_all\n"
+        "from drivetrain_launch.wizard.questions import Wizard\n"
+        "wizard = Wizard(strategies())\n"
+        "for answer in (2, 1, 'cpu', '64', '7B', 'memory', 'bf16', 1):\n"
+        "    wizard.read(wizard.current, str(answer))\n"
+        "    wizard.answer(answer)\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert wizard.current.key == 'strategy.name' and 'torch' in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=sandbox.environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# --- the proposal ---
+
+
+def proposed(wizard, **facts):
+    """Answer with these facts and defaults, and return the question about the strategy."""
+    given = {
+        "launch.nproc_per_node": 8,
+        **{key.replace("__", "."): value for key, value in facts.items()},
+    }
+    while wizard.current.key != STRATEGY_KEY:
+        wizard.answer(given.pop(wizard.current.key, wizard.current.default))
+    assert not given
+    return wizard.current
+
+
+def test_usual_strategy_is_proposed_where_it_fits(wizard):
+    question = proposed(wizard, facts__memory="a100", facts__model="1B")
+    assert question.default == strategies().default()
+    # 1e9 fp32 elements: parameters, gradients and two states of Adam, 14.9 GiB.
+    assert question.help == (
+        "Proposed: ddp, because it is the usual strategy, holds 14.9 GiB on a device, and fits in "
+        "80.0 GiB with room for activations, for 1B parameters on 8 ranks."
+    )
+
+
+def test_model_that_does_not_fit_whole_is_divided(wizard):
+    question = proposed(wizard, facts__memory="a100", facts__model="7B")
+    assert question.default != strategies().default()
+    held = float(question.help.partition("holds ")[2].partition(" GiB")[0])
+    assert held < 0.75 * 80 < 7 * 14.9
+    assert "it sends the fewest bytes of all forms that fit in 80.0 GiB" in question.help
+
+
+def test_scarce_memory_takes_the_form_that_holds_least(wizard):
+    question = proposed(wizard, facts__need="memory")
+    least = min(candidate.held for candidate in candidates_of_a_billion(8) if candidate.counted)
+    assert f"it holds the fewest bytes on a device, {least / 2**30:.1f} GiB" in question.help
+
+
+def candidates_of_a_billion(ranks):
+    resolved = resolve(find_config=strategies().find_config)
+    promises = advice.promises_for(advice.of_size(10**9), resolved, ranks)
+    return [advice.Contender(promise, on_accelerators=True) for promise in promises if promise.cost]
+
+
+def test_nothing_that_fits_is_said(wizard):
+    question = proposed(wizard, facts__memory="1", facts__model="7B")
+    assert "because nothing fits in 1.0 GiB with room for activations" in question.help
+
+
+def test_sizes_of_the_proposed_form_are_the_defaults_of_its_questions(wizard):
+    proposed(wizard, facts__memory="1", facts__model="7B")
+    proposal = wizard._proposal()
+    wizard.answer(proposal.strategy)
+    asked = {}
+    while (question := wizard.current) is not None:
+        asked[question.key.removeprefix("strategy.")] = question.default
+        wizard.answer(question.default)
+    assert proposal.options.items() <= asked.items()
+    assert f"# Proposed: {proposal.form}, because nothing fits" in wizard.text()
+
+
+def test_sizes_that_fit_one_number_of_ranks_are_refused_for_any_number(wizard):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer("megatron")
+    wizard.answer(2)
+    assert wizard.current.key == "strategy.pp"
+    with pytest.raises(ConfigError, match=r"left open \(auto\).* go back and give the number"):
+        wizard.answer(1)
+
+
+# --- all that the wizard writes, launches ---
+
+TYPED = {
+    "launch.nproc_per_node": ["auto", 1, 2, 4, 6],
+    "launch.nnodes": [1, 2],
+    "launch.rdzv_endpoint": ["10.0.0.1:29400"],
+    MEMORY: ["", "a100", "2"],
+    MODEL: ["", "100M", "7B"],
+    "accumulation": [1, 4],
+    "strategy.tp": [1, 2, 3],
+    "strategy.pp": [1, 2],
+    "strategy.optimizer": ["cpu", "nvme"],
+    "strategy.path": ["", "/mnt/nvme"],
+    "strategy.spoons": [1, 9],
+}
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_every_file_that_the_wizard_writes_launches(command, tmp_path, monkeypatch, data):
+    monkeypatch.setattr(preview, "accelerators", lambda: 0)
+    wizard = Wizard(strategies())
+    refused = 0
+    while (question := wizard.current) is not None:
+        values = [choice.value for choice in question.choices] or TYPED[question.key]
+        try:
+            wizard.answer(data.draw(st.sampled_from(values), label=question.key))
+        except ConfigError:
+            refused += 1
+            if refused > 3:  # the answers before leave no way on: a user goes back
+                return
+    path = tmp_path / "run.yaml"
+    path.write_text(wizard.text())
+    resolved = resolve(read_file(path), find_config=strategies().find_config)
+    check_run(resolved)
+    assert not any(key.startswith(FACTS) for key, _, _ in resolved.rows())
+    preview.preview(resolved)
