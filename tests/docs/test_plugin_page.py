@@ -21,7 +21,6 @@ def blocks(language: str) -> list[str]:
 def installed(tmp_path):
     """A folder in which the page's package lies installed, from the page's blocks alone."""
     project = tomllib.loads(blocks("toml")[0])["project"]
-    ((group, entries),) = project["entry-points"].items()
     package = tmp_path / project["name"].replace("-", "_")
     package.mkdir()
     config, strategy = (
@@ -33,8 +32,12 @@ def installed(tmp_path):
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n"
     )
-    lines = "".join(f"{name} = {target}\n" for name, target in entries.items())
-    (info / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+    (info / "entry_points.txt").write_text(
+        "".join(
+            f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
+            for group, entries in project["entry-points"].items()
+        )
+    )
     return tmp_path
 
 
