@@ -171,6 +171,11 @@ class Megatron(DataParallelCell):
         if self._pipeline is not None:
             self._pipeline.publish(loss)
 
+    def share_outputs(self) -> None:
+        """Give every stage the outputs of training calls, which the last stage has."""
+        if self._pipeline is not None:
+            self._pipeline.shares_outputs = True
+
     def clip_grad_norm(
         self,
         max_norm: float,

@@ -229,6 +229,14 @@ class Strategy(Readable, Verifiable, ABC, Generic[ConfigT]):
         """Give ranks that did not compute a loss its value, after backward; by default all did."""
         return
 
+    def share_outputs(self) -> None:
+        """Let training calls return outputs with values on every rank; by default all have them.
+
+        For loops that read outputs before backward. Strategies whose outputs exist on some ranks
+        alone send them around from now on.
+        """
+        return
+
     @abstractmethod
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that the optimizers will read on this rank.

@@ -124,6 +124,12 @@ def test_blocks_of_the_trainer_page(python, tmp_path):
     assert (tmp_path / "run/checkpoint-8/drivetrain/manifest.json").is_file()
 
 
+def test_block_of_the_fabric_page(python, tmp_path):
+    (program,) = blocks("docs/fabric.md")
+    python(program)
+    assert (tmp_path / "run/checkpoint/manifest.json").is_file()
+
+
 def test_blocks_of_the_page_about_watching(python, tmp_path):
     program = "".join(blocks("docs/watch-a-run.md"))
     said = python(f"{program}\nassert share == [1, 2, 3, 4, 5]\n")

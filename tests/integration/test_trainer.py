@@ -1,114 +1,163 @@
-"""transformers.Trainer under each strategy trains as the plain Trainer does on one process."""
+"""Trainers of transformers and TRL train under each strategy as they do plain, on one process."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import trainers
 import transformers
-from safetensors.torch import load_file
+from transformers import TrainingArguments
 
-from drivetrain.errors import UsageError
-from drivetrain.integrations.transformers import (
-    StrategyTraining,
-    accumulate_alike,
+from drivetrain.errors import CheckpointError, ConfigError, UsageError
+from drivetrain.integrations.training_arguments import (
+    accumulation_of,
+    engine_of,
     refuse_other_engines,
-    use_drivetrain,
 )
+from drivetrain.integrations.transformers import StrategyTraining, use_drivetrain
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
-LAUNCH = ("-m", "drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2")
 STRATEGIES = {
-    "ddp": ("--strategy", "ddp"),
-    "zero2": ("--strategy", "zero2"),
-    "zero3": ("--strategy", "zero3"),
-    "fsdp": ("--strategy", "fsdp"),
-    "tp": ("--strategy", "megatron", "--set", "strategy.tp=2"),
-    "pp": ("--strategy", "megatron", "--set", "strategy.pp=2"),
+    "ddp": {"name": "ddp"},
+    "zero2": {"name": "zero2"},
+    "zero3": {"name": "zero3"},
+    "fsdp": {"name": "fsdp"},
+    "tp": {"name": "megatron", "tp": 2},
+    "pp": {"name": "megatron", "pp": 2},
 }
 ONE_BATCH = ("tp", "pp")
 """Strategies whose ranks share a batch."""
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries, about themselves
+needs_trl = pytest.mark.skipif(
+    find_spec("trl") is None, reason="TRL is not installed; pip install drivetrain[trl]"
+)
 
-def train(folder: Path, *options: str, strategy: str = "") -> dict:
-    """Run the script and return what it recorded, with the exported weights."""
-    launcher = (*LAUNCH, *STRATEGIES[strategy]) if strategy else ()
-    ranks = "2" if strategy and strategy not in ONE_BATCH else "1"
+
+def launched(monkeypatch, folder: Path, strategy: str, **settings: object) -> int:
+    """Let this process find a launch configuration; return how many ranks have their own batch."""
+    path = folder / f"launched-{os.getpid()}.json"
+    path.write_text(json.dumps({"strategy": STRATEGIES[strategy], **settings}))
+    monkeypatch.setenv("DRIVETRAIN_CONFIG", str(path))
+    monkeypatch.setenv("CI", "1")  # TRL reports no use
+    return 1 if strategy in ONE_BATCH else 2
+
+
+def alike(found: dict, expected: dict, first: int = 0) -> None:
+    """Compare two records from a step on, to the rounding of fp32."""
+    for name in expected.keys() - {"weights", "best", "evaluated"}:
+        assert len(found[name]) == len(expected[name]) == trainers.STEPS, name
+        assert found[name][first:] == pytest.approx(expected[name][first:], rel=2e-5, abs=2e-6), (
+            name
+        )
+    if "evaluated" in expected:
+        assert found["best"] == pytest.approx(expected["best"], rel=5e-2)
+        # The best model was loaded again, whole, and the ranks evaluate it as they did before.
+        assert found["evaluated"] == pytest.approx(found["best"], rel=1e-6)
+    for name, weight in found.get("weights", {}).items():
+        torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-3, atol=2e-4)
+    assert found.get("weights", expected["weights"]).keys() == expected["weights"].keys()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The record of a training on one process without a strategy, made once."""
+    known: dict[str, dict] = {}
+
+    def record(name: str, **options: object) -> dict:
+        key = f"{name} {options}"
+        if key not in known:
+            folder = tmp_path_factory.mktemp("plain")
+            known[key] = trainers.train(name, lambda kind: kind, folder, 1, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CI", "1")
+        yield record
+
+
+@pytest.fixture
+def expected(plain, request):
+    """The record of the training that a test's parameters name."""
+    parameters = request.node.callspec.params
+    return plain(parameters["training"], accumulation=parameters["accumulation"])
+
+
+DEFAULT = {("causal", "zero3", 2), ("causal", "pp", 1), ("sft", "fsdp", 1), ("sft", "pp", 2)}
+DEFAULT |= {("dpo", "zero2", 1), ("dpo", "tp", 1)}
+"""Combinations of the default run."""
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize(
+    ("training", "strategy", "accumulation"),
+    [
+        pytest.param(
+            training,
+            strategy,
+            accumulation,
+            marks=[
+                *([] if training == "causal" else [needs_trl]),
+                *([] if (training, strategy, accumulation) in DEFAULT else [pytest.mark.exhaustive]),
+            ],
+        )
+        for training in trainers.TRAININGS
+        for strategy in STRATEGIES
+        for accumulation in (1, 2)
+    ],
+)
+def test_losses_equal_those_of_one_process(
+    training, strategy, accumulation, expected, tmp_path, monkeypatch
+):
+    ranks = launched(monkeypatch, tmp_path, strategy)
+    found = trainers.train(training, use_drivetrain, tmp_path, ranks, accumulation=accumulation)
+    alike(found, expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("training", ["causal"])
+@pytest.mark.parametrize("accumulation", [1])
+@pytest.mark.parametrize("after", ["ddp", "zero3", "fsdp", "tp", "pp"])
+def test_a_run_goes_on_under_another_strategy(
+    training, accumulation, after, expected, tmp_path, monkeypatch
+):
+    ranks = launched(monkeypatch, tmp_path, "zero2")
+    trainers.train(training, use_drivetrain, tmp_path / "before", ranks)
+    ranks = launched(monkeypatch, tmp_path, after)
+    resume = str(tmp_path / "before" / "checkpoint-10")
+    found = trainers.train(training, use_drivetrain, tmp_path / "after", ranks, resume=resume)
+    alike(found, expected, first=10)
+
+
+@pytest.mark.exhaustive
+def test_a_launched_script_trains(plain, tmp_path):
+    options = ("--cpu", "--nproc-per-node", "2", "--strategy", "zero3")
     done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), str(folder), "--ranks", ranks, *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-m", "drivetrain_launch", "launch", *options, str(SCRIPT), str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(trainers.__file__).parent)},
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "record.json").read_text()) | {
-        "weights": load_file(folder / "export" / "model.safetensors")
-    }
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert losses == pytest.approx(plain("causal", accumulation=1)["losses"], rel=2e-5)
 
 
-def alike(found: dict, expected: dict, first: int = 0) -> None:
-    """Compare two records from a step on, to the rounding of fp32."""
-    for name in ("losses", "norms", "rates"):
-        assert len(found[name]) == len(expected[name]) == 20
-        assert found[name][first:] == pytest.approx(expected[name][first:], rel=2e-5), name
-    assert found["best"] == pytest.approx(expected["best"], rel=5e-2)
-    # The best model was loaded again, whole, and the ranks evaluate it as they did before.
-    assert found["evaluated"] == pytest.approx(found["best"], rel=1e-6)
-    assert found["weights"].keys() == expected["weights"].keys()
-    for name, weight in found["weights"].items():
-        torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-3, atol=2e-4)
+# --- training arguments that choose an engine ---
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The records of the Trainer of transformers alone, by micro-batches per step."""
-    known: dict[str, dict] = {}
-
-    def record(accumulation: str) -> dict:
-        if accumulation not in known:
-            folder = tmp_path_factory.mktemp("plain")
-            known[accumulation] = train(folder, "--plain", "--accumulation", accumulation)
-        return known[accumulation]
-
-    return record
-
-
-@pytest.mark.parametrize(
-    ("strategy", "accumulation"),
-    [
-        pytest.param(
-            strategy,
-            accumulation,
-            marks=[] if (strategy, accumulation) == ("zero3", "2") else pytest.mark.exhaustive,
-        )
-        for strategy in STRATEGIES
-        for accumulation in ("1", "2")
-    ],
-)
-def test_losses_equal_those_of_one_process(strategy, accumulation, plain, tmp_path):
-    found = train(tmp_path, "--accumulation", accumulation, strategy=strategy)
-    alike(found, plain(accumulation))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("after", ["zero3", "fsdp", "tp", "pp"])
-def test_a_run_goes_on_under_another_strategy(after, plain, tmp_path):
-    train(tmp_path / "before", strategy="zero2")
-    checkpoint = str(tmp_path / "before" / "checkpoint-10")
-    alike(train(tmp_path / "after", "--resume", checkpoint, strategy=after), plain("1"), first=10)
-
-
-# --- training arguments and classes that have no meaning here ---
-
-
-def arguments(**changed: object) -> SimpleNamespace:
-    usual = {
+def usual(**changed: object) -> SimpleNamespace:
+    given = {
         "deepspeed": None,
         "fsdp_plugin_args": None,
         "parallelism_config": None,
@@ -117,33 +166,113 @@ def arguments(**changed: object) -> SimpleNamespace:
         "gradient_accumulation_steps": 1,
         "accelerator_config": SimpleNamespace(gradient_accumulation_kwargs=None),
     }
-    return SimpleNamespace(**usual | changed)
+    return SimpleNamespace(**given | changed)
+
+
+def test_without_an_engine_the_launch_configuration_chooses():
+    assert engine_of(usual()) == {}
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_deepspeed_configuration_chooses_the_strategy(as_file, tmp_path):
+    config = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "gradient_accumulation_steps": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    found = engine_of(usual(deepspeed=str(path) if as_file else config))
+    assert found == {"strategy": {"name": "zero3", "offload": {"optimizer": "cpu"}}, "config": None}
+
+
+def test_fsdp_arguments_choose_the_strategy(tmp_path):
+    config = {"reshard_after_forward": False, "activation_checkpointing": True}
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, fsdp=True, fsdp_config=config)
+    found = engine_of(arguments)
+    assert found["strategy"] == {"name": "fsdp", "reshard_after_forward": False}
+    assert found["config"] == {"recompute": {"mode": "full"}}
+
+
+def test_a_parallelism_config_chooses_the_strategy():
+    sizes = importlib.import_module("accelerate").ParallelismConfig(tp_size=2)
+    assert engine_of(usual(parallelism_config=sizes))["strategy"]["tp"] == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("training", "accumulation"), [("causal", 1)])
+def test_a_trainer_trains_with_the_engine_of_its_arguments(
+    training, accumulation, expected, tmp_path
+):
+    seen = []
+
+    class Seeing(transformers.Trainer):
+        def training_step(self, *args, **kwargs):
+            seen.append(self.accelerator.config.strategy)
+            return super().training_step(*args, **kwargs)
+
+    changed = {"fsdp": True, "save_strategy": "no", "load_best_model_at_end": False}
+    found = trainers.train(
+        training, lambda _: use_drivetrain(Seeing), tmp_path, 2, eval_strategy="no", **changed
+    )
+    assert set(seen) == {"fsdp"}
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "message"),
+    [
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 3}}, "fsdp_plugin_args": {"a": 1}},
+            UsageError,
+            "expected a plugin object of one engine",
+        ),
+        ({"deepspeed": {"zero_optimisation": {}}}, ConfigError, "did you mean"),
+        (
+            {"fsdp_plugin_args": {"ignored_modules": ["a"]}},
+            UsageError,
+            "expected no ignored_modules",
+        ),
+    ],
+)
+def test_arguments_without_counterpart_are_refused_in_one_line(changed, kind, message):
+    with pytest.raises(kind, match=message) as raised:
+        engine_of(usual(**changed))
+    assert "\n" not in str(raised.value)
+
+
+# --- training arguments, models and classes that have no meaning here ---
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"deepspeed": "ds.json"}, "no deepspeed in the training arguments, found 'ds.json'"),
-        ({"fsdp_plugin_args": {"fsdp_version": 2}}, "no fsdp_config in the training arguments"),
-        ({"parallelism_config": "tp 2"}, "no parallelism_config in the training arguments"),
         ({"torch_compile": True}, r"pass Trainer\(model=torch.compile\(model\)\)"),
         ({"n_gpu": 4}, "expected one GPU for each process, found 4"),
+        ({"sync_ref_model": True}, "expected sync_ref_model=False, found True"),
     ],
 )
 def test_other_engines_are_refused_in_one_line(changed, message):
     with pytest.raises(UsageError, match=message):
-        refuse_other_engines(arguments(**changed), torch.nn.Linear(1, 1))
+        refuse_other_engines(usual(**changed), torch.nn.Linear(1, 1))
 
 
 def test_a_model_that_is_divided_already_is_refused():
     with pytest.raises(UsageError, match="divided over 2 ranks by from_pretrained"):
-        refuse_other_engines(arguments(), SimpleNamespace(tp_size=2))
+        refuse_other_engines(usual(), SimpleNamespace(tp_size=2))
+
+
+def test_a_model_that_deepspeed_has_divided_is_refused():
+    model = torch.nn.Linear(1, 1)
+    model.weight.ds_id = 0
+    with pytest.raises(UsageError, match="deepspeed.zero.Init has divided"):
+        refuse_other_engines(usual(), model)
 
 
 def test_one_number_of_micro_batches():
-    accelerator = SimpleNamespace(accumulation=4)
+    assert accumulation_of(usual(), 4) == (4, {})
     with pytest.raises(UsageError, match=r"one number of micro-batches per step, found \[2, 4\]"):
-        accumulate_alike(arguments(gradient_accumulation_steps=2), accelerator)
+        accumulation_of(usual(gradient_accumulation_steps=2), 4)
 
 
 def test_a_trainer_with_an_accelerator_of_its_own_is_refused():
@@ -153,6 +282,15 @@ def test_a_trainer_with_an_accelerator_of_its_own_is_refused():
 
     with pytest.raises(UsageError, match="found Own, which makes an Accelerator of its own"):
         use_drivetrain(Own)
+
+
+@pytest.mark.ranks(1)
+def test_checkpoints_of_a_plain_trainer_are_refused(tmp_path):
+    short = {"max_steps": 2, "save_steps": 2, "eval_steps": 2}
+    trainers.train("causal", lambda kind: kind, tmp_path, 1, **short)
+    resume = str(tmp_path / "checkpoint-2")
+    with pytest.raises(CheckpointError, match="found optimizer.pt of another Trainer"):
+        trainers.train("causal", use_drivetrain, tmp_path / "after", 1, resume=resume, **short)
 
 
 def test_subclasses_train_under_strategies_too():

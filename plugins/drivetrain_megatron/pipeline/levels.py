@@ -126,6 +126,10 @@ class PipelinedModel:
     """The stages of this rank in the script's loop; a trace keeps the times of each step.
 
     ``windowed`` says whether micro-batches are those of an accumulation window.
+
+    Attributes:
+        shares_outputs: whether outputs of training get their values on every stage at once, which
+            takes all forwards before the first backward.
     """
 
     def __init__(
@@ -149,6 +153,7 @@ class PipelinedModel:
         self._unpublished: list[Tensor] = []
         self._said: set[str] = set()
         self._level = ""
+        self.shares_outputs = False
 
     # --- forward ---
 
@@ -160,6 +165,11 @@ class PipelinedModel:
             dims = self._losses.outputs(call.kind, call.whole, call.division)
             return self._evaluation.run(call.kind, call.parts, call.whole, call.division, dims)
         self._begin()
+        if self.shares_outputs:
+            self._announce("L1", "all forwards, then all backwards; every stage gets the output")
+            call = self._divided(args, kwargs)
+            dims = self._losses.outputs(call.kind, call.whole, call.division)
+            return self._forward_all(call, dims, shared=True).output
         if self._windowed:
             self._announce("L1b", "1F1B over the accumulation window")
             first = self.stages.dropout.take(1)
@@ -252,9 +262,13 @@ class PipelinedModel:
     def _order(self, weights: Weights) -> str:
         return "all forwards first" if weights is Weights.NONE else self._config.schedule
 
-    def _forward_all(self, call: "_Call", outputs: Dims | None = None) -> WholeBatch:
+    def _forward_all(
+        self, call: "_Call", outputs: Dims | None = None, *, shared: bool = False
+    ) -> WholeBatch:
         numbers = range(self._started, self._started + len(call.parts))
         made = WholeBatch(self.stages, call.parts, numbers, call.whole, call.division, outputs)
+        if shared:
+            made.share()
         self._started += len(call.parts)
         self._pending[made.origin] = made
         return made

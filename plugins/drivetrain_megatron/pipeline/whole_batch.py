@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from drivetrain_megatron.pipeline.batch_trial import Division
 from drivetrain_megatron.pipeline.batches import MicroBatch
@@ -105,6 +105,34 @@ class WholeBatch:
         self._nodes = self.origin.mark(self.output)
         mark_elsewhere(self.output, stages.last_blocks)
 
+    def share(self) -> None:
+        """Give the output its values on every stage; backward still begins on the last one.
+
+        The other stages get tensors that know their call, so that a loss made of them is known,
+        too: the ranks make it of equal values.
+        """
+        leaves, tree = tree_flatten(self.output)
+        lacking = [isinstance(leaf, StageProxy) for leaf in leaves]
+        at_last = [self._stages.last is not None and not lacks for lacks in lacking]
+        agreed = self._stages.agree([*lacking, *at_last])
+        wanted = [lacks and known for lacks, known in zip(*_halves(agreed), strict=True)]
+        shared = {place: self._shared(leaves[place]) for place, wants in enumerate(wanted) if wants}
+        if self._stages.last is None:
+            self._nodes = self.origin.mark(list(shared.values()))
+        self.output = tree_unflatten(
+            [shared.get(place, leaf) for place, leaf in enumerate(leaves)], tree
+        )
+
+    def _shared(self, leaf: Tensor) -> Tensor:
+        """Return a tensor of the output with the values of the last stage."""
+        if not isinstance(leaf, StageProxy):
+            self._stages.broadcast(leaf.detach().contiguous(), "outputs of the last stage")
+            return leaf
+        values = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._stages.device)
+        self._stages.broadcast(values, "outputs of the last stage")
+        # A view: the script may change it in place.
+        return values.requires_grad_(leaf.requires_grad).view_as(values)
+
     def loss(self, targets: Any, loss_of: LossOf, dtype: torch.dtype) -> Tensor:
         """Return the loss that a function makes of the output: real on the last stage."""
         if self._stages.last is None:
@@ -161,3 +189,8 @@ class WholeBatch:
             gradients = [seam.leaf.grad for seam in some if seam.leaf.grad is not None]
             last.begin_at(number, [seam.part for seam in some], gradients)
         self._seams.clear()
+
+
+def _halves(values: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    middle = len(values) // 2
+    return values[:middle], values[middle:]

@@ -4,9 +4,10 @@ The Trainer talks to an Accelerator of Hugging Face; here it gets one of ours. A
 beside the Trainer's own files, the folder ``drivetrain`` with the sharded state of an exact resume.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from transformers.trainer_callback import TrainerCallback
 from drivetrain.accelerator import Accelerator
 from drivetrain.data import PreparedLoader, skip_first_batches
 from drivetrain.errors import CheckpointError, UsageError
-from drivetrain.facade.options import (
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    ProjectConfiguration,
+from drivetrain.facade.options import DistributedDataParallelKwargs, ProjectConfiguration
+from drivetrain.integrations.training_arguments import (
+    accumulation_of,
+    engine_of,
+    join,
+    loader_options,
+    refuse_other_engines,
 )
 from drivetrain.runtime.gradient_state import GradientState
 
@@ -40,7 +44,7 @@ class TrainerWindow(GradientState):
         plugin_kwargs: the Trainer's ``gradient_accumulation_kwargs``.
     """
 
-    plugin_kwargs: dict[str, Any]
+    plugin_kwargs: Mapping[str, Any] = MappingProxyType({})
 
     def _set_sync_gradients(self, sync: bool) -> None:
         self.sync_gradients = sync
@@ -50,7 +54,8 @@ class TrainerAccelerator(Accelerator):
     """The Accelerator with the further members that a Trainer reads.
 
     Attributes:
-        accumulation: micro-batches per step in the launch configuration.
+        accumulation: micro-batches per step in the configuration.
+        window: the accumulation window.
         parallelism_config: None: the strategy lays out the ranks.
     """
 
@@ -58,8 +63,7 @@ class TrainerAccelerator(Accelerator):
 
     def _assemble(self, project: ProjectConfiguration, log_with: Any) -> None:
         self.accumulation = self.gradient_state.num_steps
-        self.gradient_state = TrainerWindow(1)  # the Trainer divides losses itself
-        self.gradient_state.plugin_kwargs = {}
+        self.gradient_state = self.window = TrainerWindow(1)  # the Trainer divides losses itself
         super()._assemble(project, log_with)
 
     @property
@@ -112,6 +116,7 @@ class StrategyTraining:
         """
         refuse_other_engines(self.args, self.model)
         self.accelerator = TrainerAccelerator(
+            **engine_of(self.args),
             mixed_precision=None
             if self.args.mixed_precision == "no"
             else self.args.mixed_precision,
@@ -124,7 +129,9 @@ class StrategyTraining:
                 )
             ],
         )
-        accumulate_alike(self.args, self.accelerator)
+        steps, more = accumulation_of(self.args, self.accelerator.accumulation)
+        self.args.gradient_accumulation_steps = steps
+        self.accelerator.window.plugin_kwargs = more
         join(self.args, self.accelerator)
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
@@ -140,6 +147,10 @@ class StrategyTraining:
         return items * self.get_tp_size() if isinstance(items, torch.Tensor) else items
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if type(self).compute_loss is not transformers.Trainer.compute_loss:  # type: ignore[attr-defined]
+            # Losses of TRL read the model's outputs, for metrics, before backward.
+            for model in self.accelerator._models:
+                self.accelerator.strategy_of(model).share_outputs()
         with skipping_ours():
             super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
@@ -202,79 +213,6 @@ def use_drivetrain(kind: type = transformers.Trainer) -> Any:
 
 Trainer = use_drivetrain()
 """``transformers.Trainer`` under the launched strategy."""
-
-
-def refuse_other_engines(args: Any, model: Any) -> None:
-    """Refuse training arguments that choose an engine beside the strategy.
-
-    Raises:
-        UsageError: names the argument, and its counterpart.
-    """
-    chosen = {
-        "deepspeed": args.deepspeed,
-        "fsdp_config": args.fsdp_plugin_args,
-        "parallelism_config": args.parallelism_config,
-    }
-    for name, value in chosen.items():
-        if value:
-            raise UsageError(
-                f"expected no {name} in the training arguments, found {value!r}; choose the "
-                "strategy with 'drivetrain launch --strategy NAME' or its configuration"
-            )
-    if args.torch_compile:
-        raise UsageError(
-            "expected no torch_compile in the training arguments, found True; pass "
-            "Trainer(model=torch.compile(model))"
-        )
-    if args.n_gpu > 1:
-        raise UsageError(
-            f"expected one GPU for each process, found {args.n_gpu} for one; start the script with "
-            "'drivetrain launch'"
-        )
-    if (getattr(model, "tp_size", None) or 1) > 1:
-        raise UsageError(
-            f"expected a whole model, found one divided over {model.tp_size} ranks by "
-            "from_pretrained; leave out tp_plan, and choose tp in the strategy"
-        )
-
-
-def loader_options(args: Any) -> DataLoaderConfiguration:
-    """Return the training arguments' options of loaders, as far as they differ from the default."""
-    given, usual = args.accelerator_config, type(args.accelerator_config)()
-    names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
-    options = {
-        name: getattr(given, name)
-        for name in (*names, "non_blocking")
-        if getattr(given, name) != getattr(usual, name)
-    }
-    seed = args.seed if args.data_seed is None else args.data_seed
-    return DataLoaderConfiguration(**options, data_seed=seed)
-
-
-def accumulate_alike(args: Any, accelerator: TrainerAccelerator) -> None:
-    """Let the Trainer accumulate as many micro-batches as the launch configuration says.
-
-    Raises:
-        UsageError: the training arguments say another number.
-    """
-    more = dict(args.accelerator_config.gradient_accumulation_kwargs or {})
-    given = {args.gradient_accumulation_steps, more.pop("num_steps", 1), accelerator.accumulation}
-    if len(given - {1}) > 1:
-        raise UsageError(
-            f"expected one number of micro-batches per step, found {sorted(given - {1})} in the "
-            "training arguments and in accumulation of the launch configuration; keep one"
-        )
-    args.gradient_accumulation_steps = max(given)
-    assert isinstance(accelerator.gradient_state, TrainerWindow)
-    accelerator.gradient_state.plugin_kwargs = more
-
-
-def join(args: Any, accelerator: Accelerator) -> None:
-    """Tell the training arguments about the other ranks, which they missed on the CPU."""
-    if args.distributed_state.num_processes != accelerator.num_processes:
-        state = type(args.distributed_state)
-        state._reset_state()
-        args.distributed_state = state(cpu=accelerator.device.type == "cpu")
 
 
 @contextmanager
