@@ -1,4 +1,4 @@
-"""Short runs of Trainers on tiny Llamas: transformers' own, and TRL's, plain or under a strategy."""
+"""Short runs of Trainers on tiny Llamas: of transformers and of TRL, plain or under a strategy."""
 
 import copy
 import logging
@@ -55,6 +55,7 @@ def record(trainer: Any, folder: Path) -> dict[str, Any]:
     found["best"] = trainer.state.best_metric
     if trainer.args.process_index == 0:
         found["weights"] = load_file(folder / "export" / "model.safetensors")
+    trainer.accelerator.free_memory()
     return found
 
 

@@ -7,7 +7,7 @@ models and their optimizers is a directory, from which any strategy resumes.
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,11 @@ class FabricTraining:
         strategy: StrategyChoice | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
     ) -> None:
+        self._plugin: Any = self._helper("plugins.precision", "Precision")()
         super().__init__()
         self._chosen: dict[str, Any] = {"strategy": strategy, "config": config}
         self._engine: Accelerator | None = None
         self._mixed: str | None = None
-        self._plugin: Any = self._helper("plugins.precision", "Precision")()
         self._checkpoints: FabricCheckpoints | None = None
         # Fabric asks this object to hold back the synchronisation of gradients.
         self._backward_sync_control = self
@@ -77,27 +77,33 @@ class FabricTraining:
         """The Accelerator that does the work, made when it is first needed.
 
         Raises:
-            UsageError: Fabric was to start several processes, or asks for another device.
+            UsageError: Fabric was to start several processes, asks for another device, or the
+                configuration accumulates.
         """
         if self._engine is None:
             wanted = self.parallel_devices[0].type
             engine = Accelerator(
                 **self._chosen,
                 mixed_precision=self._mixed,
-                gradient_accumulation_steps=1,  # a loop of Fabric accumulates itself
                 cpu=True if wanted == "cpu" else None,
             )
-            self._check_devices(engine, wanted)
+            self._check_run(engine, wanted)
             self._engine = engine
         return self._engine
 
-    def _check_devices(self, engine: Accelerator, wanted: str) -> None:
+    def _check_run(self, engine: Accelerator, wanted: str) -> None:
         asked = len(self.parallel_devices)
         if asked > 1 and engine.num_processes == 1:
             raise UsageError(
                 f"expected {asked} ranks for the {asked} devices of Fabric, found one process; "
                 f"start the script with 'drivetrain launch --nproc-per-node {asked}', or pass "
                 "Fabric(devices=1)"
+            )
+        if engine.gradient_accumulation_steps > 1:
+            raise UsageError(
+                "expected one micro-batch per step in the configuration, found accumulation: "
+                f"{engine.gradient_accumulation_steps}; a loop of Fabric accumulates itself, with "
+                "no_backward_sync()"
             )
         if wanted != engine.device.type:
             raise UsageError(
@@ -149,9 +155,11 @@ class FabricTraining:
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
+        if plugin is None:  # Fabric has not chosen yet
+            return
         if plugin.precision in MIXED:
             self._mixed = MIXED[plugin.precision]
-            self._plugin.forward_context = lambda: self.engine.autocast()  # for fabric.autocast()
+            self._plugin.forward_context = self._autocast
         elif plugin.precision in KEPT and "Bitsandbytes" not in type(plugin).__name__:
             self._plugin = plugin
         else:
@@ -159,6 +167,10 @@ class FabricTraining:
                 f"expected a precision of {', '.join((*MIXED, *KEPT))} for Fabric, found "
                 f"{type(plugin).__name__}; choose one of these"
             )
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """Return the context of ``fabric.autocast()``; the engine is made when it is entered."""
+        return self.engine.autocast()
 
     # --- the training step ---
 

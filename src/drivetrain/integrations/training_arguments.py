@@ -1,4 +1,4 @@
-"""The training arguments of transformers in our terms: engine, loaders, micro-batches, or an error."""
+"""The training arguments of transformers in our terms: engine, loaders and micro-batches."""
 
 import json
 from collections.abc import Mapping
@@ -42,7 +42,8 @@ def engine_of(args: Any) -> dict[str, Any]:
     for remark in found.remarks:
         logger.announce(f"training arguments: {remark}")
     if args.deepspeed:
-        unset_hf_deepspeed_config()  # else transformers asks DeepSpeed for a model's parameters
+        # Else transformers asks DeepSpeed for a model's parameters.
+        unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
     values = dict(found.values)
     return {"strategy": values.pop("strategy", None), "config": values or None}
 
@@ -140,5 +141,3 @@ def join(args: Any, accelerator: Accelerator) -> None:
         state = type(args.distributed_state)
         state._reset_state()
         args.distributed_state = state(cpu=accelerator.device.type == "cpu")
-
-

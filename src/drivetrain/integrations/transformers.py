@@ -21,6 +21,7 @@ from drivetrain.accelerator import Accelerator
 from drivetrain.data import PreparedLoader, skip_first_batches
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.facade.options import DistributedDataParallelKwargs, ProjectConfiguration
+from drivetrain.integrations.token_scores import score_by_modules
 from drivetrain.integrations.training_arguments import (
     accumulation_of,
     engine_of,
@@ -106,6 +107,8 @@ class StrategyTraining:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.add_callback(ClearsGradients())  # type: ignore[attr-defined]
+        if self.accelerator.cell_size > 1:
+            score_by_modules(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator from the launch configuration and the training arguments.

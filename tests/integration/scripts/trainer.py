@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import trainers
-
 from drivetrain.integrations.transformers import use_drivetrain
 
 if __name__ == "__main__":
