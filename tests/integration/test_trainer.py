@@ -211,6 +211,7 @@ def test_a_trainer_trains_with_the_engine_of_its_arguments(
     training, accumulation, expected, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the arguments set it
     seen = []
 
     class Seeing(transformers.Trainer):
