@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,12 @@ class DataParallelCell(Strategy[MegatronConfig]):
     def _is_one_rank(self) -> bool:
         """Whether a cell has one rank, so that the strategy inside does everything."""
         return self.config.tp * self.config.pp == 1
+
+    @contextmanager
+    def inference(self, module: nn.Module) -> Iterator[None]:
+        """Context for many forwards, which the ranks of a cell run together, on their shares."""
+        with self._inner.inference(module) if self._is_one_rank else nullcontext():
+            yield
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""

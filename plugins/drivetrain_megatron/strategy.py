@@ -247,12 +247,6 @@ class Megatron(DataParallelCell):
             yield {name: self._whole.broadcast(places[name], mine.get(name)) for name in names}
 
     @contextmanager
-    def inference(self, module: nn.Module) -> Iterator[None]:
-        """Context for many forwards, which the ranks of a cell run together, on their shares."""
-        with self._inner.inference(module) if self._is_one_rank else nullcontext():
-            yield
-
-    @contextmanager
     def gathered(
         self, parameters: Iterable[nn.Parameter], *, modify: bool = True
     ) -> Iterator[None]:

@@ -17,7 +17,7 @@ from drivetrain.facade.stepping import PreparedOptimizer
 
 
 class FabricCheckpoints:
-    """Saves and loads the states of one run; what Fabric hands over is unwrapped.
+    """Saves and loads the states of one run, which Fabric hands over unwrapped.
 
     Args:
         engine: has prepared the models and optimizers.
