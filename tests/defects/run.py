@@ -25,7 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("defects.toml")
 PACKAGES = ("src", "plugins", "launch")
-COPIED = (*PACKAGES, "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md")
+COPIED = (
+    *PACKAGES,
+    *("tests", "benchmarks", "examples", "docs"),
+    *("pyproject.toml", "mkdocs.yml", "README.md", "CHANGELOG.md"),
+)
 TIMEOUT_S = 900
 PASSED, FAILED = 0, 1
 """Exit codes of pytest; others say that the tests did not run."""

@@ -142,6 +142,16 @@ def test_sample_of_config_check_is_what_it_says(folder, capsys):
     assert said in (ROOT / "docs/cli.md").read_text()
 
 
+def test_sample_of_env_names_our_strategies():
+    (line,) = re.findall(
+        r"^- drivetrain.strategies: (.*)$", (ROOT / "docs/cli.md").read_text(), re.M
+    )
+    ours = [
+        e for e in entry_points(group=registry.STRATEGIES) if e.dist and e.dist.name == "drivetrain"
+    ]
+    assert line.split(", ") == sorted(entry.name for entry in ours)
+
+
 def test_sample_of_the_dry_run_is_what_it_says(folder, capsys):
     text = (ROOT / "docs/cli.md").read_text()
     sample = text.split("$ drivetrain launch --nproc-per-node 2 --dry-run\n")[1].split("```")[0]

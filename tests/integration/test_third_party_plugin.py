@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "third_party_plugin"
 MINIMAL = str(ROOT / "examples" / "minimal.py")
-CHECKS = "ranks2 and (mixed_dtypes or tied or global_norm or cost_equals_ledger or bit_by_bit)"
+CHECKS = (
+    "ranks2 and (mixed_dtypes or tied or global_norm or cost_equals_ledger or bit_by_bit"
+    " or evaluation_is_the_same)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,4 +104,4 @@ def test_it_passes_conformance(python):
         "-k", CHECKS, str(PLUGIN / "tests"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 passed" in done.stdout
+    assert "6 passed" in done.stdout

@@ -184,7 +184,7 @@ def save_picture(timeline: Timeline, path: Path, *, title: str = "", unit: str =
     except ImportError as error:
         raise ConfigError(
             f"a picture needs matplotlib, which cannot be imported ({error}); "
-            'pip install "drivetrain[plot]"'
+            "pip install matplotlib"
         ) from error
     # Text stays text in an SVG, and the same timeline gives the same bytes.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "drivetrain"}):

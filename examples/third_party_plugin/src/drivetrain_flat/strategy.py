@@ -108,19 +108,24 @@ class Flat(Strategy[FlatConfig]):
         elements: dict[torch.dtype, int] = defaultdict(int)
         for spec in trainable:
             elements[spec.dtype] += spec.numel
-        sent = sent_elements("all_reduce", len(trainable), size=size) + sum(
-            sent_elements("all_reduce", numel, size=size) * dtype.itemsize
-            for dtype, numel in elements.items()
-        )
+        buffers = sum(spec.nbytes for spec in model.buffers)
+        sent = {
+            ("dp", "all_reduce"): sent_elements("all_reduce", len(trainable), size=size)
+            + sum(
+                sent_elements("all_reduce", numel, size=size) * dtype.itemsize
+                for dtype, numel in elements.items()
+            ),
+            ("dp", "broadcast"): sent_elements("broadcast", buffers, size=size),
+        }
         held = sum(spec.nbytes for spec in trainable)
         return Cost(
             held={
                 "parameters": sum(spec.nbytes for spec in model.parameters),
                 "gradients": held,
                 "optimizer": model.states * held,
-                "buffers": sum(spec.nbytes for spec in model.buffers),
+                "buffers": buffers,
             },
-            sent={("dp", "all_reduce"): sent} if sent else {},
+            sent={key: count for key, count in sent.items() if count},
         )
 
     @contextmanager
@@ -159,6 +164,8 @@ class Flat(Strategy[FlatConfig]):
             groups[parameter.dtype].append((parameter, bool(flag)))
         for members in groups.values():
             self._average(members)
+        # Statistics of batches differ; with those of rank 0 every rank evaluates alike.
+        replicate(self._model.buffers(), self._axis, "buffers")
 
     def _average(self, members: Sequence[tuple[nn.Parameter, bool]]) -> None:
         """Reduce the gradients of one dtype; a gradient missing on all ranks stays None.
