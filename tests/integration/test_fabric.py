@@ -171,13 +171,17 @@ def test_weights_alone_are_a_file_as_fabric_writes_it(strategy, tmp_path, monkey
     saved = torch.load(tmp_path / "weights.ckpt", weights_only=True)
     torch.testing.assert_close(saved["model"], tiny_llama().state_dict(), rtol=0, atol=0)
     fabric.barrier()  # the first rank writes the file anew
+    changed = {name: tensor + 1 for name, tensor in saved["model"].items()}
     if fabric.is_global_zero:
-        changed = {name: tensor + 1 for name, tensor in saved["model"].items()}
         torch.save({"model": changed, "epoch": 4}, tmp_path / "weights.ckpt")
     fabric.barrier()
     state = {"model": model, "epoch": 0}
     assert fabric.load(tmp_path / "weights.ckpt", state) == {}
     assert state["epoch"] == 4
+    with pytest.raises(CheckpointError, match="found 1 missing or further ones, such as lm_head"):
+        fabric.strategy.load_module_state_dict(
+            model._forward_module, {k: v for k, v in changed.items() if k != "lm_head.weight"}
+        )
     found = fabric.strategy.get_module_state_dict(model._forward_module)
     expected = {name: tensor + 1 for name, tensor in tiny_llama().state_dict().items()}
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -51,8 +51,12 @@ def launched(monkeypatch, folder: Path, strategy: str, **settings: object) -> in
     return 1 if strategy in ONE_BATCH else 2
 
 
-def alike(found: dict, expected: dict, first: int = 0) -> None:
-    """Compare two records from a step on, to the rounding of fp32."""
+def alike(found: dict, expected: dict, first: int = 0, other_batches: bool = False) -> None:
+    """Compare two records from a step on, to the rounding of fp32.
+
+    ``other_batches`` says that the best model was found with other batches: a Trainer's evaluation
+    is a mean of batches' means.
+    """
     for name in expected.keys() - {"weights", "best", "evaluated"}:
         assert len(found[name]) == len(expected[name]) == trainers.STEPS, name
         assert found[name][first:] == pytest.approx(expected[name][first:], rel=2e-5, abs=2e-6), (
@@ -61,7 +65,8 @@ def alike(found: dict, expected: dict, first: int = 0) -> None:
     if "evaluated" in expected:
         assert found["best"] == pytest.approx(expected["best"], rel=5e-2)
         # The best model was loaded again, whole, and the ranks evaluate it as they did before.
-        assert found["evaluated"] == pytest.approx(found["best"], rel=1e-6)
+        rounding = 5e-2 if other_batches else 1e-6
+        assert found["evaluated"] == pytest.approx(found["best"], rel=rounding)
     for name, weight in found.get("weights", {}).items():
         torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-3, atol=2e-4)
     assert found.get("weights", expected["weights"]).keys() == expected["weights"].keys()
@@ -139,7 +144,7 @@ def test_a_run_goes_on_under_another_strategy(
     ranks = launched(monkeypatch, tmp_path, after)
     resume = str(tmp_path / "before" / "checkpoint-10")
     found = trainers.train(training, use_drivetrain, tmp_path / "after", ranks, resume=resume)
-    alike(found, expected, first=10)
+    alike(found, expected, first=10, other_batches=after in ONE_BATCH)
 
 
 @pytest.mark.exhaustive

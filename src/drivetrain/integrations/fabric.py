@@ -7,7 +7,7 @@ models and their optimizers is a directory, from which any strategy resumes.
 
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -246,10 +246,24 @@ class FabricTraining(FabricRun):
     def load_module_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """Load whole weights into a model. Collective."""
-        prepared = self.engine._prepared.has(module)
-        with self.engine.gathered(module) if prepared else nullcontext():
+        """Load whole weights into a model. Collective.
+
+        Raises:
+            CheckpointError: ``strict``, and the names are others than the whole model's.
+        """
+        if not self.engine._prepared.has(module):
             module.load_state_dict(state_dict, strict=strict)
+            return
+        facts = self.engine.strategy_of(module).state_facts(self.engine.unwrap_model(module))
+        if strict and (wrong := {each.name for each in facts} ^ state_dict.keys()):
+            raise CheckpointError(
+                f"expected the {len(facts)} names of the whole {type(module).__name__}, found "
+                f"{len(wrong)} missing or further ones, such as {min(wrong)}; pass strict=False to "
+                "load the others"
+            )
+        with self.engine.gathered(module):
+            # Each stage of a pipeline has a part of these names.
+            module.load_state_dict(state_dict, strict=False)
 
 
 def register() -> list[type]:
