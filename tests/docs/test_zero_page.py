@@ -140,7 +140,7 @@ def test_bytes_sent_are_those_of_the_costs(strategy, options):
     )
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.exhaustive), "zero3"])
 def test_blocks_run_on_two_ranks(strategy, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2

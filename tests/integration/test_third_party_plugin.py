@@ -98,6 +98,7 @@ def test_the_wizard_offers_it_and_asks_its_question(python):
     assert (key, text) == ("strategy.mean", "Average gradients over ranks?")
 
 
+@pytest.mark.exhaustive
 def test_it_passes_conformance(python):
     done = python(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"),

@@ -433,6 +433,7 @@ print(total, peak() - before)
 """
 
 
+@pytest.mark.exhaustive
 def test_no_more_than_a_few_tensors_are_real_at_a_time():
     done = subprocess.run(
         [sys.executable, "-c", PEAK],

@@ -204,7 +204,7 @@ if sys.argv[2] == "exit":
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [
-        (1, "exit"),
+        pytest.param(1, "exit", marks=pytest.mark.exhaustive),
         (2, "end"),
         pytest.param(1, "end", marks=pytest.mark.exhaustive),
         pytest.param(2, "exit", marks=pytest.mark.exhaustive),

@@ -143,6 +143,7 @@ def test_afterwards(number):
     result.stdout.fnmatch_lines(["rank 1 failed: ValueError: from 1", "rank 0 failed: ValueError*"])
 
 
+@pytest.mark.exhaustive
 def test_outcomes_other_than_pass_and_fail(project):
     result = run(
         project,
@@ -182,6 +183,7 @@ def test_ignored_warning():
     result.stdout.fnmatch_lines(["SKIPPED*test_case.py*not here*"])
 
 
+@pytest.mark.exhaustive
 def test_what_a_test_leaves_behind_fails_it(project):
     result = run(
         project,

@@ -1,11 +1,13 @@
 """``drivetrain test``: passes where ranks train correctly, and notices where they do not."""
 
+import pytest
 import torch
 
 from drivetrain_launch.commands import selfcheck
 from drivetrain_launch.commands.selfcheck import SelfcheckResult, compare
 
 
+@pytest.mark.exhaustive  # the next test runs it as well
 def test_self_check_passes_on_two_ranks(sandbox):
     done = sandbox.run("test", "--strategy", "toy", "--cpu", "--nproc-per-node", "2")
     assert done.returncode == 0, done.stderr

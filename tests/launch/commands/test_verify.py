@@ -173,6 +173,7 @@ def test_a_script_that_draws_data_by_rank_is_to_blame_itself(verify):
     assert "seed it" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_traceback_of_a_script_comes_first(verify):
     done = verify(script="def deep():\n    raise ValueError('no corpus')\n\ndeep()\n")
     assert done.returncode == 1
@@ -187,6 +188,7 @@ def test_a_refusal_is_shown_with_its_reason(verify):
     assert done.stdout.startswith("refused: ddp: expected dtypes.param as the model is given")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

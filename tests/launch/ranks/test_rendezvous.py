@@ -125,6 +125,7 @@ accelerator.print(json.dumps({
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs the command ip")
 def test_hybrid_sharding_sends_between_hosts_what_replicas_add_up(sandbox):

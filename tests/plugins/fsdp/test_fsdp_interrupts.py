@@ -110,6 +110,7 @@ def test_the_next_step_of_replicas_is_right(accumulate):
     interrupted_runs({"sharding": "hybrid", "shard_size": 2, "accumulate": accumulate})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_replicas_that_are_not_equally_fast(monkeypatch):
     """What a round cut short sends does not depend on which reductions were seen to be over."""

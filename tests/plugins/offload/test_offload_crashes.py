@@ -137,7 +137,7 @@ def ended(process, seconds=30):
 @pytest.mark.parametrize(
     ("whom", "number", "code"),
     [
-        ("launcher", signal.SIGTERM, 143),
+        pytest.param("launcher", signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
         pytest.param("launcher", signal.SIGINT, 130, marks=pytest.mark.exhaustive),
         pytest.param("rank", signal.SIGTERM, None, marks=pytest.mark.exhaustive),
         ("launcher", signal.SIGKILL, -9),
@@ -153,6 +153,7 @@ def test_nothing_is_left_after_a_signal(run, whom, number, code):
     run.check_nothing_left()
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_and_a_resume_bit_by_bit(run):
     process = run.start(10**6)
     os.kill(run.begun(process)[1], signal.SIGKILL)  # in step 4 at the earliest
@@ -177,7 +178,7 @@ BROKEN = """
 """
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("call", ["pwritev", pytest.param("preadv", marks=pytest.mark.exhaustive)])
 def test_a_disk_that_fails_ends_the_run(run, call):
     process = run.start(10**6, fault=BROKEN.strip().replace("CALL", call))
     code, _, err = ended(process, 60)
@@ -197,6 +198,7 @@ SLOW = """
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_ends_first_sends_its_last_step(run):
     """Its process ends with the script; another rank still needs what it steps meanwhile."""
     end = "if rank == 0:\n    time.sleep(1.0)\n    model.eval()\n    print(model(x).sum().item())"
@@ -233,6 +235,7 @@ FULL = """
 """
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_gets_full_stops_saves_alone(run):
     """The room of the run itself is its own; an earlier checkpoint on that disk stays whole."""
     state = run.disk / "state"
@@ -305,6 +308,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.exhaustive
 def test_states_pass_memory_one_by_one(tmp_path):
     """Masters and states take 72 MiB on the disk, a tensor 4 MiB; 8 MiB of a kind go in a file."""
     if not Path("/proc/self/status").exists():

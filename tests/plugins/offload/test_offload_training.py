@@ -235,6 +235,7 @@ def under(strategy, offload):
     return strategy if offload is None else {**strategy, "offload": offload}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2)
 def test_state_dicts_of_optimizers_go_in_and_out(tmp_path):
     for offload in offloads("zero3", str(tmp_path)):
@@ -305,6 +306,7 @@ def subtract(model, updates):
         model.get_parameter(name).sub_(update)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2)
 def test_thawed_later(tmp_path):
     def run(offload):

@@ -178,7 +178,7 @@ def test_memory_is_that_of_the_formulas(strategy, world):
     "strategy",
     [
         pytest.param(STAGES["zero1"], id="zero1", marks=pytest.mark.exhaustive),
-        pytest.param(STAGES["zero2"], id="zero2"),
+        pytest.param(STAGES["zero2"], id="zero2", marks=pytest.mark.exhaustive),
         pytest.param(STAGES["zero3"], id="zero3", marks=pytest.mark.exhaustive),
         pytest.param(STAGES["sharded"], id="sharded"),
     ],

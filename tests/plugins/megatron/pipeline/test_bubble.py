@@ -110,6 +110,7 @@ def step(accelerator, model):
     return max(gather_object([time.perf_counter() - started]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.exhaustive), "1f1b"])
 @pytest.mark.ranks(RANKS)
 def test_whole_backwards(monkeypatch, schedule):

@@ -172,6 +172,7 @@ def test_tensor_and_pipeline(name, sequence_parallel):
     check(name, loss_inside, **options)
 
 
+@pytest.mark.exhaustive
 @EACH
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "shards"])
 @pytest.mark.ranks(4)
