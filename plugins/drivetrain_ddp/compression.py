@@ -14,6 +14,20 @@ Finish: TypeAlias = Callable[[], object]
 """Returns when a bucket's flat tensor, tail included, holds the sum over ranks."""
 
 
+def sum_in(dtype: torch.dtype, tensor: Tensor, communicator: Communicator, *, label: str) -> Finish:
+    """Start to sum a tensor over the ranks in a dtype on the wire; the sum replaces its values."""
+    if dtype == tensor.dtype:
+        return communicator.all_reduce(tensor, label=label).wait
+    rounded = tensor.to(dtype)
+    handle = communicator.all_reduce(rounded, label=label)
+
+    def finish() -> None:
+        handle.wait()
+        tensor.copy_(rounded)
+
+    return finish
+
+
 class CommunicationHook:
     """Turns a full bucket into its sum over the ranks; subclasses compress the message.
 

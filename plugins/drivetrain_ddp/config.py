@@ -1,6 +1,6 @@
 """The knobs of data parallelism, and the compression that they choose."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +34,9 @@ class DdpConfig:
         question="Compress gradients on the wire?",
     )
     powersgd_rank: int = option(4, help="rank of the low-rank gradients of powersgd", minimum=1)
+    powersgd_dtype: Literal["same", "bf16", "fp16"] = option(
+        "same", help="dtype in which powersgd sends: that of the gradients, or half precision"
+    )
     powersgd_start_step: int = option(
         10, help="optimizer steps with uncompressed gradients before powersgd starts", minimum=0
     )
@@ -67,7 +70,14 @@ class DdpConfig:
         if precision.reduce is not None:
             return CastHook(precision.reduce_dtype)
         if self.hook == "powersgd":
-            return PowerSgdHook(self.powersgd_rank, self.powersgd_start_step)
+            on_wire = _on_wire(self.powersgd_dtype)
+            return PowerSgdHook(self.powersgd_rank, self.powersgd_start_step, on_wire)
         if self.hook == "none":
             return CommunicationHook()
-        return CastHook(narrowing(torch.bfloat16 if self.hook == "bf16" else torch.float16))
+        return CastHook(_on_wire(self.hook))
+
+
+def _on_wire(word: str) -> Callable[[torch.dtype], torch.dtype]:
+    """Return the dtype on the wire for each dtype of gradients."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return narrowing(dtypes[word]) if word in dtypes else lambda dtype: dtype

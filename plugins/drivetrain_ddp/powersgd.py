@@ -16,7 +16,7 @@ Vectors, small matrices and the tail are sent whole. Gradients come divided by N
 are means, and M and E are kept in units of 1/N.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from drivetrain.collectives import Communicator, Handle, sent_elements
+from drivetrain.collectives import Communicator, sent_elements
 from drivetrain.parts.buckets import Bucket, BucketLayout
-from drivetrain_ddp.compression import CommunicationHook, Finish
+from drivetrain_ddp.compression import CommunicationHook, Finish, sum_in
 
 
 @dataclass(slots=True)
@@ -62,32 +62,42 @@ class _Memory:
 class _LowRank:
     """A bucket under way: P and the rest are being summed, Q follows in ``finish``."""
 
-    def __init__(self, memory: _Memory, missing: Sequence[int], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        memory: _Memory,
+        missing: Sequence[int],
+        communicator: Communicator,
+        dtype: torch.dtype,
+    ) -> None:
         self._memory = memory
+        self._dtype = dtype
         self._communicator = communicator
         self._absent = frozenset(missing)
         torch.cat([tensor.flatten() for tensor in memory.whole], out=memory.rest)
-        self._rest = communicator.all_reduce(memory.rest, label="powersgd rest")
+        self._sum_rest = self._start(memory.rest, "powersgd rest")
         for matrix in memory.matrices:
             # Without a gradient here the error waits: were the gradient missing on all ranks, the
             # parameter would not be updated and the error would be lost.
             if matrix.place not in self._absent:
                 matrix.view.add_(matrix.error)
             torch.mm(matrix.view, matrix.q, out=matrix.p)
-        self._ps: Handle = communicator.all_reduce(memory.ps, label="powersgd P")
+        self._sum_ps = self._start(memory.ps, "powersgd P")
 
     def finish(self) -> None:
         """Wait for P, exchange Q, and write the low-rank sum into the bucket."""
-        self._ps.wait()
+        self._sum_ps()
         for matrix in self._memory.matrices:
             matrix.p.copy_(torch.linalg.qr(matrix.p).Q)
             torch.mm(matrix.view.T, matrix.p, out=matrix.q)
-        handle = self._communicator.all_reduce(self._memory.qs, label="powersgd Q")
-        self._rest.wait()
+        sum_qs = self._start(self._memory.qs, "powersgd Q")
+        self._sum_rest()
         self._restore()
-        handle.wait()
+        sum_qs()
         for matrix in self._memory.matrices:
             self._write_sum(matrix)
+
+    def _start(self, tensor: Tensor, label: str) -> Finish:
+        return sum_in(self._dtype, tensor, self._communicator, label=label)
 
     def _write_sum(self, matrix: _Matrix) -> None:
         approximation = matrix.p @ matrix.q.T
@@ -112,9 +122,13 @@ class PowerSgdHook(CommunicationHook):
         rank: columns of the factors.
         start_step: how many sums of each bucket are plain before compression starts; again so
             after a change of the buckets.
+        on_wire: maps the dtype of gradients to the dtype in which all is sent.
     """
 
-    def __init__(self, rank: int, start_step: int) -> None:
+    def __init__(
+        self, rank: int, start_step: int, on_wire: Callable[[torch.dtype], torch.dtype]
+    ) -> None:
+        self._on_wire = on_wire
         self._rank = rank
         self._start_step = start_step
         self._steps: dict[BucketLayout, int] = {}
@@ -125,17 +139,20 @@ class PowerSgdHook(CommunicationHook):
         layout = bucket.layout
         step = self._steps[layout] = self._steps.get(layout, 0) + 1
         if step <= self._start_step or not self._compressed(layout):
-            return super().start(bucket, missing, communicator)
+            return sum_in(
+                self._on_wire(layout.dtype), bucket.flat, communicator, label="gradient bucket"
+            )
         if layout not in self._memories:
             self._memories[layout] = self._allocate(bucket)
-        return _LowRank(self._memories[layout], missing, communicator).finish
+        dtype = self._on_wire(layout.dtype)
+        return _LowRank(self._memories[layout], missing, communicator, dtype).finish
 
     @override
     def sent(self, layout: BucketLayout, size: int) -> int:
         ps, qs, rest = self._numels(layout)
         parts = (ps, qs, rest) if ps else (layout.numel,)
         elements = sum(sent_elements("all_reduce", part, size=size) for part in parts)
-        return elements * layout.dtype.itemsize
+        return elements * self._on_wire(layout.dtype).itemsize
 
     @override
     def held(self, layout: BucketLayout) -> int:

@@ -34,6 +34,7 @@ _HOMES = {
         "is_mps_available",
         "is_peft_available",
         "is_rich_available",
+        "is_schedulefree_available",
         "is_tensorboard_available",
         "is_tqdm_available",
         "is_trackio_available",
@@ -67,6 +68,7 @@ _HOMES = {
     ),
     "drivetrain.facade.options": (
         "AutocastKwargs",
+        "DDPCommunicationHookType",
         "DataLoaderConfiguration",
         "DistributedDataParallelKwargs",
         "GradScalerKwargs",
@@ -75,6 +77,7 @@ _HOMES = {
         "ProfileKwargs",
         "ProjectConfiguration",
     ),
+    "drivetrain.local_sgd": ("LocalSGD",),
     "drivetrain.log": ("get_logger", "progress", "tqdm"),
     "drivetrain.memory": ("find_executable_batch_size", "release_memory"),
     "drivetrain.nested": (

@@ -42,6 +42,8 @@ is_datasets_available = partial(is_installed, "datasets")
 """Whether datasets is installed."""
 is_transformers_available = partial(is_installed, "transformers")
 """Whether transformers is installed."""
+is_schedulefree_available = partial(is_installed, "schedulefree")
+"""Whether schedulefree is installed."""
 is_peft_available = partial(is_installed, "peft")
 """Whether peft is installed."""
 is_deepspeed_available = partial(is_installed, "deepspeed")

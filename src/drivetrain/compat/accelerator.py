@@ -19,6 +19,7 @@ from drivetrain.compat.plugins import (
     TorchTensorParallelPlugin,
     translated,
 )
+from drivetrain.compat.states import Resettable
 from drivetrain.config.foreign import Translation
 from drivetrain.errors import UsageError
 from drivetrain.facade.options import (
@@ -35,7 +36,7 @@ SCHEDULE = {"step_scheduler_with": "samples"}
 """Accelerate steps a schedule once per rank and step; ``--set step_scheduler_with`` wins."""
 
 
-class ScriptAccelerator(Accelerator):
+class ScriptAccelerator(Resettable, Accelerator):
     """The Accelerator for scripts that import ``accelerate``: its arguments in its order.
 
     Plugin objects choose the strategy, as ``strategy=`` does. Schedules are stepped once for each
@@ -155,6 +156,61 @@ class ScriptAccelerator(Accelerator):
             for item in args
         )
         return super().prepare(*compiled, device_placement=device_placement, strategy=strategy)
+
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        overwrite: bool | None = None,
+        wait: bool = True,
+    ) -> str:
+        """Save the run; a checkpoint of the same name is replaced, unless ``overwrite=False``.
+
+        ``safe_serialization=False`` writes safetensors as well, and says so.
+        """
+        replaced = output_dir is not None if overwrite is None else overwrite
+        _announce_format(safe_serialization)
+        return super().save_state(output_dir, overwrite=replaced, wait=wait)
+
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        map_location: Any = None,
+        verify: str = "full",
+    ) -> str:
+        """Continue from a checkpoint.
+
+        Args:
+            input_dir: the directory; None means the last automatically named one.
+            load_kwargs: without effect, since no pickle is read.
+            map_location: without effect: tensors are read to where the model lies.
+            verify: ``full`` checks the checksum of every file first, ``size`` its size only.
+        """
+        del load_kwargs, map_location
+        return super().load_state(input_dir, verify=verify)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+        *,
+        only_trainable: bool = False,
+    ) -> None:
+        """Write a model's weights; ``safe_serialization=False`` writes safetensors, and says so."""
+        _announce_format(safe_serialization)
+        super().save_model(model, save_directory, max_shard_size, only_trainable=only_trainable)
+
+
+def _announce_format(safe_serialization: bool) -> None:
+    if not safe_serialization:
+        logger.announce(
+            "safe_serialization=False has no effect: files are safetensors, not pickles"
+        )
 
 
 def _chosen_by(plugins: Sequence[Plugin], strategy: Any, config: Any) -> Translation:

@@ -29,8 +29,8 @@ PATHS = frozenset(
 """Accelerate's import paths, below the package."""
 
 _HOMES = {
+    "drivetrain.compat.loaders": ("DataLoaderDispatcher", "prepare_data_loader"),
     "drivetrain.compat.plugins": (
-        "DDPCommunicationHookType",
         "DeepSpeedPlugin",
         "DynamoBackend",
         "FullyShardedDataParallelPlugin",
@@ -43,14 +43,16 @@ _HOMES = {
         "TorchTensorParallelPlugin",
     ),
     "drivetrain.compat.states": (
+        "AcceleratorState",
+        "PartialState",
         "compare_versions",
         "is_initialized",
         "is_peft_model",
         "is_torch_version",
     ),
 }
-_OURS = {name: home for home, names in _HOMES.items() for name in names} | {
-    name: "drivetrain" for name in drivetrain.__all__ if not name.startswith("_")
+_OURS = {name: "drivetrain" for name in drivetrain.__all__ if not name.startswith("_")} | {
+    name: home for home, names in _HOMES.items() for name in names
 }
 _RENAMED = {"Accelerator": ("drivetrain.compat.accelerator", "ScriptAccelerator")}
 
@@ -70,16 +72,18 @@ _REAL = (
 )
 """Modules of the real package whose functions know nothing of processes."""
 
+_DIVIDERS = frozenset(
+    {"BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler"}
+)
+"""Samplers of ``accelerate.data_loader`` that are told of processes by their caller."""
+
 _STATEFUL = {"GatheredParameters", "convert_model", "write_basic_config"}
 """Names of these modules that do."""
 
 _WAYS_OUT = {
     "GradientState": "ask accelerator.sync_gradients and accelerator.gradient_state",
-    "SeedableRandomSampler": "prepared loaders shuffle by seed and epoch themselves",
-    "prepare_data_loader": "call accelerator.prepare(loader)",
     "DummyOptim": "make an optimizer of torch.optim, which any strategy takes",
     "DummyScheduler": "make a scheduler of torch.optim.lr_scheduler",
-    "LocalSGD": "take the strategy's accumulation, or the real package without drivetrain",
     "prepare_pippy": "take strategy: {name: ..., pp: N} of the configuration",
     "write_basic_config": "run 'drivetrain config'",
     "FP8RecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
@@ -116,20 +120,29 @@ class NoCounterpart(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return False
 
+    def _reset_state(cls, *args: Any) -> None:
+        """Do nothing, for tests of scripts: no state is shared."""
 
-def resolve(name: str) -> Any:
+
+def resolve(name: str, path: str = "") -> Any:
     """Return the object of a name in Accelerate.
+
+    Args:
+        name: as a script imports it.
+        path: of the module that it imports from, below ``accelerate``.
 
     Raises:
         AttributeError: Accelerate has no such name.
     """
     if name in _WAYS_OUT:
         return NoCounterpart(name, (), {"__module__": __name__})
+    if name in _DIVIDERS and _real_module("accelerate.data_loader") is not None:
+        return getattr(_real_module("accelerate.data_loader"), name)
     if name in _RENAMED or name in _OURS:
         home, own = _RENAMED.get(name, (_OURS.get(name, ""), name))
         return getattr(importlib.import_module(home), own)
     if not name.startswith("_"):
-        found = _from_real_package(name)
+        found = _from_real_package(name, path)
         if found is not None:
             return found
     near = difflib.get_close_matches(name, public_names(), n=1)
@@ -142,7 +155,7 @@ def public_names() -> list[str]:
     return sorted({*_RENAMED, *_OURS} - _WAYS_OUT.keys())
 
 
-def _from_real_package(name: str) -> Any:
+def _from_real_package(name: str, path: str) -> Any:
     """Return the installed Accelerate's object, or a refusing one; None without such a name."""
     if _real_module("accelerate") is None:
         return None
@@ -151,7 +164,8 @@ def _from_real_package(name: str) -> Any:
             found = vars(_real_module(home) or object).get(name)
             if found is not None:
                 return found
-    known = any(hasattr(_real_module(home), name) for home in ("accelerate", "accelerate.utils"))
+    homes = ("accelerate", "accelerate.utils", f"accelerate.{path}".rstrip("."))
+    known = any(hasattr(_real_module(home), name) for home in homes)
     return NoCounterpart(name, (), {"__module__": __name__}) if known else None
 
 

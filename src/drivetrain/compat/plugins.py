@@ -16,16 +16,6 @@ from drivetrain.errors import UsageError
 from drivetrain.registry import formats
 
 
-class DDPCommunicationHookType(StrEnum):
-    """How gradients are compressed on the wire."""
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
-
-
 class PrecisionType(StrEnum):
     """Precisions of a run; fp8 is refused."""
 

@@ -1,4 +1,4 @@
-"""Small questions that scripts ask Accelerate, answered from this process and its packages."""
+"""Questions that scripts ask Accelerate about processes and packages, answered by this process."""
 
 import operator
 from importlib.metadata import version as installed_version
@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from drivetrain import aliases, processes
 from drivetrain.errors import UsageError
 from drivetrain.parts.naming import uncompiled
 
@@ -19,6 +20,22 @@ COMPARISONS = {
     ">=": operator.ge,
     ">": operator.gt,
 }
+
+
+class Resettable:
+    """A state that nobody shares, so that there is nothing to reset."""
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Do nothing, for tests of scripts, which call it between two runs."""
+
+
+class PartialState(Resettable, processes.PartialState):
+    """The processes of a run, for scripts without an Accelerator."""
+
+
+class AcceleratorState(Resettable, aliases.AcceleratorState):
+    """The processes of a run and its precision, for scripts without an Accelerator."""
 
 
 def is_initialized() -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from drivetrain.data.dispatch import DispatchSource
 from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import send_to_device
@@ -156,6 +157,11 @@ class PreparedLoader(DataLoader[Any]):
     def total_dataset_length(self) -> int:
         """Samples of the whole dataset; TypeError when it has no length."""
         return len(self._user.dataset)  # type: ignore[arg-type]
+
+    @property
+    def is_dispatched(self) -> bool:
+        """Whether rank 0 alone reads, and sends to the others."""
+        return isinstance(self._source, DispatchSource)
 
     @property
     def even_batches(self) -> bool:

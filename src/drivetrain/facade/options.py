@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,28 @@ class ProfileKwargs:
     output_trace_dir: str | Path | None = None
 
 
+class DDPCommunicationHookType(StrEnum):
+    """How gradients are compressed on the wire."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+COMMUNICATION_HOOKS = {
+    "no": None,
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "power_sgd": "powersgd",
+    "batched_power_sgd": "powersgd",
+}
+"""Torch's communication hooks, and ours."""
+
+COMMUNICATION_WRAPPERS = {"no": None, "fp16": "fp16", "bf16": "bf16"}
+
+
 @dataclass(slots=True)
 class DistributedDataParallelKwargs:
     """Options of torch's DistributedDataParallel, translated into options of our strategy.
@@ -170,7 +193,10 @@ class DistributedDataParallelKwargs:
     Attributes:
         bucket_cap_mb: size of a gradient bucket in MiB.
         broadcast_buffers: broadcast buffers from rank 0 after a backward.
-        comm_hook: ``no``, ``fp16``, ``bf16`` or ``power_sgd``.
+        comm_hook: ``no``, ``fp16``, ``bf16`` or ``power_sgd``; ``batched_power_sgd`` is
+            ``power_sgd``, which compresses each matrix by itself.
+        comm_wrapper: ``fp16`` or ``bf16`` sends the factors of ``power_sgd`` in this dtype; with
+            another hook it has no effect.
         comm_state_option: ``matrix_approximation_rank`` and ``start_powerSGD_iter`` of PowerSGD.
     """
 
@@ -182,24 +208,24 @@ class DistributedDataParallelKwargs:
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     comm_hook: str = "no"
+    comm_wrapper: str = "no"
     comm_state_option: Mapping[str, Any] | None = None
 
     def strategy_options(self) -> dict[str, Any]:
         """Return the options that differ from the strategy's defaults, by the strategy's names.
 
         Raises:
-            UsageError: an unknown communication hook.
+            UsageError: an unknown communication hook or wrapper.
         """
-        hooks = {"no": None, "fp16": "fp16", "bf16": "bf16", "power_sgd": "powersgd"}
-        hook = getattr(self.comm_hook, "value", self.comm_hook)
-        if hook not in hooks:
-            raise UsageError(f"expected a comm_hook of {', '.join(hooks)}, found {hook!r}")
+        hook = _choice("comm_hook", self.comm_hook, COMMUNICATION_HOOKS)
+        wrapper = _choice("comm_wrapper", self.comm_wrapper, COMMUNICATION_WRAPPERS)
         state = self.comm_state_option or {}
         buffers = {True: "broadcast", False: "none", None: None}[self.broadcast_buffers]
         options = {
             "bucket_mib": self.bucket_cap_mb,
             "buffers": buffers,
-            "hook": hooks[hook],
+            "hook": hook,
+            "powersgd_dtype": wrapper if hook == "powersgd" else None,
             "powersgd_rank": state.get("matrix_approximation_rank"),
             "powersgd_start_step": state.get("start_powerSGD_iter"),
         }
@@ -214,6 +240,13 @@ class DistributedDataParallelKwargs:
         options = self.strategy_options()
         kept = {key: value for key, value in options.items() if key in known}
         return kept, sorted(options.keys() - known)
+
+
+def _choice(name: str, value: Any, choices: Mapping[str, str | None]) -> str | None:
+    word = getattr(value, "value", value)
+    if word not in choices:
+        raise UsageError(f"expected a {name} of {', '.join(choices)}, found {word!r}")
+    return choices[word]
 
 
 @dataclass(slots=True)

@@ -114,6 +114,7 @@ class Preparation:
         # Before the strategy's own hook, which may communicate.
         note = UninheritedHook(functools.partial(self._note_forward, entry))
         entry.note = module.register_forward_pre_hook(note, prepend=True)
+        entry.offer_no_sync()
         self._gradients.observer.after_prepare(entry)
         return module
 

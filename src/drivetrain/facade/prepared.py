@@ -20,7 +20,12 @@ from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.nested import convert_to_fp32
 from drivetrain.parts.naming import all_names, clean_name, named_parameters
 from drivetrain.parts.torch_calls import Arguments, Function, Keywords
-from drivetrain.parts.wrapping import is_wrapped, unwrap_forward, wrap_forward
+from drivetrain.parts.wrapping import (
+    UninheritedContext,
+    is_wrapped,
+    unwrap_forward,
+    wrap_forward,
+)
 from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Strategy
@@ -175,9 +180,15 @@ class PreparedModel:
         kinds = Counter(f"from {saved} to {kept}" for saved, kept in everyone.values())
         return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
+    def offer_no_sync(self) -> None:
+        """Give the model the method of torch's DistributedDataParallel that scripts call."""
+        if not hasattr(self.model, "no_sync"):
+            self.model.__dict__["no_sync"] = UninheritedContext(self.strategy.accumulating)
+
     def close(self) -> None:
         """Make the model an ordinary one again."""
         restore_forward(self.model)
+        self.model.__dict__.pop("no_sync", None)
         if self.note is not None:
             self.note.remove()
         self.strategy.close()

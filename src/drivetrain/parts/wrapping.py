@@ -1,8 +1,9 @@
-"""Another forward for a module, and hooks on a module that its copies do not inherit."""
+"""Another forward for a module, and hooks and methods that copies of a module do not inherit."""
 
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, Protocol
 
@@ -96,3 +97,21 @@ class UninheritedHook:
 
     def __reduce__(self) -> tuple[type["UninheritedHook"], tuple[None]]:
         return UninheritedHook, (None,)
+
+
+class UninheritedContext:
+    """A method of one module that returns a context; in copies and pickles it has no effect.
+
+    Args:
+        enter: makes the context.
+    """
+
+    def __init__(self, enter: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._enter = enter
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Return a new context."""
+        return self._enter()
+
+    def __reduce__(self) -> tuple[type["UninheritedContext"], tuple[()]]:
+        return UninheritedContext, ()

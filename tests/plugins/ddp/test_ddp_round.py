@@ -305,7 +305,7 @@ def test_clip_is_torchs_on_the_mean():
     strategy.close()
 
 
-@pytest.mark.parametrize("hook", ["none", "bf16", "fp16", "powersgd"])
+@pytest.mark.parametrize("hook", ["none", "bf16", "fp16", "powersgd", "powersgd in fp16"])
 @pytest.mark.parametrize("buckets", [0.001, 25.0])
 @pytest.mark.ranks(3)
 def test_cost_is_what_the_ledger_counts_and_what_is_held(hook: str, buckets: float):
@@ -315,7 +315,8 @@ def test_cost_is_what_the_ledger_counts_and_what_is_held(hook: str, buckets: flo
     config = DdpConfig(
         bucket_mib=buckets,
         first_bucket_mib=buckets,
-        hook=hook,
+        hook=hook.removesuffix(" in fp16"),
+        powersgd_dtype="fp16" if hook.endswith("in fp16") else "same",
         powersgd_rank=2,
         powersgd_start_step=0,
     )
@@ -354,12 +355,14 @@ def test_only_an_optimizer_of_two_states_is_promised_to_count_steps(momentum: fl
     strategy.close()
 
 
-@pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
+@pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd", "powersgd in bf16"])
 @pytest.mark.ranks(2)
 def test_compressed_training_still_learns_and_ranks_agree(hook: str):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-    config = DdpConfig(hook=hook, powersgd_rank=2, powersgd_start_step=2)
+    words = {"powersgd_dtype": "bf16"} if hook.endswith("in bf16") else {}
+    kind = hook.removesuffix(" in bf16")
+    config = DdpConfig(hook=kind, powersgd_rank=2, powersgd_start_step=2, **words)
     optimizer = SGD(model.parameters(), lr=0.5)
     strategy = start(model, config, (optimizer,))
     rank = strategy.run.world.rank

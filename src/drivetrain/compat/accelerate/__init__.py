@@ -64,7 +64,7 @@ def _find(name: str, path: str) -> Any:
         return public_names()
     if below in PATHS:
         return importlib.import_module(f"{__name__}.{below}")
-    return resolve(name)
+    return resolve(name, path)
 
 
 def __getattr__(name: str) -> Any:
