@@ -30,6 +30,10 @@ class Dataset:
     def from_dict(cls, columns: Mapping[str, list[Any]]) -> "Dataset":
         return cls(columns)
 
+    @classmethod
+    def from_list(cls, rows: list[dict[str, Any]]) -> "Dataset":
+        return cls({name: [row[name] for row in rows] for name in rows[0]})
+
     @property
     def column_names(self) -> list[str]:
         return list(self._columns)

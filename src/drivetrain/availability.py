@@ -7,6 +7,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
+from torch.torch_version import TorchVersion
 
 
 def is_installed(module: str) -> bool:
@@ -24,8 +25,6 @@ def is_installed(module: str) -> bool:
 
 is_cuda_available = torch.cuda.is_available
 """Whether CUDA devices are there."""
-is_mps_available = torch.backends.mps.is_available
-"""Whether Apple's Metal devices are there."""
 is_xpu_available = torch.xpu.is_available
 """Whether Intel's XPU devices are there."""
 is_wandb_available = partial(is_installed, "wandb")
@@ -48,6 +47,13 @@ is_peft_available = partial(is_installed, "peft")
 """Whether peft is installed."""
 is_deepspeed_available = partial(is_installed, "deepspeed")
 """Whether deepspeed is installed."""
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether there is a GPU of Apple, and torch has at least this version."""
+    return (
+        bool(TorchVersion(torch.__version__) >= min_version) and torch.backends.mps.is_available()
+    )
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:

@@ -158,6 +158,11 @@ class Processes:
             raise UsageError("expected local_process_index=N for on_local_process(), found none")
         return self._decorator(lambda: self.local_process_index == local_process_index, function)
 
+    def destroy_process_group(self) -> None:
+        """Leave the other processes, at the end of a script; nothing to do for one process."""
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Context that the main process leaves, also by an exception, before others enter."""
@@ -241,11 +246,6 @@ class PartialState(Processes):
         self, cpu: bool = False, *, backend: str | None = None, timeout: timedelta | None = None
     ) -> None:
         super().__init__(World.discover(cpu=cpu, backend=backend, timeout=timeout))
-
-    def destroy_process_group(self) -> None:
-        """Leave the other processes, at the end of a script; nothing to do for one process."""
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _length(inputs: Any) -> int:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import drivetrain
 from drivetrain import availability
 
 
@@ -40,3 +41,9 @@ def test_patch_environment_restores_exactly(monkeypatch):
         del os.environ["DRIVETRAIN_TEST_NEW"]
         1 / 0  # noqa: B018
     assert dict(os.environ) == expected
+
+
+def test_an_old_torch_has_no_gpu_of_apple(monkeypatch):
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    assert drivetrain.is_mps_available(min_version="1.12")
+    assert not drivetrain.is_mps_available(min_version="99.0")

@@ -82,6 +82,8 @@ _STATEFUL = {"GatheredParameters", "convert_model", "write_basic_config"}
 
 _WAYS_OUT = {
     "GradientState": "ask accelerator.sync_gradients and accelerator.gradient_state",
+    "register_tracker_class": "pass the tracker's class or object in log_with",
+    "LOGGER_TYPE_TO_CLASS": "pass the tracker's class or object in log_with",
     "DummyOptim": "make an optimizer of torch.optim, which any strategy takes",
     "DummyScheduler": "make a scheduler of torch.optim.lr_scheduler",
     "prepare_pippy": "take strategy: {name: ..., pp: N} of the configuration",

@@ -173,7 +173,8 @@ class PreparedScheduler:
             return
         for _ in range(self._steps_per_call):
             total = getattr(self.scheduler, "total_steps", None)
-            if total is None or self.scheduler.last_epoch < total - 1:
+            # As many steps as a loop without this library may take; one more is an error of torch.
+            if total is None or self.scheduler.last_epoch < total:
                 self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:

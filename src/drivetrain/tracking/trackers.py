@@ -56,6 +56,10 @@ class Tracker(ABC):
     def tracker(self) -> Any:
         """The object that does the work, for uses beyond this contract."""
 
+    def start(self) -> None:
+        """Begin the run; called once, before its settings are stored."""
+        return
+
     @abstractmethod
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Store the run's settings."""
@@ -137,6 +141,7 @@ class Trackers:
         self.finish()
         for chosen in self._chosen:
             self.active.append(self._made(chosen, project, dict(init_kwargs or {})))
+            self.active[-1].start()
         if config is not None:
             shown, secret = _without_secrets(config)
             if secret and self.active:

@@ -182,6 +182,25 @@ def test_no_communication_inside_a_window():
     accelerator.end_training()
 
 
+def test_a_schedule_of_n_steps_takes_n_steps_and_no_more():
+    accelerator = Accelerator(cpu=True)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = {"max_lr": 0.5, "total_steps": 4}
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, **schedule)
+    expected = torch.optim.lr_scheduler.OneCycleLR(alone, **schedule)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+        alone.step()
+        expected.step()
+        assert scheduler.get_last_lr() == expected.get_last_lr()
+    scheduler.step()
+    assert scheduler.get_last_lr() == expected.get_last_lr()
+
+
 @pytest.mark.ranks(2)
 def test_no_sync_and_trigger_sync_in_backward():
     accelerator = Accelerator(cpu=True)

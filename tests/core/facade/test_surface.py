@@ -24,6 +24,7 @@ SURFACE = {
     "clip_grad_norm_": "(parameters, max_norm, norm_type=2.0)",
     "clip_grad_value_": "(parameters, clip_value)",
     "deepspeed_plugin": "property",
+    "destroy_process_group": "()",
     "device": "property",
     "dispatch_batches": "property",
     "distributed_type": "property",

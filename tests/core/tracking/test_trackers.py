@@ -239,3 +239,13 @@ def test_only_the_main_rank_writes(tmp_path):
     (path,) = tmp_path.iterdir()
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["rank"] == 0
+
+
+def test_a_tracker_begins_before_its_settings_are_stored():
+    class Beginning(Memory):
+        def start(self):
+            self.said.append("start")
+
+    tracker = Beginning("mine")
+    started(tracker, config={"a": 1})
+    assert tracker.said == ["start", {"a": 1}]
