@@ -22,6 +22,7 @@ PROMISED = re.compile(r"`((?:building|collectives|parts|sharding)\.\w[\w.]*)")
 HOMES_BY_TOPIC = {
     "Processes": ("processes", "notebook"),
     "Collectives": ("communication",),
+    "Local SGD": ("local_sgd",),
     "Data": ("data", "data.order", "nested"),
     "Options of an Accelerator": ("facade.options",),
     "Log, progress and trackers": ("log", "tracking"),

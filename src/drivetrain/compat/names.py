@@ -43,8 +43,6 @@ _HOMES = {
         "TorchTensorParallelPlugin",
     ),
     "drivetrain.compat.states": (
-        "AcceleratorState",
-        "PartialState",
         "compare_versions",
         "is_initialized",
         "is_peft_model",
@@ -54,7 +52,11 @@ _HOMES = {
 _OURS = {name: "drivetrain" for name in drivetrain.__all__ if not name.startswith("_")} | {
     name: home for home, names in _HOMES.items() for name in names
 }
-_RENAMED = {"Accelerator": ("drivetrain.compat.accelerator", "ScriptAccelerator")}
+_RENAMED = {
+    "Accelerator": ("drivetrain.compat.accelerator", "ScriptAccelerator"),
+    "AcceleratorState": ("drivetrain.compat.states", "ScriptAcceleratorState"),
+    "PartialState": ("drivetrain.compat.states", "ScriptPartialState"),
+}
 
 _REAL = (
     "accelerate.big_modeling",

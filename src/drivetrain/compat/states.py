@@ -30,11 +30,11 @@ class Resettable:
         """Do nothing, for tests of scripts, which call it between two runs."""
 
 
-class PartialState(Resettable, processes.PartialState):
+class ScriptPartialState(Resettable, processes.PartialState):
     """The processes of a run, for scripts without an Accelerator."""
 
 
-class AcceleratorState(Resettable, aliases.AcceleratorState):
+class ScriptAcceleratorState(Resettable, aliases.AcceleratorState):
     """The processes of a run and its precision, for scripts without an Accelerator."""
 
 

@@ -100,7 +100,7 @@ class UninheritedHook:
 
 
 class UninheritedContext:
-    """A method of one module that returns a context; in copies and pickles it has no effect.
+    """The context method of one module; copies and pickles of the module have one without effect.
 
     Args:
         enter: makes the context.
