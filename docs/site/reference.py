@@ -25,20 +25,30 @@ HOMES_BY_TOPIC = {
     "Local SGD": ("local_sgd",),
     "Data": ("data", "data.order", "nested"),
     "Options of an Accelerator": ("facade.options",),
-    "Log, progress and trackers": ("log", "tracking"),
+    "Log and progress": ("log",),
     "Random numbers": ("runtime.rng",),
     "Memory": ("memory",),
     "Files": ("checkpoint",),
-    "Trainer": ("integrations.transformers",),
+    "Trainer and Fabric": ("integrations.transformers", "integrations.fabric"),
     "Errors": ("errors",),
     "Names of Accelerate": ("aliases", "runtime.gradient_state"),
     "Available packages": ("availability",),
-    "The contract of plugins": ("strategy", "cost", "shards", "store", "config"),
+    "The contract of plugins": (
+        *("strategy", "cost", "shards", "store", "config"),
+        *("registry", "tracking", "testing.conformance"),
+    ),
 }
 """Modules of ``drivetrain`` whose public names the pages list, in the order of the pages."""
 
 FOR_PLUGINS = "The contract of plugins"
-OUTSIDE_OF_THE_TABLE = {"drivetrain.integrations.transformers": ("Trainer", "use_drivetrain")}
+OUTSIDE_OF_THE_TABLE = {
+    "drivetrain.integrations.transformers": ("Trainer", "use_drivetrain"),
+    "drivetrain.integrations.fabric": ("DrivetrainStrategy", "register"),
+    "drivetrain.config": ("NestedStrategy", "mapping", "nested_strategy"),
+    "drivetrain.registry": ("strategies", "stores"),
+    "drivetrain.store": ("SteppingStore", "ShardStepper", "ShardSpec", "ShardStep", "Pending"),
+    "drivetrain.testing.conformance": ("StrategyConformance",),
+}
 """Public names that are imported from their own module."""
 
 
@@ -106,8 +116,8 @@ def _overview() -> str:
     lines = [
         "# Reference",
         "",
-        "Every public name, from its docstring. `from drivetrain import NAME` imports each but "
-        "those of `drivetrain.integrations.transformers`.",
+        "Every public name, from its docstring. `from drivetrain import NAME` imports a name "
+        "without dots; the others are imported from their own module.",
         "",
         "- [Accelerator](accelerator.md): the object that a training loop talks to, by topic",
         "- [Functions and classes](names.md) for scripts",
@@ -119,7 +129,9 @@ def _overview() -> str:
     for title, modules in HOMES_BY_TOPIC.items():
         lines += [f"## {title}", "", "| name | |", "|---|---|"]
         for path in _paths(modules):
-            lines.append(f"| [`{path.rpartition('.')[2]}`][{path}] | {_first_sentence(path)} |")
+            name = path.rpartition(".")[2]
+            shown = name if name in drivetrain.__all__ else path
+            lines.append(f"| [`{shown}`][{path}] | {_first_sentence(path)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -205,7 +217,7 @@ def docstring(path: str) -> str:
     for node, after in zip(scope.body, [*scope.body[1:], None], strict=True):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return ast.get_docstring(node) or ""
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and _target(node) == name:
             text = after.value if isinstance(after, ast.Expr) else None
             return str(text.value) if isinstance(text, ast.Constant) else ""
         if isinstance(node, ast.ImportFrom):
@@ -213,6 +225,10 @@ def docstring(path: str) -> str:
                 if (alias.asname or alias.name) == name:
                     return docstring(f"{node.module}.{alias.name}")
     return ""
+
+
+def _target(node: ast.Assign | ast.AnnAssign) -> str:
+    return ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
 
 
 def _definitions(scope: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef]:
