@@ -174,6 +174,7 @@ class LocalReader:
         self, reader: Reader, facts: Mapping[str, ParameterFacts], names: Iterable[str], rank: int
     ) -> None:
         self._reader, self._facts, self._rank = reader, facts, rank
+        self.partial = reader.partial
         self._names = frozenset(names)
 
     def keys(self) -> Iterable[tuple[str, str]]:

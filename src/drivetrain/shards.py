@@ -151,7 +151,13 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class Reader(Protocol):
-    """Reads a checkpoint of any strategy and any number of ranks, only the bytes asked for."""
+    """Reads a checkpoint of any strategy and any number of ranks, only the bytes asked for.
+
+    Attributes:
+        partial: whether weights and buffers that the checkpoint lacks keep their values.
+    """
+
+    partial: bool
 
     def keys(self) -> Iterable[tuple[str, str]]:
         """The (name, state) pairs that the checkpoint holds."""

@@ -130,6 +130,7 @@ class ModelReader:
 
     Attributes:
         aliases: further names of tied parameters -> the name they are saved under.
+        partial: whether weights and buffers that the checkpoint lacks keep their values.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class ModelReader:
     ) -> None:
         self._files = files
         self.aliases = aliases
+        self.partial = False
         self._tensors = {(tensor.name, tensor.state): tensor for tensor in tensors}
         self._scalars = scalars
 

@@ -6,14 +6,13 @@ script writes and reads.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint
@@ -25,6 +24,7 @@ from drivetrain.facade.prepared import PreparedModel, PreparedObjects, check_cou
 from drivetrain.log import get_logger
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
+from drivetrain.shards import Shard
 
 logger = get_logger(__name__)
 
@@ -132,18 +132,19 @@ class RunCheckpoints:
         models = [entry.model for entry in self._prepared.models]
         for hook in self._load_hooks.values():
             hook(models, str(directory))
-        entries = self._entries(models)
+        entries = [e for e in self._prepared.models if any(e.model is model for model in models)]
         doing = f"load {directory}"
         with checkpoint.open_checkpoint(directory, self._world, verify=verify) as reader:
-            check_count("prepared models", len(entries), reader.models)
-            for i, entry in enumerate(entries):
+            loaded = _owners(reader, self._prepared.models, entries)
+            for i, entry in enumerate(loaded):
                 saved = reader.model(i)
+                saved.partial = entry not in entries
                 together(self._world, doing, partial(entry.strategy.load, saved))
                 entry.load_param_groups(reader.state["groups"][i])
                 changed = entry.converted(saved, self._world)
                 if changed:
                     logger.warning(f"{directory}: weights of model {i} were converted: {changed}")
-            together(self._world, doing, partial(self._load_state, reader))
+            together(self._world, doing, partial(self._load_state, reader, loaded))
             self._load_rng(reader)
         return str(directory)
 
@@ -163,46 +164,46 @@ class RunCheckpoints:
         }
         check_same(self._world, "save a checkpoint", facts)
 
-    def _entries_to_save(self, draft: Path) -> list[PreparedModel]:
-        """Let hooks write into the draft, and take out models: from one list or from both."""
+    def _entries_to_save(self, draft: Path) -> dict[int, bool]:
+        """Let hooks write into the draft, and take out weights: from one list or from both.
+
+        Returns:
+            By index of each model to save, whether its weights are saved; the state of its
+            optimizers is saved even so.
+        """
         entries = list(self._prepared.models)
         if not self._save_hooks:
-            return entries
+            return dict.fromkeys(range(len(entries)), True)
         models = [entry.model for entry in entries]
         weights = [model.state_dict() for model in models]
         given = list(zip(entries, weights, strict=True))
         for hook in self._save_hooks.values():
             hook(models, weights, str(draft))
         left = [
-            entry
+            any(entry.model is model for model in models) and any(values is one for one in weights)
             for entry, values in given
-            if any(entry.model is model for model in models)
-            and any(values is one for one in weights)
         ]
-        for entry in entries:
-            if entry not in left and entry.optimizers:
-                logger.warning(
-                    f"a hook took {type(entry.model).__name__} out of the checkpoint: the state of "
-                    "its optimizer is not saved either, so a resumed run begins it anew; let the "
-                    "hook save beside the checkpoint's files and leave models and weights as they "
-                    "are, and the run goes on exactly"
-                )
-        return left
+        return {i: left[i] for i, entry in enumerate(entries) if left[i] or entry.optimizers}
 
-    def _entries(self, models: Sequence[nn.Module]) -> list[PreparedModel]:
-        return [e for e in self._prepared.models if any(e.model is model for model in models)]
-
-    def _contents(self, entries: Sequence[PreparedModel]) -> checkpoint.Contents:
+    def _contents(self, saved: Mapping[int, bool]) -> checkpoint.Contents:
+        entries = [self._prepared.models[i] for i in saved]
         encoded = {
             _file_name(i): registered.encoded()
             for i, registered in enumerate(self._registered)
             if registered.encode is not None and self._world.is_main
         }
         return checkpoint.Contents(
-            models=[entry.strategy.shards() for entry in entries],
+            models=[
+                shards_of(self._prepared.models[i], weights=whole) for i, whole in saved.items()
+            ],
             scalars=[entry.scalars() for entry in entries],
             aliases=[entry.aliases() for entry in entries],
-            state=self._state(entries),
+            state=self._state(entries)
+            | {
+                "without_weights": {
+                    place: i for place, (i, whole) in enumerate(saved.items()) if not whole
+                }
+            },
             rank_state=rng.capture(),
             encoded=encoded,
         )
@@ -264,7 +265,9 @@ class RunCheckpoints:
             },
         }
 
-    def _load_state(self, reader: checkpoint.CheckpointReader) -> None:
+    def _load_state(
+        self, reader: checkpoint.CheckpointReader, loaded: Sequence[PreparedModel]
+    ) -> None:
         state = reader.state
         kinds: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
             ("prepared schedulers", self._prepared.schedulers, state["schedulers"]),
@@ -285,7 +288,7 @@ class RunCheckpoints:
         self._gradients.state.sync_gradients = True
         for entry in self._prepared.models:
             entry.forget_gradients()
-        for entry, progress in zip(self._prepared.models, state.get("progress", ()), strict=False):
+        for entry, progress in zip(loaded, state.get("progress", ()), strict=False):
             entry.strategy.resume(progress)
 
     def _load_rng(self, reader: checkpoint.CheckpointReader) -> None:
@@ -299,6 +302,40 @@ class RunCheckpoints:
         for name in sorted(first):
             digest.update(bytes(first[name].flatten().view(torch.uint8).tolist()))
         rng.set_seed((int.from_bytes(digest.digest()[:4], "little") + self._world.rank) % 2**32)
+
+
+def _owners(
+    reader: checkpoint.CheckpointReader,
+    prepared: Sequence[PreparedModel],
+    left: Sequence[PreparedModel],
+) -> list[PreparedModel]:
+    """Return the prepared model of each saved model.
+
+    Weights that a hook took out of a checkpoint are loaded by a hook: such a model is recorded by
+    its place in ``prepared``. The others are those that load hooks ``left``, in the same order.
+    """
+    without = reader.state.get("without_weights", {})
+    most = 1 + max(without.values(), default=-1)
+    if most > len(prepared):
+        check_count("prepared models", len(prepared), most)
+    owners = [prepared[i] for i in without.values()]
+    unpopped = [entry for entry in left if entry in owners]
+    if unpopped:
+        raise CheckpointError(
+            f"expected a hook of load_state to load the weights of "
+            f"{type(unpopped[0].module).__name__} and to take it out of models, as a hook of "
+            "save_state took its weights out, found none; register_load_state_pre_hook()"
+        )
+    check_count("prepared models", len(left) + len(owners), reader.models)
+    rest = iter(left)
+    return [prepared[without[i]] if i in without else next(rest) for i in range(reader.models)]
+
+
+def shards_of(entry: PreparedModel, *, weights: bool) -> Iterator[Shard]:
+    """Yield a model's shards of this rank: all, or those of its optimizers' state alone."""
+    for shard in entry.strategy.shards():
+        if weights or shard.state:
+            yield shard
 
 
 def _given(output_dir: str | Path | None) -> Path:

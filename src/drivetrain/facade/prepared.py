@@ -172,6 +172,8 @@ class PreparedModel:
 
         The saved dtypes are compared with the dtypes of the strategy's shards, or of their masters.
         """
+        if reader.partial:
+            return ""
         mine: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         for shard in self.strategy.shards():
             if not shard.state and shard.tensor.dtype != reader.dtype(shard.name):

@@ -1,7 +1,7 @@
 """Saved training state: of replicated models, and optimizer state of sharded models too."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.shards import Part, Reader, Shard, label
+
+T = TypeVar("T")
 
 Shapes = Mapping[tuple[str, str], tuple[int, ...]]
 """Global shapes by (name, state)."""
@@ -35,6 +37,8 @@ def check_fits(
         for name, state in sorted(reader.keys())
         if not state or (int(state.partition(".")[0]), name) not in held
     }
+    if reader.partial:
+        expected = {key: shape for key, shape in expected.items() if key in found}
     difference = describe_difference(expected, found)
     if difference:
         raise CheckpointError(f"the checkpoint does not fit this model: {difference}")
@@ -72,6 +76,14 @@ def describe_difference(expected: Shapes, found: Shapes, *, first: int = 8) -> s
 def _some(items: list[str], first: int) -> str:
     more = len(items) - first
     return ", ".join(items[:first]) + (f", and {more} more" if more > 0 else "")
+
+
+def weights_in(reader: Reader, wanted: Mapping[str, T]) -> Mapping[str, T]:
+    """Return the weights and buffers, by name, that a checkpoint gives values to."""
+    if not reader.partial:
+        return wanted
+    held = {name for name, state in reader.keys() if not state}  # noqa: SIM118 - no dict
+    return {name: value for name, value in wanted.items() if name in held}
 
 
 def state_keys(reader: Reader) -> dict[tuple[str, int], list[str]]:
@@ -150,7 +162,7 @@ class ReplicatedState:
         self._check(reader)
         keys = state_keys(reader)
         with torch.no_grad():
-            for name, tensor in self._model_tensors().items():
+            for name, tensor in weights_in(reader, self._model_tensors()).items():
                 tensor.copy_(reader.read(name))
             for index, name, parameter in self._optimized():
                 self._load_state(reader, keys.get((name, index), []), index, name, parameter)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
-from drivetrain.parts.saved_state import check_fits, state_keys
+from drivetrain.parts.saved_state import check_fits, state_keys, weights_in
 from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.placement import Placement, Ranks
 from drivetrain.sharding.slot import ParameterSlot
@@ -88,9 +88,9 @@ class ShardedState:
                 for key in keys.get((name, index), []):
                     _check_state(reader, slot, index, key)
         with torch.no_grad():
-            for name, tensor in self._whole().items():
+            for name, tensor in weights_in(reader, self._whole()).items():
                 tensor.copy_(reader.read(name))
-            for slot in self._slots.values():
+            for slot in weights_in(reader, self._slots).values():
                 self._load_master(reader, slot)
             for index, bound in enumerate(self._optimizers):
                 for slot in bound.held:

@@ -201,37 +201,50 @@ def test_hooks_may_keep_models_out(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_hooks_write_into_the_checkpoint_and_take_weights_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_hooks_write_into_the_checkpoint_and_take_weights_alone(tmp_path, strategy):
     """The pair of hooks of trainers that save each part in a format of their own."""
-    accelerator = Accelerator(cpu=True)
-    model = nn.Linear(2, 2)
-    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    models = [nn.Linear(2, 2), nn.Linear(2, 1)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in models]
+    model, other, *optimizers = accelerator.prepare(*models, *optimizers)
 
     def save(models, weights, directory):
-        for one in models:
+        with accelerator.gathered(models[0]):
             if accelerator.is_main_process:
-                part = Path(directory, "part")
-                part.mkdir()
-                torch.save(one.bias.detach(), part / "bias.pt")
-            weights.pop()
+                torch.save(models[0].state_dict(), Path(directory, "part.pt"))
+        assert len(models) == 2
+        weights.pop(0)
 
     def load(models, directory):
-        one = models.pop()
-        with torch.no_grad():
-            one.bias.copy_(torch.load(Path(directory, "part", "bias.pt"), weights_only=True))
+        one = models.pop(0)
+        with accelerator.gathered(one):
+            one.load_state_dict(torch.load(Path(directory, "part.pt"), weights_only=True))
 
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
-    expected = model.bias.detach().clone()
-    said = []
-    monkeypatch.setattr("drivetrain.facade.checkpoints.logger.warning", said.append)
+    def train(steps):
+        for step in range(steps):
+            row = torch.full((1, 2), 1.0 + step + accelerator.process_index)
+            for one, optimizer in zip((model, other), optimizers, strict=True):
+                accelerator.backward(one(row).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        return accelerator.get_state_dict(model) | {
+            f"other.{name}": value for name, value in accelerator.get_state_dict(other).items()
+        }
+
+    kept = accelerator.register_save_state_pre_hook(save)
+    loading = accelerator.register_load_state_pre_hook(load)
+    train(2)
     accelerator.save_state(tmp_path / "one")
-    assert "the state of its optimizer is not saved either" in said[0]
-    with torch.no_grad():
-        model.bias.zero_()
+    expected = {name: value.clone() for name, value in train(2).items()}
     accelerator.load_state(tmp_path / "one")
-    assert torch.equal(model.bias, expected)
+    found = train(2)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]
+    loading.remove()
+    with pytest.raises(CheckpointError, match="a hook of load_state to load the weights of Linear"):
+        accelerator.load_state(tmp_path / "one")
+    kept.remove()
     accelerator.free_memory()
 
 

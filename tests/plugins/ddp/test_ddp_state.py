@@ -34,6 +34,8 @@ class Saved:
         self.tensors = {(name, state): tensor for name, state, tensor in entries}
         assert len(entries) == len(self.tensors), "each tensor exactly once"
 
+    partial = False
+
     def keys(self) -> Iterator[tuple[str, str]]:
         return iter(self.tensors)
 
