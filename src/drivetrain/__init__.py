@@ -60,6 +60,7 @@ _HOMES = {
         "CollectiveError",
         "ConfigError",
         "DrivetrainError",
+        "NonFiniteError",
         "PreflightError",
         "RankMismatchError",
         "StorageError",

@@ -10,6 +10,7 @@
     │   └── RankMismatchError  3   ranks disagree on the configuration, the model or a shape
     ├── CheckpointError        4   a checkpoint that cannot be written, read or trusted
     ├── CollectiveError        5   a collective that failed or timed out
+    ├── NonFiniteError         1   an infinite or NaN loss or gradient, where the run asks
     └── StorageError           7   a store that has no room, or cannot be read or written
 
 Every message names the expected and the found thing, and the way out.
@@ -58,6 +59,10 @@ class CollectiveError(DrivetrainError):
     """A collective failed or timed out; the message names operation, sequence number and ranks."""
 
     exit_code = 5
+
+
+class NonFiniteError(DrivetrainError, ArithmeticError):
+    """A loss or a gradient is not finite; the message names step, ranks and parameter."""
 
 
 class StorageError(DrivetrainError):

@@ -134,6 +134,11 @@ class RunConfig:
         "optimizer",
         help="optimizer: one scheduler step per optimizer step; samples: one per rank's batch.",
     )
+    stop_at_nonfinite: bool = option(
+        False,
+        help="True ends the run at the first loss or gradient that is infinite or NaN, and names "
+        "step, rank and parameter; costs a wait for the device per step.",
+    )
     seed: int | None = option(
         None,
         help="Seed of the shuffle order; unset takes that of the loader's own generator, or else "

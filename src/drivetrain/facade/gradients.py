@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import UsageError
+from drivetrain.facade.finite import FiniteCheck
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
@@ -47,6 +48,7 @@ class WindowGradients:
         self.observer = Observer()
         self._prepared = prepared
         self._runs = runs
+        self._finite = FiniteCheck(prepared, runs, scaler)
         self._start_window(counted=False)
 
     @contextmanager
@@ -107,6 +109,7 @@ class WindowGradients:
         strategy = self._prepared.running().strategy
         strategy.backward(scaled, **options)
         strategy.publish(loss)
+        self._finite.see_loss(loss)
         self.observer.after_backward(loss, weight)
         if self.state.sync_gradients:
             run = self._runs.default
@@ -127,8 +130,7 @@ class WindowGradients:
             return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
         entries = self._prepared.owners_of(given)
         for entry in entries:
-            self._unscale(entry)
-            self.observer.gradients(entry)
+            self._see_gradients(entry)
         chosen = [_subset(entry, given) for entry in entries]
         if len(entries) == 1:
             return entries[0].strategy.clip_grad_norm(max_norm, norm_type, only=chosen[0])
@@ -151,8 +153,7 @@ class WindowGradients:
         if not self.state.sync_gradients:
             return
         for entry in self._prepared.owners_of(given):
-            self._unscale(entry)
-            self.observer.gradients(entry)
+            self._see_gradients(entry)
             for piece in entry.strategy.gradients(_subset(entry, given)):
                 piece.clamp_(-clip_value, clip_value)
 
@@ -175,11 +176,9 @@ class WindowGradients:
         entries = self._prepared.trained_by(optimizer)
         for entry in entries:
             entry.check_parameters()
-            self.observer.gradients(entry)
+            self._see_gradients(entry)
         if not self.scaler.is_enabled():
             return True
-        for entry in entries:
-            self._unscale(entry)
         bad = [entry.made_with for entry in entries if entry.overflow]
         optimizers = enumerate(self._prepared.optimizers)
         number = next(i for i, each in optimizers if each.optimizer is optimizer)
@@ -200,6 +199,13 @@ class WindowGradients:
     def _start_window(self, *, counted: bool) -> None:
         self._mean = WindowMean(self.state, counted=counted)
         self._earlier = EarlierGradients(self._prepared)
+        self._finite.start_window()
+
+    def _see_gradients(self, entry: PreparedModel) -> None:
+        """Show a model's gradients, averaged and unscaled, before they are clipped or used."""
+        self._unscale(entry)
+        self._finite.check(entry)
+        self.observer.gradients(entry)
 
     def _match_scale(self) -> None:
         """Bring the gradients at hand to the loss scale of the backward that is about to run.

@@ -17,6 +17,7 @@ from drivetrain.facade.building import Constructions, place
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import AutocastKwargs
+from drivetrain.facade.pace import describe_step, describe_unused_schedule
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects, compute_in, describe_dtypes
 from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import Runs, StrategyChoice, agree
@@ -200,8 +201,27 @@ class Preparation:
         self._prepared.loaders.append(prepared)
         return prepared
 
+    def handed_back(self, results: Sequence[Any]) -> Any:
+        """Return prepared objects as a script gets them, one object alone not in a tuple.
+
+        Where several ranks prepare a training loop, a line says how many samples a step has.
+        """
+        loaders = [each for each in results if isinstance(each, PreparedLoader)]
+        trains = any(isinstance(each, PreparedOptimizer) for each in results)
+        ranks = self._runs.default.mesh["dp"].size
+        if ranks > 1 and trains and loaders:
+            schedulers = [each for each in results if isinstance(each, PreparedScheduler)]
+            accumulation = self._gradients.state.num_steps
+            if line := describe_step(loaders[0], ranks, accumulation, schedulers):
+                logger.announce(line)
+        return results[0] if len(results) == 1 else tuple(results)
+
     def forget(self) -> None:
-        """Let go of everything prepared."""
+        """Let go of everything prepared; warn of schedules that were made for too many steps."""
+        ranks = self._runs.default.mesh["dp"].size
+        for scheduler in self._prepared.schedulers:
+            if line := describe_unused_schedule(scheduler, ranks):
+                logger.warning(line)
         self._prepared.forget()
         self._runs.examples.forget()
 

@@ -145,6 +145,9 @@ class PreparedScheduler:
         state: the accumulation window.
         step_with_optimizer: False steps on every call.
         steps_per_call: 1, or the number of data-parallel ranks for a schedule counted in samples.
+
+    Attributes:
+        steps_per_call: as given.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class PreparedScheduler:
         self.optimizers = list(optimizers)
         self._window = state
         self._step_with_optimizer = step_with_optimizer
-        self._steps_per_call = steps_per_call
+        self.steps_per_call = steps_per_call
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule if the optimizers stepped since; inside a window do nothing."""
@@ -171,7 +174,7 @@ class PreparedScheduler:
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
-        for _ in range(self._steps_per_call):
+        for _ in range(self.steps_per_call):
             total = getattr(self.scheduler, "total_steps", None)
             # As many steps as a loop without this library may take; one more is an error of torch.
             if total is None or self.scheduler.last_epoch < total:
