@@ -54,6 +54,7 @@ from drivetrain.facade.settings import (
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.processes import Processes
+from drivetrain.runtime import words
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
@@ -400,7 +401,7 @@ class Accelerator(Processes):
         for i, item in enumerate(args):
             if is_scheduler(item):
                 results[i] = self.prepare_scheduler(item)
-        return results[0] if len(results) == 1 else tuple(results)
+        return self._preparation.handed_back(results)
 
     def prepare_model(
         self,
@@ -783,14 +784,16 @@ class Accelerator(Processes):
         """Call ``hook(models, weights, output_dir)`` before each ``save_state``.
 
         Files that a hook writes into the directory become part of the checkpoint. A hook keeps a
-        model out, with its optimizer, by popping from ``models`` or from ``weights``.
+        model's weights out by popping from ``models`` or from ``weights``; the state of its
+        optimizer is saved even so.
         """
         return self._checkpoints.add_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before each ``load_state``.
 
-        A hook keeps a model as it is by popping it from models.
+        A hook keeps a model's weights as they are by popping it from models. The state of its
+        optimizer is loaded even so, if a hook of ``save_state`` took the model out.
         """
         return self._checkpoints.add_load_hook(hook)
 
@@ -1006,7 +1009,7 @@ class Accelerator(Processes):
             self.free_memory()
         finally:
             if self._owns_group and dist.is_initialized():
-                dist.destroy_process_group()
+                words.leave()
 
     def _forget(self) -> None:
         self._preparation.forget()

@@ -3,7 +3,8 @@
 The functions work over the default process group, or without one as a world of one rank. Before
 tensors cross ranks, a digest of their structure does: unequal shapes, which crash or hang the
 communication library, become an error on every rank, with the shapes of all ranks. Tensors stay on
-their device, or take a detour where the library cannot carry them from there.
+their device, or take a detour where the library cannot carry them from there. The digests are also
+where ranks meet: a rank that comes alone learns which rank is missing, and why.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain.collectives.meeting import meet, named
 from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.nested import describe, recursively_apply
 from drivetrain.runtime.mesh import Axis
@@ -27,9 +29,14 @@ _SHOWN_CHARACTERS, _SHOWN_KINDS = 300, 8
 
 
 def wait_for_everyone(group: Ranks = None) -> None:
-    """Return when every rank has come here."""
+    """Return when every rank has come here.
+
+    Raises:
+        CollectiveError: a rank does not come; the message says which, and what it did last.
+    """
     if _size(group) > 1:
-        dist.barrier(_group(group))
+        with named("wait_for_everyone", _group(group)) as wait:
+            meet(dist.barrier(_group(group), async_op=True), wait, _group(group))
 
 
 def gather(tensor: Any, *, group: Ranks = None) -> Any:
@@ -41,6 +48,7 @@ def gather(tensor: Any, *, group: Ranks = None) -> Any:
         group: the ranks, as a process group or a line of the mesh; None means all.
 
     Raises:
+        CollectiveError: a rank does not come; the message says which, and what it did last.
         RankMismatchError: structure, shapes or dtypes differ; on every rank.
         TypeError: leaves that are no tensors.
     """
@@ -55,11 +63,16 @@ def gather_object(object: Any, *, group: Ranks = None) -> list[Any]:  # noqa: A0
         object: anything that can be pickled; when all ranks pass lists or tuples, their items are
             joined, else the list holds one object per rank.
         group: the ranks, as a process group or a line of the mesh; None means all.
+
+    Raises:
+        CollectiveError: a rank does not come; the message says which, and what it did last.
     """
     collected: list[Any] = [object]
     if _size(group) > 1:
         collected = [None] * _size(group)
-        dist.all_gather_object(collected, object, group=_group(group))
+        _check_digests("gather_object", "objects", group)
+        with named("gather_object", _group(group)):
+            dist.all_gather_object(collected, object, group=_group(group))
     if all(isinstance(item, list | tuple) for item in collected):
         return [inner for item in collected for inner in item]
     return collected
@@ -82,11 +95,13 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: Ranks = None) -> Any
     def broadcast_one(leaf: Tensor) -> Tensor:
         sent = _travelling(leaf, group).clone(memory_format=torch.contiguous_format)
         if _size(group) > 1:
-            dist.broadcast(_bytes_of(sent), src=from_process, group=_group(group))
+            with named(operation, _group(group)):
+                dist.broadcast(_bytes_of(sent), src=from_process, group=_group(group))
         return sent.to(leaf.device)
 
+    operation = f"broadcast from rank {from_process}"
     _check_rank(from_process, group)
-    _check_alike(f"broadcast from rank {from_process}", tensor, group)
+    _check_alike(operation, tensor, group)
     return recursively_apply(broadcast_one, tensor)
 
 
@@ -107,7 +122,10 @@ def broadcast_object_list(
     if _size(group) > 1:
         # One object, because the library hangs when the lists are not equally long.
         parcel: list[Any] = [object_list]
-        dist.broadcast_object_list(parcel, src=from_process, group=_group(group))
+        operation = f"broadcast_object_list from rank {from_process}"
+        _check_digests(operation, "objects", group)
+        with named(operation, _group(group)):
+            dist.broadcast_object_list(parcel, src=from_process, group=_group(group))
         object_list[:] = parcel[0]
     return object_list
 
@@ -188,10 +206,20 @@ def pad_across_processes(
     return recursively_apply(pad_one, tensor)
 
 
-def differing(facts: Sequence[str], group: Ranks = None) -> list[Sequence[str]]:
+def differing(
+    facts: Sequence[str], group: Ranks = None, *, doing: str = "the comparison of ranks"
+) -> list[Sequence[str]]:
     """Return the facts of all ranks if ranks differ, else an empty list. Collective.
 
     A digest of eight bytes goes first: only ranks that disagree exchange the whole text.
+
+    Args:
+        facts: texts that should be equal on all ranks.
+        group: the ranks, as a process group or a line of the mesh; None means all.
+        doing: the reason of the comparison, for the message of an error.
+
+    Raises:
+        CollectiveError: a rank does not come; the message says which, and what it did last.
     """
     if _size(group) == 1:
         return []
@@ -199,11 +227,14 @@ def differing(facts: Sequence[str], group: Ranks = None) -> list[Sequence[str]]:
     number = int.from_bytes(digest, "big", signed=True)
     mine = torch.tensor([number], dtype=torch.int64, device=_device_of(group))
     digests = mine.new_empty(_size(group), 1)
-    dist.all_gather(list(digests.unbind()), mine, group=_group(group))
+    ranks = _group(group)
+    with named(doing, ranks) as wait:
+        meet(dist.all_gather(list(digests.unbind()), mine, group=ranks, async_op=True), wait, ranks)
     if len(set(digests.flatten().tolist())) == 1:
         return []
     held: list[Sequence[str]] = [()] * _size(group)
-    dist.all_gather_object(held, facts, group=_group(group))
+    with named(doing, ranks):
+        dist.all_gather_object(held, facts, group=ranks)
     return held
 
 
@@ -214,7 +245,8 @@ def _gather_one(tensor: Tensor, group: Ranks) -> Tensor:
         return mine.to(tensor.device)
     sent = _bytes_of(mine)
     received = sent.new_empty(_size(group), sent.numel())
-    dist.all_gather(list(received.unbind()), sent, group=_group(group))
+    with named("gather", _group(group)):
+        dist.all_gather(list(received.unbind()), sent, group=_group(group))
     shape = (_size(group) * mine.shape[0], *mine.shape[1:])
     return received.view(-1).view(mine.dtype).view(shape).to(tensor.device)
 
@@ -228,7 +260,8 @@ def _reduce_one(tensor: Tensor, reduction: str, group: Ranks) -> Tensor:
         result = result.to(torch.float32)
     result = result.clone(memory_format=torch.contiguous_format)
     if _size(group) > 1:
-        dist.all_reduce(result, op=_OPERATIONS[reduction], group=_group(group))
+        with named("reduce", _group(group)):
+            dist.all_reduce(result, op=_OPERATIONS[reduction], group=_group(group))
     result = result.to(tensor.device)
     if reduction == "mean":
         result = result / _size(group)
@@ -305,7 +338,7 @@ def _check_alike(
 
 
 def _check_digests(operation: str, text: str, group: Ranks) -> None:
-    held = differing((operation, text), group)
+    held = differing((operation, text), group, doing=operation)
     if not held:
         return
     same_operation = len({each for each, _ in held}) == 1

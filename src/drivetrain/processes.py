@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Subset
 
 from drivetrain import communication
 from drivetrain.errors import UsageError
+from drivetrain.runtime import words
 from drivetrain.runtime.world import World
 
 
@@ -112,7 +113,11 @@ class Processes:
         return DistributedType.__members__.get(f"MULTI_{kind.upper()}", DistributedType.MULTI_OTHER)
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here."""
+        """Return when every process has come here.
+
+        Raises:
+            CollectiveError: a process does not come; the message says which, and what it did last.
+        """
         communication.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +166,7 @@ class Processes:
     def destroy_process_group(self) -> None:
         """Leave the other processes, at the end of a script; nothing to do for one process."""
         if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+            words.leave()
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

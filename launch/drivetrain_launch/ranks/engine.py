@@ -29,6 +29,7 @@ from drivetrain.errors import PreflightError
 from drivetrain_launch.ranks.failure import report
 from drivetrain_launch.ranks.placement import LOOPBACK, Endpoint, address_towards, interface_of
 from drivetrain_launch.ranks.rendezvous import rendezvous
+from drivetrain_launch.ranks.worker import LOGS_VARIABLE
 
 PREFIX = "[rank${rank}]: "
 """Template of torch's agent for the lines of ranks that do not write to the console themselves."""
@@ -153,6 +154,7 @@ class RankLogs(LogsSpecs):
             error_file = str(private / f"rank-{rank}.error.json")
             env["TORCHELASTIC_ERROR_FILE"] = error_file
             destination.error_files[local_rank] = error_file
+            env[LOGS_VARIABLE] = "1" if kept else ""
             if kept:
                 _keep(destination, local_rank, rank, kept)
             else:

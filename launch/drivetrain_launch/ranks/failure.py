@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from drivetrain.errors import CollectiveError
+
 KILLED = 6
 """Exit code of the launcher when a signal killed the first failing rank."""
 
@@ -109,10 +111,16 @@ def report(failures: Mapping[int, Any]) -> tuple[str, int]:
         f"{root.ending})"
     ]
     lines += ["  " + line for line in (root.traceback or root.summary).rstrip().splitlines()]
-    if root.collateral:
+    if root.collateral and not root.summary.startswith(CollectiveError.__name__):
         lines.append("  This rank lost another one: see the output of the other hosts, if any.")
-    rest = sorted(failure.rank for failure in found if failure is not root)
+    rest = sorted((failure for failure in found if failure is not root), key=lambda f: f.rank)
+    lines += [
+        f"rank {failure.rank} failed, too: {failure.summary}"
+        for failure in rest
+        if failure.summary and not failure.collateral and failure.summary != root.summary
+    ]
     if rest:
         plural = "s" if len(rest) > 1 else ""
-        lines.append(f"stopped with it: rank{plural} {', '.join(map(str, rest))}")
+        ranks = ", ".join(str(failure.rank) for failure in rest)
+        lines.append(f"stopped with it: rank{plural} {ranks}")
     return "\n".join(lines), root.exit_code

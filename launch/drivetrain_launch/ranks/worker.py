@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+import drivetrain
 from drivetrain.compat import importing
 from drivetrain.errors import CollectiveError, DrivetrainError
 
@@ -40,6 +41,9 @@ LOST_PEER = (
 """Words in the errors of gloo, NCCL and TCPStore when another rank is gone."""
 
 PR_SET_PDEATHSIG = 1
+
+LOGS_VARIABLE = "DRIVETRAIN_KEEPS_LOGS"
+"""Environment variable of a rank whose output is kept in files, where its traceback belongs."""
 
 AS_ACCELERATE = "--as-accelerate"
 """First argument of a rank whose script sees drivetrain where it imports ``accelerate``."""
@@ -119,15 +123,18 @@ def code_of(error: SystemExit) -> int:
 
 
 def fail(error: BaseException) -> int:
-    """Write the error file, print the traceback, and return the exit code."""
+    """Write the error file, print the traceback where it is kept, and return the exit code.
+
+    Without files for logs the launcher alone prints: the traceback of the rank that failed first.
+    """
+    sys.last_value = error  # as python does for an error that nobody caught
     collateral = lost_peer(error)
-    text = "".join(
-        traceback.format_exception(type(error), error, script_frames(error.__traceback__))
-    )
-    write_error_file(error, text, collateral)
+    text = "".join(traceback_of(error))
+    handed_over = write_error_file(error, text, collateral)
     if collateral:
         time.sleep(LINGER_S)
-    print(text, file=sys.stderr, end="", flush=True)
+    if not handed_over or os.environ.get(LOGS_VARIABLE):
+        print(text, file=sys.stderr, end="", flush=True)
     return error.exit_code if isinstance(error, DrivetrainError) else 1
 
 
@@ -145,6 +152,23 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+def traceback_of(error: BaseException) -> list[str]:
+    """Return the lines of an error's traceback, from the script on.
+
+    The message of a CollectiveError says it all: frames of the library behind the script's last
+    line, and errors of the backend, are left out.
+    """
+    frames = script_frames(error.__traceback__)
+    if not isinstance(error, CollectiveError):
+        return traceback.format_exception(type(error), error, frames)
+    stack = traceback.extract_tb(frames)
+    libraries = tuple(str(Path(module.__file__ or "").parent) for module in (drivetrain, os))
+    ours = [i for i, frame in enumerate(stack) if not frame.filename.startswith(libraries)]
+    head = ["Traceback (most recent call last):\n"]
+    shown = traceback.format_list(stack[: ours[-1] + 1 if ours else None])
+    return [*head, *shown, *traceback.format_exception_only(error)]
 
 
 def script_frames(frames: TracebackType | None) -> TracebackType | None:
@@ -172,11 +196,14 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def write_error_file(error: BaseException, text: str, collateral: bool) -> None:
-    """Write an error for the agent, in the form of torch's ``record``, with the exact time."""
+def write_error_file(error: BaseException, text: str, collateral: bool) -> bool:
+    """Write an error for the agent, in the form of torch's ``record``, with the exact time.
+
+    Returns whether there is an agent.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
-        return
+        return False
     now = time.time()
     details = {
         "py_callstack": text,
@@ -189,6 +216,7 @@ def write_error_file(error: BaseException, text: str, collateral: bool) -> None:
     temporary = Path(f"{path}.{os.getpid()}")
     temporary.write_text(json.dumps(report), encoding="utf-8")
     temporary.replace(path)
+    return True
 
 
 if __name__ == "__main__":

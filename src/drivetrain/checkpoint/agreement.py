@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from drivetrain.collectives.meeting import meet, named
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 
@@ -32,8 +33,8 @@ def together(world: World, doing: str, work: Callable[[], T], group: Group = Non
     ``cannot save X: ...``. ``work`` must not communicate after a failure on some ranks only.
 
     Raises:
-        CheckpointError: the step failed on some rank, and every rank raises the same message; or
-            not all ranks came here within the timeout.
+        CheckpointError: the step failed on some rank, and every rank raises the same message.
+        CollectiveError: not all ranks came here.
     """
     result: T | None = None
     cause: Exception | None = None
@@ -74,7 +75,7 @@ def gather(world: World, value: T, group: Group = None, *, doing: str = "agree")
     if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size
-    with _heard(world, doing):
+    with _met(doing, group):
         dist.all_gather_object(values, value, group=group)
     return values
 
@@ -84,7 +85,7 @@ def collect(world: World, value: T, group: Group = None) -> list[T]:
     if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size if world.is_main else []
-    with _heard(world, "tell rank 0 what was written"):
+    with _met("tell rank 0 what was written", group):
         dist.gather_object(value, values if world.is_main else None, dst=0, group=group)
     return values
 
@@ -94,21 +95,21 @@ def share(world: World, value: T, group: Group = None) -> T:
     if world.size == 1:
         return value
     box: list[Any] = [value]
-    with _heard(world, "hear what rank 0 has chosen"):
+    with _met("hear what rank 0 has chosen", group):
         dist.broadcast_object_list(box, src=0, group=group)
     return box[0]  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _heard(world: World, doing: str) -> Iterator[None]:
-    """Name the pending task of the ranks when some ranks did not answer."""
-    try:
+def _met(doing: str, group: Group) -> Iterator[None]:
+    """Context that all ranks enter together; a rank alone learns which rank is missing.
+
+    Raises:
+        CollectiveError: a rank does not come, or a message between ranks failed.
+    """
+    with named(doing, group) as wait:
+        meet(dist.barrier(group, async_op=True), wait, group)
         yield
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"cannot {doing}: expected all {world.size} ranks to come here in time, rank "
-            f"{world.rank} found: {error}; all ranks must save and load together, at the same step"
-        ) from error
 
 
 def explain(error: Exception) -> str:

@@ -29,6 +29,7 @@ from drivetrain.collectives.communicator import (
     reason,
 )
 from drivetrain.collectives.handles import Finished, Handle
+from drivetrain.collectives.meeting import Wait
 from drivetrain.collectives.messages import ChunkMessages
 from drivetrain.collectives.neighbors import Neighbors, Tag
 from drivetrain.collectives.order import CheckedNeighbors, Disagreement
@@ -78,7 +79,10 @@ class RingCommunicator(Communicator):
         super().__init__(axis, traffic, timeout)
         self._neighbors = (CheckedNeighbors if checked else Neighbors)(axis, group, timeout)
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._worker = CommunicationThread(f"drivetrain-ring-{axis.name}")
+        self._worker = CommunicationThread(
+            f"drivetrain-ring-{axis.name}",
+            f"{group.group_name}/{self._neighbors.number(Tag.ALARM)}",
+        )
 
     def all_reduce(
         self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
@@ -173,28 +177,19 @@ class RingCommunicator(Communicator):
             self._neighbors.end()
             self.traffic.took(self.axis.name, request.operation, time.perf_counter() - start)
 
-        def describe(error: BaseException) -> CollectiveError:
-            self.alarm()
-            for companion in self.companions:
-                companion.alarm()
-            if isinstance(error, Disagreement):
-                self.disagreement = str(error)
-                return CollectiveError(self.disagreement)
-            if self.companions:  # the reason may be theirs, and they are about to say it
-                time.sleep(COMPANION_S)
-            for companion in self.companions:
-                if companion.disagreement:
-                    return CollectiveError(companion.disagreement)
-            ranks, near = self.axis.ranks, self._neighbors
-            return CollectiveError(
-                f"{request.operation} #{number} ({label}) on axis {self.axis.name!r} failed on "
-                f"rank {ranks[self.rank]}, {self.rank} of {self.size} on the axis, between ranks "
-                f"{ranks[near.left]} and {ranks[near.right]}, with a timeout of "
-                f"{self.timeout.total_seconds():g} s: {reason(error)}; look for the rank that "
-                "failed first, or that does not answer"
+        def watch() -> OperationWatch:
+            doing = f"{request.operation} #{number} ({label}) on axis {self.axis.name!r}"
+            place, ranks = self._worker.place, self.axis.ranks
+            return OperationWatch(
+                self, self._neighbors, doing, place, number, ranks, ranks[self.rank]
             )
 
-        task = CollectiveTask(timed, describe)
+        def describe(error: BaseException) -> CollectiveError:
+            return CollectiveError(watch().failure(error))
+
+        # The source of a broadcast goes on by itself: others need not come for that.
+        needs_all = request.operation != "broadcast"
+        task = CollectiveTask(timed, describe, watch if needs_all else None)
         self._worker.submit(task)
         return task
 
@@ -312,6 +307,48 @@ class RingCommunicator(Communicator):
         if self._scratch.numel() < slot * WINDOW:
             self._scratch = torch.empty(slot * WINDOW, dtype=torch.uint8, device="cpu")
         return slot
+
+
+class OperationWatch(Wait):
+    """A wait for an operation of a ring: the operation fails when the wait is in vain.
+
+    Args:
+        communicator: of the operation.
+        neighbors: of this rank.
+        wait: the arguments of ``Wait``.
+    """
+
+    def __init__(self, communicator: RingCommunicator, neighbors: Neighbors, *wait: Any) -> None:
+        super().__init__(*wait)
+        self._communicator = communicator
+        self._neighbors = neighbors
+
+    def look(self, waited: float) -> str:
+        """Look around if it is time to."""
+        why = super().look(waited)
+        if why:
+            self._communicator.disagreement = why
+            self._communicator.alarm()
+        return why
+
+    def failure(self, error: BaseException) -> str:
+        """Let all ranks of the axis fail too, and return the reason of the failure."""
+        ring = self._communicator
+        for each in (ring, *ring.companions):
+            each.alarm()
+        if isinstance(error, Disagreement):
+            ring.disagreement = str(error)
+        if ring.companions and not ring.disagreement:  # they may be about to say the reason
+            time.sleep(COMPANION_S)
+        for each in (ring, *ring.companions):
+            if each.disagreement:
+                return each.disagreement
+        ranks, near = ring.axis.ranks, self._neighbors
+        return (
+            f"{self.doing} failed on rank {self.rank}, {ring.rank} of {ring.size} on the axis, "
+            f"between ranks {ranks[near.left]} and {ranks[near.right]}, with a timeout of "
+            f"{ring.timeout.total_seconds():g} s: {reason(error)}; {self.missing()}"
+        )
 
 
 def _held(flat: Tensor, bounds: Chunks) -> Parts:

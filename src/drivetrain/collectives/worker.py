@@ -2,16 +2,32 @@
 
 import atexit
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 
 from drivetrain.errors import CollectiveError
+from drivetrain.runtime.words import CountingThread
 
 EXIT_WAIT_S = 3.0
 """An ending process waits so long for operations under way, because other ranks need their results.
 Without an error these are the operations of the last step."""
+
+LONG_WAIT_S = 1.0
+"""A wait for an operation is watched from this time on, and each time it has passed again."""
+
+
+class Watch(Protocol):
+    """Looks around while an operation takes long, and lets the operation fail if it is in vain."""
+
+    def look(self, waited: float) -> object:
+        """Look around, after so many seconds."""
+
+    def over(self) -> None:
+        """Stop: the operation has ended."""
 
 
 class CollectiveTask:
@@ -20,13 +36,18 @@ class CollectiveTask:
     Args:
         run: does the work, on the communication thread.
         describe: turns an exception into the error that the submitter sees.
+        watch: makes a watch over a wait that takes long; None where a rank may wait for long.
     """
 
-    __slots__ = ("_describe", "_error", "_finished", "_inference", "_run")
+    __slots__ = ("_describe", "_error", "_finished", "_inference", "_run", "_watch")
 
     def __init__(
-        self, run: Callable[[], None], describe: Callable[[BaseException], CollectiveError]
+        self,
+        run: Callable[[], None],
+        describe: Callable[[BaseException], CollectiveError],
+        watch: Callable[[], Watch] | None = None,
     ) -> None:
+        self._watch = watch
         self._run: Callable[[], None] | None = run
         self._describe = describe
         # Tensors made in inference mode can be written to in inference mode alone, a thread's own.
@@ -42,10 +63,22 @@ class CollectiveTask:
         Raises:
             CollectiveError: it failed, or an earlier one did.
         """
-        with self._finished:
-            pass
+        if self._watch is None:
+            self._finished.acquire()
+        elif not self._finished.acquire(timeout=LONG_WAIT_S):
+            self._wait_long(self._watch())
+        self._finished.release()
         if self._error is not None:
             raise self._error
+
+    def _wait_long(self, watch: Watch) -> None:
+        """Wait on, and look around from time to time: other ranks may never come."""
+        start = time.monotonic() - LONG_WAIT_S
+        watch.look(LONG_WAIT_S)
+        while not self._finished.acquire(timeout=LONG_WAIT_S):
+            watch.look(time.monotonic() - start)
+        if self._error is None:
+            watch.over()
 
     def done(self) -> bool:
         """Whether the task has run or failed."""
@@ -71,13 +104,15 @@ class CommunicationThread:
 
     Args:
         name: the thread's name, for stack dumps.
+        place: name of the operations' order, the same on all ranks.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, place: str) -> None:
         self._tasks: SimpleQueue[CollectiveTask | None] = SimpleQueue()
         self._broken: CollectiveError | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = CountingThread(target=self._serve, name=name, daemon=True)
+        self._thread.place = place
         self._thread.start()
         atexit.register(self._end)
 
@@ -96,7 +131,13 @@ class CommunicationThread:
             raise CollectiveError(
                 f"this communicator is broken by an earlier failure: {self._broken}"
             ) from self._broken
+        self._thread.submitted += 1
         self._tasks.put(task)
+
+    @property
+    def place(self) -> str:
+        """Name of the operations' order, the same on all ranks."""
+        return self._thread.place
 
     def close(self) -> None:
         """Run queued operations, then end the thread; may be called more than once."""

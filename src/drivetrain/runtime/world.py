@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.errors import PreflightError
+from drivetrain.runtime import words
 
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
 """Environment variable with the path of the run's configuration file."""
@@ -91,6 +92,8 @@ class World:
         device = _device_of(local_rank, local_size, cpu)
         if size > 1 and not dist.is_initialized():
             _join(device, backend, timeout)
+        if size > 1:
+            words.begin()
         return cls(
             rank=rank,
             size=size,

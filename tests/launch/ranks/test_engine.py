@@ -94,6 +94,36 @@ def test_slow_traceback_still_wins_over_the_lost_connection(sandbox):
     assert "KeyError: 'the cause'" in done.stderr
 
 
+def test_collective_on_one_rank_alone_says_that_the_other_has_ended(sandbox):
+    script = sandbox.script(
+        "import torch\n"
+        "from drivetrain import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "if accelerator.is_main_process:\n"
+        "    accelerator.gather(torch.ones(1))\n"
+    )
+    begin = time.monotonic()
+    done = sandbox.launch("--nproc-per-node", "2", script)
+    assert time.monotonic() - begin < 30
+    assert done.returncode == 5, done.stderr
+    assert "rank 0 failed first" in root(done)
+    said = r"CollectiveError: gather on rank 0 .*: rank 1 ended \d+\.\d s ago; "
+    assert re.search(said, done.stderr), done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert "gloo" not in done.stderr
+    assert "communication.py" not in done.stderr
+    assert "other hosts" not in done.stderr
+
+
+def test_a_failure_is_printed_once_and_kept_in_the_ranks_log(sandbox):
+    script = sandbox.script(GLOO + "if rank == 1:\n    raise ValueError('the cause')\n")
+    done = sandbox.launch("--nproc-per-node", "2", script)
+    assert done.stderr.count("ValueError: the cause") == 1
+    sandbox.launch("--nproc-per-node", "2", "--log-dir", "logs", script)
+    log = sandbox.folder / "logs" / "attempt-0" / "rank-1.stderr.log"
+    assert "ValueError: the cause" in log.read_text()
+
+
 @pytest.mark.parametrize(
     ("line", "code"),
     [

@@ -1,0 +1,208 @@
+"""Ranks meet before they exchange something: a rank that is alone there learns soon why.
+
+A wait for other ranks looks around after a second, and then ever more rarely: it leaves a word in
+the store where the ranks met, and reads the words of the others. Two words prove that a wait is in
+vain: each of two ranks waits for an operation that the other one has not begun, or a rank has ended
+without beginning the operation that this one waits for. Nothing is looked at before that second.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.collectives.communicator import reason
+from drivetrain.collectives.neighbors import Tag
+from drivetrain.errors import CollectiveError
+from drivetrain.runtime.words import Word, begin_meeting, heard, reached, say
+
+FIRST_LOOK_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Seconds before a wait looks around for the first time, and the longest pause between two looks.
+Up to that, a wait looks again when it has taken twice as long."""
+
+POLL_SHARE, SHORTEST_POLL_S, LONGEST_POLL_S = 0.1, 2e-5, 0.05
+"""A meeting is polled after pauses of this share of the time it has taken."""
+
+
+WAY_OUT = (
+    "every rank must come to each collective, in the same order: look for a condition around one, "
+    "such as 'if accelerator.is_main_process:', or a loop with fewer rounds"
+)
+
+
+class Wait:
+    """One wait of this rank for others.
+
+    Args:
+        doing: the operation in words, for messages.
+        place: the order that the operation belongs to, the same name on all ranks.
+        number: which one of that order, from 1.
+        ranks: the global ranks that must come.
+        rank: this one.
+    """
+
+    def __init__(
+        self, doing: str, place: str, number: int, ranks: Sequence[int], rank: int
+    ) -> None:
+        self.doing = doing
+        self.place = place
+        self.number = number
+        self.ranks = ranks
+        self.rank = rank
+        self._next = FIRST_LOOK_S
+        self._spoke = False
+
+    def look(self, waited: float) -> str:
+        """Look around if it is time to.
+
+        Args:
+            waited: seconds since the wait began.
+
+        Returns:
+            Why the wait is in vain, "" while nothing proves that.
+        """
+        # A rank has one word, for its script: threads in the background leave none.
+        if waited < self._next or threading.current_thread() is not threading.main_thread():
+            return ""
+        self._next = waited + min(waited, LONGEST_PAUSE_S)
+        if not self._spoke:
+            say(self._word())
+            self._spoke = True
+        try:
+            words = self._words()
+        except RuntimeError:  # the store's own rank has ended: the wait will fail by itself
+            return ""
+        in_vain = {rank: word for rank, word in words.items() if word and self._in_vain(word)}
+        return self._explain(in_vain, f"waited {waited:.1f} s in vain") if in_vain else ""
+
+    def over(self) -> None:
+        """Take the word back."""
+        if self._spoke:
+            say(None)
+
+    def failed(self, error: BaseException) -> str:
+        """Return the message of a failure, with the words of the ranks that are missing."""
+        found = reason(error)
+        try:
+            words = self._words()
+        except RuntimeError:
+            gone = "the rank that keeps the words of all ranks, rank 0, has ended"
+            return f"{self.doing} on rank {self.rank} failed: {gone} ({found}); {WAY_OUT}"
+        missing = {rank: word for rank, word in words.items() if self._is_missing(word)}
+        return self._explain(missing, f"failed ({found})")
+
+    def missing(self) -> str:
+        """Return the words of the ranks that have not begun the operation, in one sentence."""
+        with suppress(RuntimeError):
+            known = {
+                rank: word
+                for rank, word in self._words().items()
+                if word is not None and word.lacks(self.place, self.number)
+            }
+            if known:
+                return f"{_said(known)}; {WAY_OUT}"
+        return "look for the rank that failed first, or that does not answer"
+
+    def _is_missing(self, word: Word | None) -> bool:
+        return word is None or word.lacks(self.place, self.number) or not word.doing
+
+    def _in_vain(self, word: Word) -> bool:
+        """Whether a rank will not come to this operation, as its word proves."""
+        if not word.lacks(self.place, self.number):
+            return False
+        if not word.doing:
+            return True
+        mine = reached().get(word.place, 0)
+        return self.rank in word.ranks and mine < word.number
+
+    def _explain(self, missing: Mapping[int, Word | None], what: str) -> str:
+        who = _said(missing) or "all other ranks came"
+        return f"{self.doing} on rank {self.rank} {what}: {who}; {WAY_OUT}"
+
+    def _word(self) -> Word:
+        return Word(
+            doing=self.doing,
+            place=self.place,
+            number=self.number,
+            ranks=list(self.ranks),
+            reached=reached(),
+        )
+
+    def _words(self) -> dict[int, Word | None]:
+        return {rank: heard(rank) for rank in self.ranks if rank != self.rank}
+
+
+def _said(words: Mapping[int, Word | None]) -> str:
+    """Return the words of ranks in one sentence."""
+    return ", and ".join(
+        f"rank {rank} {word or 'says nothing: it computes, or was killed'}"
+        for rank, word in sorted(words.items())
+    )
+
+
+@contextmanager
+def named(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[Wait]:
+    """Context of a collective of the backend: its failure says which ranks are missing.
+
+    Args:
+        doing: the operation in words.
+        group: of the ranks; None means all.
+
+    Raises:
+        CollectiveError: the backend reports a failure.
+    """
+    group = group or dist.group.WORLD
+    if group is None:
+        raise CollectiveError(f"{doing}: this rank has left the process group of the others")
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+    wait = Wait(doing, str(group.group_name), begin_meeting(group), ranks, rank)
+    try:
+        yield wait
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(wait.failed(error)) from error
+    wait.over()
+
+
+def meet(work: Any, wait: Wait, group: dist.ProcessGroup | None = None) -> None:
+    """Wait for a small collective that no rank completes alone.
+
+    Args:
+        work: the backend's handle.
+        wait: from ``named``.
+        group: of the ranks; None means all.
+
+    Raises:
+        CollectiveError: ranks will not come, as their words prove.
+    """
+    start = time.monotonic()
+    while not work.is_completed():
+        waited = time.monotonic() - start
+        if why := wait.look(waited):
+            _let_fail(group)
+            raise CollectiveError(why)
+        time.sleep(min(max(POLL_SHARE * waited, SHORTEST_POLL_S), LONGEST_POLL_S))
+    work.wait()
+
+
+def _let_fail(group: dist.ProcessGroup | None) -> None:
+    """End a collective that nobody completes: its threads would keep the process from ending.
+
+    gloo closes all connections of a group when one wait times out: so let one time out. Other
+    backends have a watchdog of their own.
+    """
+    chosen = group or dist.group.WORLD
+    if chosen is None or "gloo" not in str(dist.get_backend(chosen)):
+        return
+    token = torch.empty(1, dtype=torch.uint8, device="cpu")
+    neighbor = (dist.get_rank(chosen) + 1) % dist.get_world_size(chosen)
+    try:
+        chosen.recv([token], neighbor, Tag.ALARM).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return

@@ -1,0 +1,120 @@
+"""A rank that is alone in a collective learns soon who is missing, and nobody else is accused."""
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain import Accelerator, CollectiveError
+from drivetrain.collectives import meeting, worker
+from drivetrain.communication import gather, reduce, wait_for_everyone
+from drivetrain.runtime.words import Word, heard, say_farewell
+from drivetrain.runtime.words import begin as begin_words
+
+SOON_S = 30.0
+"""Far below the timeout of ten minutes, and enough for a busy machine."""
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Waits look around early."""
+    monkeypatch.setattr(meeting, "FIRST_LOOK_S", 0.2)
+    monkeypatch.setattr(worker, "LONG_WAIT_S", 0.2)
+
+
+def tiny(strategy="ddp"):
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return accelerator, model, optimizer
+
+
+WAITS_ELSEWHERE = Word(doing="all_reduce", place="ring", number=5, ranks=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("begun", "word", "in_vain"),
+    [
+        ({"ring": 4}, WAITS_ELSEWHERE, True),
+        # This rank has begun the other one's operation, which is under way.
+        ({"ring": 5}, WAITS_ELSEWHERE, False),
+        # The other rank has come here, and waits for a third one.
+        ({"ring": 4}, replace(WAITS_ELSEWHERE, reached={"meeting": 2}), False),
+        # The other rank does not wait for this one.
+        ({"ring": 4}, replace(WAITS_ELSEWHERE, ranks=[1, 2]), False),
+        ({}, Word(reached={"meeting": 1}), True),
+        ({}, Word(reached={"meeting": 2}), False),
+        ({}, None, False),
+    ],
+)
+def test_two_words_prove_that_a_wait_is_in_vain(monkeypatch, begun, word, in_vain):
+    monkeypatch.setattr(meeting, "heard", lambda rank: word)
+    monkeypatch.setattr(meeting, "reached", lambda: begun)
+    monkeypatch.setattr(meeting, "say", lambda word: None)
+    wait = meeting.Wait("gather", "meeting", 2, [0, 1], 0)
+    assert wait.look(meeting.FIRST_LOOK_S / 2) == ""
+    assert bool(wait.look(meeting.FIRST_LOOK_S)) == in_vain
+
+
+@pytest.mark.ranks(3)
+def test_gather_on_one_rank_names_those_who_wait_elsewhere(hasty):
+    accelerator, _, _ = tiny()
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        if accelerator.is_main_process:
+            accelerator.gather(torch.ones(1))
+        else:
+            accelerator.wait_for_everyone()
+    assert time.monotonic() - begin < SOON_S
+    message = str(caught.value)
+    if accelerator.is_main_process:
+        assert message.startswith("gather on rank 0")
+        assert re.search("rank [12] waits in wait_for_everyone", message)
+    else:
+        assert message.startswith(f"wait_for_everyone on rank {accelerator.process_index}")
+        assert "rank 0 waits in gather" in message
+    assert "if accelerator.is_main_process:" in message
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_save_state_on_the_main_rank_alone_ends_training_soon(hasty, tmp_path, strategy):
+    accelerator, model, _ = tiny(strategy)
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        if accelerator.is_main_process:
+            accelerator.save_state(tmp_path / "c")
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        wait_for_everyone()
+    assert time.monotonic() - begin < SOON_S
+    message = str(caught.value)
+    if accelerator.is_main_process:
+        assert "save a checkpoint on rank 0" in message
+        assert "rank 1 waits in " in message
+    else:
+        assert "rank 0 waits in save a checkpoint" in message
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_comes_late_is_no_error_and_leaves_no_word(hasty):
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    assert gather(torch.tensor(dist.get_rank())).tolist() == [0, 1]
+    wait_for_everyone()
+    assert heard(0) is None
+    assert heard(1) is None
+
+
+@pytest.mark.ranks(2)
+def test_a_loop_with_more_rounds_hears_of_the_rank_that_left(hasty):
+    begin_words()
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveError, match="reduce to the mean on rank 0 .*: rank 1 "):
+            reduce(torch.ones(1))
+    else:
+        say_farewell()
