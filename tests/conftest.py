@@ -2,12 +2,13 @@
 
 A test that is parametrised over several things and runs on ranks has a product of cases. Of these
 the default run takes so few that each shows values that the cases before it did not, three at most:
-a model or an option that a test leaves out occurs in other tests. A test over numbers of
-ranks alone runs on three, where no two neighbours are the same rank and little divides evenly, and
-every second test on one other number, in turn. Classes marked ``variants`` inherit their tests:
-each test is taken by one of the classes, in turn. Tests that need no ranks run whole, and so do
-those marked ``complete``, since other tests read the files that they leave; what is marked
-``exhaustive`` runs with the option alone.
+a model or an option that a test leaves out occurs in other tests. Conformance, in classes, takes as
+many as show all values. A test over numbers of ranks alone runs on three, where no two neighbours
+are the same rank and little divides evenly, and every second test on one other number, in turn.
+Classes marked ``variants`` inherit their tests: each test is taken by one of the classes, in turn.
+Tests that need no ranks run whole, and so do those marked ``complete``: other tests read the files
+that they leave, or each case shows something else. What is marked ``exhaustive`` runs with the
+option alone.
 
 Four ranks and more share the cores of a small machine: a test on so many takes a single case, with
 values that the tests of its file before it have not met yet.
@@ -87,7 +88,7 @@ def selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
                 turn = None if wanted else turns[owner]
                 wanted |= {("ranks", n) for n in counts_for(matrix, turn)}
             cases = covering(facts, wanted, fewest, taken, name)
-            chosen = list(cases if varies(matrix[0]) else itertools.islice(cases, most))
+            chosen = list(cases if matrix[0].cls else itertools.islice(cases, most))
         taken.update(item.parent for item in chosen)
         yield from chosen
 
