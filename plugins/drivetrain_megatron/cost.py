@@ -44,7 +44,7 @@ from drivetrain_megatron.layout import CellLayout, Pipelined
 from drivetrain_megatron.pipeline.batches import cut_batch
 from drivetrain_megatron.plan.derive import Derivation
 from drivetrain_megatron.plan.model import ModelPlan
-from drivetrain_megatron.recording.phases import recording_of
+from drivetrain_megatron.recording.phases import block_order, recording_of
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.structure import TensorMeta
 from drivetrain_megatron.tensor.linear import features_of, is_linear
@@ -119,7 +119,7 @@ class Forward:
 
     Attributes:
         entering: the activation that enters each block, by name.
-        leaving: the tensors that leave each block, in order; empty without a pipeline.
+        leaving: the tensors that cross the bound after each block; empty without a pipeline.
         look: at the whole forward; experts get the tokens that random weights give them.
     """
 
@@ -181,12 +181,16 @@ class StepVolumes:
         ]
 
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Forward:
-        module, isolated = self._module, self._layout.pipeline is not None
-        look = look_at(uncompiled(module), args, kwargs, kind=StageProxy, isolated=isolated)
-        entering = {name: _activation(look, call) for name, call in look.first_calls().items()}
-        leaving: list[Sequence[TensorMeta]] = []
-        if isolated:
-            leaving = [block.output.metas for block in recording_of(module, look).blocks]
+        module, pipeline = uncompiled(self._module), self._layout.pipeline
+        if pipeline is None:
+            look = look_at(module, args, kwargs, kind=StageProxy)
+            leaving: list[Sequence[TensorMeta]] = []
+        else:
+            blocks = block_order(pipeline.recording, module)
+            look = look_at(module, args, kwargs, blocks=blocks, kind=StageProxy, isolated=True)
+            leaving = [crossing.metas for crossing in recording_of(module, look).crossings]
+        calls = look.first_calls().items()
+        entering = {name: x for name, call in calls if (x := _activation(look, call))}
         return Forward(entering, leaving, look)
 
     @property
@@ -199,8 +203,9 @@ class StepVolumes:
 
     def _of_layers(self, plan: ModelPlan, forward: Forward) -> Counter[str]:
         found: Counter[str] = Counter()
-        for phase, (name, x) in enumerate(forward.entering.items()):
-            if self._layout.has_phase(phase):
+        phases = {name: phase for phase, name in enumerate(forward.look.first_calls())}
+        for name, x in forward.entering.items():
+            if self._layout.has_phase(phases[name]):
                 found += self._of_block(name, plan.blocks[name], x, forward)
         activations = list(forward.entering.values())
         if activations and self._layout.has_phase(0):
@@ -324,11 +329,12 @@ def _ends(derivation: Derivation) -> Iterator[tuple[str, str]]:
         yield region.entrance, region.leaving
 
 
-def _activation(look: Look, call: BlockCall) -> Activation:
-    """Return a block's first floating point argument of two dims or more."""
+def _activation(look: Look, call: BlockCall) -> Activation | None:
+    """Return a block's first floating point argument of two dims or more; None without any."""
     given = [look.tensors[number].facts for number in call.given if number is not None]
-    first = next(x for x in given if x.dtype.is_floating_point and len(x.shape) > 1)
-    return _of_shape(first.shape, first.dtype)
+    rows = (x for x in given if x.dtype.is_floating_point and len(x.shape) > 1)
+    first = next(rows, None)
+    return None if first is None else _of_shape(first.shape, first.dtype)
 
 
 def _of_shape(shape: Sequence[int], dtype: torch.dtype) -> Activation:

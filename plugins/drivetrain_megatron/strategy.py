@@ -125,7 +125,7 @@ class Megatron(DataParallelCell):
             self._builder.split(model, optimizers)
         if self._tensor is not None:
             self._tensor.surround()
-        self._dropout.follow(blocks)
+        self._dropout.follow(blocks if self._builder is None else self._builder.blocks)
         self._give_values(model)
         prepared = self._inner.prepare(model, optimizers)
         if self._tensor is not None:

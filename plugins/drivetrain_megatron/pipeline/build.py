@@ -14,6 +14,7 @@ from drivetrain.communication import broadcast_object_list
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.look import Look
+from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
@@ -45,6 +46,7 @@ class PipelineBuilder:
     The pipeline's ranks lie on one axis, the ranks that share layers on another.
 
     Attributes:
+        blocks: the modules between whose calls stages begin, whichever rank they are on.
         copied_buffers: names of the buffers here that count on an earlier rank of the pipeline.
     """
 
@@ -61,6 +63,7 @@ class PipelineBuilder:
             run.mesh["pp"], run.traffic, run.world.device, run.world.timeout, self._stages
         )
         self._planned: tuple[Recording, StageCut] | None = None
+        self.blocks: Sequence[NamedModule] = ()
         self._split: Split | None = None
         self._shared: SharedParameters | None = None
         self._uncompiled = Uncompiled()
@@ -83,6 +86,7 @@ class PipelineBuilder:
         # A cut that was measured differs from rank to rank; the first one's counts.
         (bounds,) = broadcast_object_list([cut.bounds])
         self._planned = recording, StageCut(bounds)
+        self.blocks = block_order(recording, model)
 
     def split(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Reduce the model to this rank's stages, and the optimizers to their parameters."""

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.look import BlockCall, Look, SeenTensor
 from drivetrain.model.substitution import without_values
-from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.naming import uncompiled
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.recording.phases import Dependency, Recording
 from drivetrain_megatron.recording.proxy import StageProxy
+from drivetrain_megatron.recording.units import named_blocks
 
 _INFINITE = float("inf")
 
@@ -274,7 +274,7 @@ def profile(model: nn.Module, look: Look) -> list[float]:
             "expected a model with values to measure, found one on the meta device: estimate its "
             "costs instead, or give the cut as a list"
         )
-    blocks = dict(repeated_blocks(model))
+    blocks = dict(named_blocks(look, model))
     known: dict[Any, float] = {}
     seconds = []
     values = {name: _parameters(block) for name, block in blocks.items()}

@@ -20,7 +20,14 @@ from drivetrain.building import WeightSource, become
 from drivetrain.errors import UsageError
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.cut import StageCut
-from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
+from drivetrain_megatron.pipeline.transfer import (
+    Direction,
+    Link,
+    Message,
+    Meta,
+    absent_like,
+    is_absent,
+)
 from drivetrain_megatron.recording.phases import Recording, Use
 from drivetrain_megatron.recording.proxy import StageProxy
 
@@ -172,10 +179,10 @@ class SharedParameters:
                 become(copy, source.value(tie.name, copy).to(device), tie.name)
 
     def send_gradients(self) -> None:
-        """Send the gradients of copies to their owners; zeros where a copy got none."""
+        """Send the gradients of copies to their owners, also that a copy has none."""
         for number, tie, copy, stage in self._copies:
             if copy.requires_grad:
-                gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
+                gradient = absent_like(copy) if copy.grad is None else copy.grad
                 copy.grad = None
                 self._link.send(Message(Direction.TIED, stage, tie.owner, number), [gradient])
 
@@ -190,11 +197,13 @@ class SharedParameters:
                 self._link.receive(Message(Direction.TIED, stage, tie.owner, number), meta)
                 for stage in stages
             ]
-            total = arrivals[0].wait()[0]
-            for arrival in arrivals[1:]:
-                total.add_(arrival.wait()[0])
-            parameters.append(parameter)
-            gradients.append(total)
+            arrived = [arrival.wait()[0] for arrival in arrivals]
+            made = [gradient for gradient in arrived if not is_absent(gradient)]
+            if made:
+                for gradient in made[1:]:
+                    made[0].add_(gradient)
+                parameters.append(parameter)
+                gradients.append(made[0])
         return parameters, gradients
 
     def refresh(self, inner: Strategy[Any]) -> None:

@@ -1,9 +1,9 @@
 """Turns a module into the pipeline stages of one rank, in place, and runs them.
 
-Every stage runs the user's own top-level forward. Blocks of other stages give proxies; the block
-just before a stage's first gives the received tensors; the output of the stage's last block is
-sent, and proxies go on. Masks and other values without parameters are computed on every stage from
-the inputs.
+Every stage runs the user's own top-level forward. Blocks of other stages give proxies. Tensors that
+a stage receives take the place of the proxies where they were made, in a block or in the code
+around blocks. The tensors that cross the stage's end are sent, and proxies go on. Masks and other
+values without parameters are computed on every stage from the inputs.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -46,7 +46,7 @@ class StageOutput:
     Attributes:
         sent: tensors for the next stage, with their history; empty on the last stage.
         output: of the model's forward: real on the last stage, proxies before it.
-        made: the tensors of blocks that were asked for, by index of the block.
+        made: the tensors that cross the bounds that were asked for, by index of the block before.
     """
 
     sent: tuple[Tensor, ...]
@@ -97,19 +97,20 @@ class Stage:
         """Return the facts of the tensors that ``run`` needs for these inputs, in order."""
         if self.is_first:
             return ()
-        return self._parts.shapes.of(args, kwargs)[self.blocks.start - 1]
+        return self.metas(args, kwargs)[self.blocks.start - 1]
 
     def sends(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
         """Return the facts of the tensors for the next stage, for these inputs, in order."""
-        return () if self.is_last else self._parts.shapes.of(args, kwargs)[self.blocks.stop - 1]
+        return () if self.is_last else self.metas(args, kwargs)[self.blocks.stop - 1]
 
     def ends(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
         """Return the facts of the last block's output for these inputs, in order."""
-        return self._parts.shapes.of(args, kwargs)[-1]
+        return self._parts.shapes.of(args, kwargs).outputs[-1]
 
     def metas(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
-        """Return the facts of the tensors that each block of the model returns, in order."""
-        return self._parts.shapes.of(args, kwargs)
+        """Return the facts of the tensors that cross the bound after each block, in order."""
+        crossings = self._parts.shapes.of(args, kwargs).crossings
+        return tuple(crossing.metas for crossing in crossings)
 
     def run(
         self,
@@ -125,9 +126,10 @@ class Stage:
         Args:
             args: positional inputs of the model.
             kwargs: inputs by name.
-            received: the tensors of the block before this stage.
-            kept: blocks whose tensors are handed out. Then on the last stage, too, the forward
-                goes on with proxies after the last block, as ``finish`` computes the rest.
+            received: the tensors that cross the bound before this stage.
+            kept: blocks with bounds after them whose tensors are handed out. Then on the last
+                stage, too, the forward goes on with proxies after the last block, as ``finish``
+                computes the rest.
 
         Raises:
             UsageError: the blocks are called in another way than when the model was recorded, or
@@ -135,7 +137,7 @@ class Stage:
         """
         self._check(received, self.metas(args, kwargs))
         stops = kept is not None or not self.is_last
-        given = {self.blocks.start - 1: received}
+        given = {} if self.is_first else {self.blocks.start - 1: received}
         options = PassOptions(self.blocks, given, stops=stops, kept=kept or ())
         return self._pass(options, args, kwargs)
 
@@ -146,10 +148,10 @@ class Stage:
         given: Mapping[int, Sequence[Tensor]],
         watch: Watch | None = None,
     ) -> Any:
-        """Run the model's forward around blocks that return given tensors; return its output.
+        """Run the model's forward around blocks with given tensors; return its output.
 
-        No block computes. Without given tensors a block returns proxies. A context, made for the
-        pass, may watch it.
+        No block computes: it returns proxies, but for tensors that are given. These cross the bound
+        after a block. A context, made for the pass, may watch it.
         """
         options = PassOptions(self.blocks, given, computes=False)
         return self._pass(options, args, kwargs, watch).output
@@ -172,13 +174,14 @@ class Stage:
         parts = self._parts
         leaves = tree_flatten((args, kwargs))[0]
         unseen = self._not_before(options.own)
-        conductor = StagePass(parts, options, self.metas(args, kwargs), leaves, unseen)
+        conductor = StagePass(parts, options, parts.shapes.of(args, kwargs), leaves, unseen)
         with ExitStack() as stack, conductor.before:
             stack.enter_context(hidden(self._places))
             conductor.before.enter_context(hidden(unseen))
             stack.enter_context(parts.gates.conducted(conductor))
             if watch is not None:
                 stack.enter_context(watch(conductor))
+            stack.enter_context(conductor.watching())
             output = parts.forward(*args, **kwargs)
         conductor.finish()
         return StageOutput(() if self.is_last else conductor.sent, output, conductor.made)
@@ -249,10 +252,11 @@ def split(
     device = device or _device(model)
     blocks = block_order(recording, model)
     phases = {phase for stage in owned for phase in cut.phases(stage)}
+    here = {block.name for index, block in enumerate(recording.blocks) if index in phases}
     keep_padding(model)
     take_away(foreign_places(model, recording, phases, device))
-    for index, (_, block) in enumerate(blocks):
-        if index not in phases:
+    for name, block in blocks:
+        if name not in here:
             take_hooks(block)
     gates = BlockHooks(blocks)
     shapes = Shapes(recording, model, gates, device)

@@ -80,6 +80,33 @@ class Meta(NamedTuple):
     dtype: torch.dtype
 
 
+_ABSENT = 0x7FFD
+"""Two bytes; repeated over an element, a NaN of every floating point format of torch whose payload
+no computation makes."""
+
+
+def absent_like(tensor: Tensor) -> Tensor:
+    """Return a message in a tensor's size for a gradient that backward does not make.
+
+    A gradient of zeros would not do: in one process a parameter without a gradient is left alone,
+    one with zeros decays.
+    """
+    message = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+    _first_element(message).fill_(_ABSENT)
+    return message
+
+
+def is_absent(message: Tensor) -> bool:
+    """Whether a message stands for no gradient. On a GPU this waits until the message is there."""
+    pieces = _first_element(message.detach())
+    return bool(pieces.numel()) and bool((pieces == _ABSENT).all())
+
+
+def _first_element(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor's first element, in pieces of two bytes."""
+    return tensor.reshape(-1)[:1].view(torch.int16)
+
+
 class Arrival:
     """Tensors on their way to this rank, with a receive under way for each."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from drivetrain_megatron.dropout.chain import Dropout
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.other_stages import SharedParameters
 from drivetrain_megatron.pipeline.stages import Stage
-from drivetrain_megatron.pipeline.transfer import Meta
+from drivetrain_megatron.pipeline.transfer import Meta, absent_like, is_absent
 from drivetrain_megatron.tensor.weight_grad import WeightGradients
 
 LossOf = Callable[[Any, Any], Tensor]
@@ -127,6 +128,9 @@ class StageWorker:
         given = list(gradients)
         if self.stage.is_last:
             roots, given = self._last_roots(micro_batch, roots)
+        else:
+            reached = [not is_absent(gradient) for gradient in given]
+            roots, given = list(compress(roots, reached)), list(compress(given, reached))
         sender = _Sender(kept.received, send)
         self._run_backward(roots, given, synchronize=self.final == micro_batch)
         sender.finish()
@@ -204,7 +208,7 @@ class StageWorker:
 
 
 class _Sender:
-    """Sends the gradients of received leaves when the last has come; zeros for others."""
+    """Sends the gradients of received leaves when the last has come."""
 
     def __init__(self, leaves: Sequence[Tensor], send: Send) -> None:
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
@@ -226,9 +230,7 @@ class _Sender:
             self._send_all()
 
     def _send_all(self) -> None:
-        gradients = [
-            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves
-        ]
+        gradients = [absent_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
         for leaf in self._leaves:
             leaf.grad = None
         self._send(gradients)

@@ -2,13 +2,16 @@
 
 Whoever plans reads one look (``drivetrain.model``), and runs nothing. From the bottom:
 
-=============== ===================================================================================
-``proxy``       the tensor without values, which may get its value later
-``structure``   the result of a block, as a tree
-``phases``      blocks in order, and which parameters are used where
-``shapes``      the shapes that blocks return for given inputs
-``guesses``     inputs by the class, the arguments and the layers of a model
-``first_batch`` inputs from a loader of the script
-``calls``       example inputs, the look with them, and the first arguments of each block
-=============== ===================================================================================
+================= =================================================================================
+``proxy``         the tensor without values, which may get its value later
+``structure``     the result of a block, as a tree
+``units``         the modules that count as blocks
+``crossing``      the tensors that cross each bound between blocks
+``phases``        blocks in order, and which parameters are used where
+``around_blocks`` functions of torch that the code around blocks calls
+``shapes``        the shapes that blocks return for given inputs
+``guesses``       inputs by the class, the arguments and the layers of a model
+``first_batch``   inputs from a loader of the script
+``calls``         example inputs, the look with them, and the first arguments of each block
+================= =================================================================================
 """

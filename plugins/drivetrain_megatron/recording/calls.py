@@ -17,7 +17,6 @@ from drivetrain.log import get_logger
 from drivetrain.model.look import BlockCall, Look, SeenTensor, TensorRef
 from drivetrain.model.recorder import look_at
 from drivetrain.model.results import ValuesNeededError
-from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.nested import describe
 from drivetrain.parts.blocks import NamedModule, repeated_blocks
 from drivetrain.parts.naming import uncompiled
@@ -27,6 +26,7 @@ from drivetrain_megatron.recording.first_batch import Candidate, batches_as_argu
 from drivetrain_megatron.recording.guesses import guessed_inputs
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.structure import PLAIN
+from drivetrain_megatron.recording.units import blocks_for, named_blocks
 
 logger = get_logger(__name__)
 
@@ -58,7 +58,7 @@ def inputs_for(
     if config.tp * config.pp == 1:
         return None
     try:
-        return example_inputs(model, examples, isolated=config.pp > 1)
+        return example_inputs(model, examples, stages=config.pp * config.chunks)
     except UsageError:
         if (
             inputs_of_user(model) is not None
@@ -71,7 +71,7 @@ def inputs_for(
 
 
 def example_inputs(
-    model: nn.Module, examples: Sequence[ExampleBatch] = (), *, isolated: bool = False
+    model: nn.Module, examples: Sequence[ExampleBatch] = (), *, stages: int = 1
 ) -> ExampleInputs:
     """Return inputs that a model's forward accepts, and the look at the model with them.
 
@@ -82,7 +82,7 @@ def example_inputs(
     Args:
         model: with or without values, not changed.
         examples: batches of the prepared loaders.
-        isolated: whether blocks may run on different ranks.
+        stages: of the pipeline; blocks of several may run on different ranks.
 
     Returns:
         Inputs on the CPU: a few rows, guessed sequences of length 8.
@@ -93,14 +93,14 @@ def example_inputs(
     """
     given = inputs_of_user(model)
     if given is not None:
-        return _looked(model, *_arguments(given), isolated)
+        return _looked(model, *_arguments(given), stages)
     failures: dict[str, list[str]] = {}
     needed: ValuesNeededError | None = None
     for candidate in _candidates(uncompiled(model), examples):
         problem = candidate.problem
         if not problem:
             try:
-                return _looked(model, candidate.args, candidate.kwargs, isolated)
+                return _looked(model, candidate.args, candidate.kwargs, stages)
             except Exception as error:  # whatever the user's forward raises means no
                 needed = needed or (error if isinstance(error, ValuesNeededError) else None)
                 problem = f"{type(error).__name__}: {error}"
@@ -173,10 +173,16 @@ def inputs_of_user(model: nn.Module) -> Any:
 
 
 def _looked(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], isolated: bool
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], stages: int
 ) -> ExampleInputs:
-    kind = StageProxy if isolated else ValuelessTensor
-    look = look_at(uncompiled(model), args, kwargs, kind=kind, isolated=isolated, training=True)
+    model = uncompiled(model)
+    if stages == 1:
+        look = look_at(model, args, kwargs, training=True)
+    else:
+        blocks = blocks_for(model, args, kwargs, stages)
+        look = look_at(
+            model, args, kwargs, blocks=blocks, kind=StageProxy, isolated=True, training=True
+        )
     return ExampleInputs(args, kwargs, look)
 
 
@@ -227,7 +233,7 @@ class Calls:
 
 def calls_in(look: Look, model: nn.Module) -> Calls:
     """Return the calls of a model's blocks in a look at the model, as it was before compilation."""
-    modules = dict(repeated_blocks(model))
+    modules = dict(named_blocks(look, model))
     calls = Calls()
     for name, call in look.first_calls().items():
         calls.blocks.append((name, modules[name]))
@@ -282,7 +288,7 @@ def uncalled_blocks(look: Look, model: nn.Module) -> dict[str, str]:
 
     LayerDrop leaves blocks out, others in each forward.
     """
-    modules = dict(repeated_blocks(model))
+    modules = dict(named_blocks(look, model))
     called = {kind_of(modules[name]): name for name in reversed(look.first_calls())}
     return {
         name: called[kind_of(block)]

@@ -1,10 +1,10 @@
 """Divides one look at a model into phases: its blocks in order, and the uses of each parameter.
 
-The model's repeated blocks divide a forward into phases: phase 0 comes before the first block,
+The calls of the model's blocks divide a forward into phases: phase 0 comes before the first block,
 phase ``k`` is the rest up to and with block ``k``, phase ``n`` follows the last of ``n`` blocks.
-Every tensor that follows from parameters has phases: the sources of its values. A stage holds whole
-phases and gets the output of the block before them; any other tensor that reaches over a boundary
-is a dependency that keeps phases together.
+Every tensor that follows from parameters belongs to the phase where it is made. A stage holds whole
+phases, and gets all tensors that cross its bound (``crossing``). A tensor that cannot cross is a
+dependency that keeps phases together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,24 @@ from torch import nn
 from drivetrain.errors import UsageError
 from drivetrain.model.look import BlockCall, Look, ModelOperation
 from drivetrain.model.recorder import look_at
-from drivetrain.parts.blocks import NamedModule, repeated_blocks
+from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.naming import clean_name, uncompiled
+from drivetrain_megatron.recording.crossing import (
+    CallPlace,
+    Crossing,
+    Step,
+    crossings,
+    writes_in_place,
+)
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.recording.structure import Carried, Structure, described
+from drivetrain_megatron.recording.structure import (
+    Carried,
+    Structure,
+    TensorMeta,
+    changed,
+    described,
+)
+from drivetrain_megatron.recording.units import modules_by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +58,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """A tensor that an earlier phase makes and a later one needs, besides the outputs of blocks.
+    """A tensor that an earlier phase makes, a later one needs, and that cannot cross a bound.
 
     Attributes:
         source: the phase of its values.
@@ -78,18 +92,34 @@ class Recording:
     """The phases of one forward of a model.
 
     Attributes:
-        blocks: in the order of their calls.
+        blocks: the calls of blocks in order.
+        names: of the distinct blocks, in the order of their first calls.
         parameters: the distinct parameters by their first name.
         buffers: the buffers by name.
         between: floating point operations outside of blocks, for each phase.
         dependencies: the tensors that keep phases together.
+        crossings: the tensors for a stage that begins after each block.
     """
 
     blocks: tuple[Block, ...]
+    names: tuple[str, ...]
     parameters: Mapping[str, Use]
     buffers: Mapping[str, Use]
     between: tuple[int, ...]
     dependencies: tuple[Dependency, ...]
+    crossings: tuple[Crossing, ...]
+
+    def called(self, number: int, index: int) -> Block:
+        """Return a call of a block by its number, for the block of an index among the names.
+
+        Raises:
+            UsageError: in the recording this call is another block's.
+        """
+        found, calls = self.names[index], self.blocks
+        if number >= len(calls) or calls[number].name != found:
+            expected = calls[number].name if number < len(calls) else "after the last"
+            raise changed(expected, f"a call of {found!r} in its place", "one call in order")
+        return calls[number]
 
     def costs(self) -> list[float]:
         """Return the estimated cost of each block, with the operations since the block before.
@@ -107,9 +137,8 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Look once at a model, also on the meta device, and divide the look into phases.
 
     Raises:
-        UsageError: the model has no repeated blocks, calls one twice, or depends on values.
+        UsageError: the model has no repeated blocks, or depends on values.
     """
-    _check_repeats(model)
     look = look_at(uncompiled(model), args, kwargs, kind=StageProxy, isolated=True)
     return recording_of(model, look)
 
@@ -118,36 +147,30 @@ def recording_of(model: nn.Module, look: Look) -> Recording:
     """Divide a look, with the model's blocks isolated, into phases.
 
     Raises:
-        UsageError: the model has no repeated blocks, leaves one out, or calls one twice or inside
-            of another.
+        UsageError: the look has no blocks, leaves one out, or calls one inside of another.
     """
-    _check_repeats(model)
+    if not look.candidates:
+        raise UsageError(
+            f"expected a model with modules that can be blocks, found none in "
+            f"{type(model).__name__}: a pipeline cuts between calls of modules with parameters"
+        )
     replay = _Replay(look)
     replay.run()
     return replay.recording("" if uncompiled(model) is model else "_orig_mod.")
 
 
 def block_order(recording: Recording, model: nn.Module) -> list[NamedModule]:
-    """Return a model's blocks in the order in which they are called."""
-    modules = dict(repeated_blocks(model))
-    return [(block.name, modules[block.name]) for block in recording.blocks]
-
-
-def _check_repeats(model: nn.Module) -> None:
-    if not repeated_blocks(model):
-        raise UsageError(
-            f"expected a model with repeated blocks, such as the layers of a transformer in an "
-            f"nn.ModuleList, found none in {type(model).__name__}: a pipeline cuts between blocks; "
-            "put what repeats, modules of several layers, into an nn.ModuleList or nn.Sequential"
-        )
+    """Return a model's distinct blocks in the order of their first calls."""
+    modules = modules_by_name(model)
+    return [(name, modules[name]) for name in recording.names]
 
 
 class _Replay:
-    """Follows a look with blocks isolated, and keeps the phases of each tensor."""
+    """Follows a look with blocks isolated, and keeps the phase of each tensor."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
-        self._phases: dict[int, frozenset[int]] = {}
+        self._made_in: dict[int, int] = {}  # phases of tensors that follow from parameters
         self._names = {number: name for name, number in look.parameters.items()}
         self._buffers = {number: name for name, number in look.buffers.items()}
         self._used: dict[str, set[int]] = {name: set() for name in look.parameters}
@@ -158,6 +181,7 @@ class _Replay:
         self._inside: dict[
             int, str
         ] = {}  # tensors that a block made: the code after it gets others
+        self._steps: list[Step] = []
         self._between = [0]
 
     @property
@@ -178,19 +202,22 @@ class _Replay:
         self._finish()
 
     def _follow_block(self, call: BlockCall) -> None:
-        for argument, number in zip(call.names, call.given, strict=True):
-            self._depend(number, f"argument {argument!r} of block {call.name!r}")
-        work = self._follow(call.operations, call.name)
+        work = self._follow(call.operations, call)
         output = described(call, self._look, self._everywhere)
         like = self._like(output, call)
         self._blocks.append(Block(call.name, call.names, output, like, work))
         made = {number for each in self._look.inside(call) for number in each.outputs}
         self._inside |= dict.fromkeys(made - {*call.given} - {*self._names}, call.name)
-        for leaf, kind in zip(call.returned, output.leaves, strict=True):
-            if leaf.handed is not None and isinstance(kind, Carried):
-                self._phases[leaf.handed] = frozenset({self.phase})
+        handed = [
+            leaf.handed
+            for leaf, kind in zip(call.returned, output.leaves, strict=True)
+            if leaf.handed is not None and isinstance(kind, Carried)
+        ]
+        given = [self._dependent(n) for n in call.given if n is not None]
+        self._made_in |= dict.fromkeys(handed, self.phase)
+        self._steps.append(Step(CallPlace(self.phase), given, handed))
 
-    def _follow(self, operations: range, block: str | None) -> int:
+    def _follow(self, operations: range, block: BlockCall | None) -> int:
         """Follow operations in one phase, of a block or between blocks; return their work."""
         work = 0
         for index in operations:
@@ -199,25 +226,37 @@ class _Replay:
             self._follow_one(operation, block)
         return work
 
-    def _follow_one(self, operation: ModelOperation, block: str | None) -> None:
-        phases = frozenset[int]().union(*(self._phases_of(n) for n in operation.inputs))
-        for number in {*operation.outputs} - {*operation.inputs}:
-            if not self._look.tensors[number].known:
-                self._phases[number] = phases
-        for number in operation.changed:
-            if not self._look.tensors[number].known:
-                self._phases[number] = self._phases.get(number, frozenset()) | phases
-        dependent = any(self._phases_of(number) for number in operation.outputs)
+    def _follow_one(self, operation: ModelOperation, block: BlockCall | None) -> None:
+        if any(self._follows(number) for number in operation.inputs):
+            for number in {*operation.outputs} - {*operation.inputs} | {*operation.changed}:
+                if not self._look.tensors[number].known:
+                    self._made_in[number] = self.phase
+        dependent = any(self._follows(number) for number in operation.outputs)
+        if block is None:
+            self._add_step(operation)
         for number in operation.inputs:
-            self._note(number, dependent, block)
+            self._note(number, dependent, None if block is None else block.name)
             if block is None and number in self._inside:
                 owner = f"block {self._inside[number]!r} made and did not return"
                 self._depend(number, f"a tensor that {operation.name} uses and that {owner},")
-            if block is not None:
-                what = f"{operation.name} in block {block!r}"
+            if block is not None and number not in block.given:
+                what = f"{operation.name} in block {block.name!r}"
                 self._depend(
                     number, f"a tensor that {what} uses and that is no argument of the block"
                 )
+
+    def _add_step(self, operation: ModelOperation) -> None:
+        """Note an operation outside of blocks whose results are not on every stage."""
+        changed = {*operation.changed}
+        if writes_in_place(operation.function, operation.args, operation.kwargs):
+            changed |= {*operation.outputs} & {*operation.inputs}
+        written = [number for number in changed if self._follows(number)]
+        outputs = [self._dependent(number) for number in operation.outputs]
+        if written or any(number is not None for number in outputs):
+            inputs = [self._dependent(number) for number in operation.inputs]
+            bases = [(view.made, view.base) for view in operation.views]
+            place = CallPlace(self.phase, operation.name)
+            self._steps.append(Step(place, inputs, outputs, written, bases))
 
     def _note(self, number: int, dependent: bool, block: str | None) -> None:
         """Note the use of a parameter or buffer."""
@@ -229,20 +268,22 @@ class _Replay:
             if block is None and not dependent:
                 self._ambient.add(buffer)
 
-    def _phases_of(self, number: int) -> frozenset[int]:
-        if number in self._names:
-            return frozenset({self.phase})  # a parameter is where it is used
-        return self._phases.get(number, frozenset())
+    def _follows(self, number: int) -> bool:
+        """Whether a tensor follows from parameters, and is not on every stage."""
+        return number in self._names or number in self._made_in
+
+    def _dependent(self, number: int) -> int | None:
+        return number if self._follows(number) else None
 
     def _everywhere(self, number: int) -> bool:
         """Whether every stage has a tensor itself: it depends on no parameter."""
-        return not self._phases_of(number)
+        return not self._follows(number)
 
-    def _depend(self, number: int | None, what: str) -> None:
-        """Note a tensor that comes from an earlier phase."""
-        phases = frozenset[int]() if number is None else self._phases_of(number)
-        if phases and min(phases) < self.phase:
-            key = (min(phases), self.phase)
+    def _depend(self, number: int, what: str) -> None:
+        """Note a tensor that comes from an earlier phase, and cannot cross a bound."""
+        source = self._made_in.get(number, self.phase)
+        if source < self.phase:
+            key = (source, self.phase)
             self._dependencies.setdefault(key, Dependency(*key, what))
 
     def _like(self, output: Structure, call: BlockCall) -> tuple[int | None, ...]:
@@ -259,7 +300,7 @@ class _Replay:
         return tuple(found)
 
     def _finish(self) -> None:
-        """Check that no block was left out, and note the needs of the model's output."""
+        """Check that no block was left out."""
         called = {call.name for call in self._look.blocks}
         missing = [name for name in self._look.candidates if name not in called]
         if missing:
@@ -268,9 +309,6 @@ class _Replay:
                 f"{', '.join(missing[:3])} and {max(len(missing) - 3, 0)} more were not: blocks "
                 "must not be skipped, also not at random (LayerDrop)"
             )
-        for name, number in self._look.output:
-            if number is not None and max(self._phases_of(number), default=-1) == self.phase:
-                self._depend(number, f"the model's output {name!r}")
 
     def recording(self, prefix: str) -> Recording:
         """Return the recording; names of parameters and buffers get a prefix."""
@@ -291,26 +329,33 @@ class _Replay:
             prefix + name: Use((prefix + name,), frozenset(phases), name in self._ambient)
             for name, phases in self._buffer_used.items()
         }
-        dependencies = tuple(self._dependencies.values())
+        crossed = crossings(self._steps, self._meta_of)
+        dependencies = [*self._dependencies.values()]
+        dependencies += [
+            Dependency(block, block + 1, crossing.obstacle)
+            for block, crossing in enumerate(crossed[:-1])
+            if crossing.obstacle
+        ]
         return Recording(
-            tuple(self._blocks), parameters, buffers, tuple(self._between), dependencies
+            tuple(self._blocks),
+            tuple(dict.fromkeys(block.name for block in self._blocks)),
+            parameters,
+            buffers,
+            tuple(self._between),
+            tuple(dependencies),
+            crossed,
         )
+
+    def _meta_of(self, number: int) -> TensorMeta:
+        facts, requires_grad, _ = self._look.tensors[number]
+        return TensorMeta(tuple(facts.shape), facts.dtype, requires_grad)
 
 
 def _check_calls(calls: Sequence[BlockCall]) -> None:
-    """Check that blocks are called in turn, and none twice."""
-    seen: set[str] = set()
+    """Check that blocks are called in turn."""
     for call in calls:
         if call.caller is not None:
             raise UsageError(
                 f"expected blocks one after another, found {call.name!r} called by "
                 f"{call.caller!r}: a pipeline cuts between blocks that do not call each other"
             )
-        if call.name in seen:
-            raise UsageError(
-                f"expected every repeated block to be called once in a forward, found "
-                f"{call.name!r} called twice: its weights would be needed on several stages at "
-                "different times. Use a model whose layers have their own weights, or no pipeline "
-                "(pp: 1)"
-            )
-        seen.add(call.name)

@@ -2,22 +2,45 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
+from drivetrain.model.look import tensors_in
 from drivetrain.model.random_values import SEED, filled, random_like
 from drivetrain.model.substitution import without_values
+from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.parts.blocks import BlockHooks
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords, targets
 from drivetrain.runtime import rng
+from drivetrain_megatron.recording.around_blocks import AroundBlocks
+from drivetrain_megatron.recording.crossing import (
+    CallPlace,
+    Crossing,
+    Step,
+    crossings,
+    writes_in_place,
+)
 from drivetrain_megatron.recording.phases import Block, Recording
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.recording.structure import TensorMeta
+from drivetrain_megatron.recording.structure import TensorMeta, changed
 
 Metas: TypeAlias = tuple[tuple[TensorMeta, ...], ...]
 ShapeAndDtype: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+
+
+class CallShapes(NamedTuple):
+    """The facts of tensors in one forward, for each block in the order of calls.
+
+    Attributes:
+        outputs: of the tensors that the block returns.
+        crossings: the tensors for a stage that begins after the block.
+    """
+
+    outputs: Metas
+    crossings: tuple[Crossing, ...]
 
 
 _KEPT = 512
@@ -28,7 +51,7 @@ _TRUSTED = 2
 
 
 class Shapes:
-    """Answers with the metas of every block's output, for given inputs of the model.
+    """Answers with the facts of all tensors that blocks make, for given inputs of the model.
 
     A new combination of shapes costs a forward on proxies. Once every block has returned its
     input's shape for two combinations, that forward leaves the blocks out. The model may be whole
@@ -41,12 +64,12 @@ class Shapes:
         self._recording, self._model, self._gates = recording, model, gates
         self._device = device
         self._forward = model.forward
-        self._known: dict[Any, Metas] = {}
+        self._known: dict[Any, CallShapes] = {}
         self._alike: dict[Any, int] = {}
         self._valued = _Valued(gates.blocks)
 
-    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
-        """Return the metas of the tensors that each block returns.
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallShapes:
+        """Return the facts of the tensors of each block.
 
         Raises:
             UsageError: a block returns another structure than when it was recorded.
@@ -67,18 +90,82 @@ class Shapes:
         )
         return casts, self._model.training
 
-    def _run(self, mode: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
+    def _run(self, mode: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallShapes:
         trusted = self._alike.get(mode, 0) >= _TRUSTED
-        shaper = _Shaper(self._recording.blocks, trusted, self._device, self._valued)
+        seen = _SeenSteps()
+        shaper = _Shaper(self._recording, trusted, self._device, self._valued, seen)
         with (
             without_values(self._model, StageProxy),
             self._gates.conducted(shaper),
             torch.enable_grad(),
+            seen.code,
         ):
             self._forward(*args, **kwargs)
+        blocks = self._recording.blocks
+        if len(shaper.metas) < len(blocks):
+            raise changed(blocks[len(shaper.metas)].name, "no call of it", "one call")
         if not trusted:
             self._alike[mode] = self._alike.get(mode, 0) + 1 if shaper.alike else -(1 << 30)
-        return tuple(shaper.metas)
+        return CallShapes(tuple(shaper.metas), seen.crossings())
+
+
+class _SeenSteps:
+    """The steps of one forward without values, and its tensors by their numbers.
+
+    Attributes:
+        code: the mode in which functions around blocks are seen.
+    """
+
+    def __init__(self) -> None:
+        self.code = AroundBlocks(self)
+        self._steps: list[Step] = []
+        self._numbers: dict[int, int] = {}
+        self._tensors: list[ValuelessTensor] = []  # kept, so that identities stay theirs
+
+    def crossings(self) -> tuple[Crossing, ...]:
+        """Return the tensors that cross the bound after each block."""
+        return crossings(self._steps, self._meta_of)
+
+    def called(self, place: CallPlace, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+        """Call a function outside of blocks, and note its tensors."""
+        result = func(*args, **kwargs)
+        made = list(tensors_in(result))
+        outputs = [self._number(tensor) for tensor in made]
+        inputs = [self._number(tensor) for tensor in tensors_in((args, kwargs))]
+        changed = {*map(self._number, tensors_in(list(targets(place.function, args, kwargs))))}
+        if writes_in_place(func, args, kwargs):
+            changed |= {*outputs} & {*inputs}
+        written = [number for number in changed if number is not None]
+        if written or any(number is not None for number in outputs):
+            bases = [
+                (number, base)
+                for number, tensor in zip(outputs, made, strict=True)
+                if isinstance(tensor, ValuelessTensor) and tensor.shown is not None
+                for base in inputs[tensor.shown.place : tensor.shown.place + 1]
+                if number is not None and base is not None and number not in inputs
+            ]
+            self._steps.append(Step(place, inputs, outputs, written, bases))
+        return result
+
+    def block(self, phase: int, given: Sequence[Any], made: Sequence[Tensor]) -> None:
+        """Note the call of a block: the leaves of its arguments, the tensors it made."""
+        inputs = [self._number(leaf) for leaf in given if isinstance(leaf, Tensor)]
+        self._steps.append(Step(CallPlace(phase), inputs, [self._number(x) for x in made]))
+        self.code.begin_phase(phase)
+
+    def _number(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor; None if it has values, as on every stage."""
+        if not isinstance(tensor, ValuelessTensor):
+            return None
+        number = self._numbers.setdefault(id(tensor), len(self._tensors))
+        if number == len(self._tensors):
+            self._tensors.append(tensor)
+        return number
+
+    def _meta_of(self, number: int) -> TensorMeta:
+        tensor = self._tensors[number]
+        facts = tensor.facts
+        return TensorMeta(tuple(facts.shape), facts.dtype, tensor.requires_grad)
 
 
 class _Valued:
@@ -130,10 +217,15 @@ class _Shaper:
     """Runs blocks on proxies, or only hands their inputs on."""
 
     def __init__(
-        self, blocks: Sequence[Block], trusted: bool, device: torch.device, valued: _Valued
+        self,
+        recording: Recording,
+        trusted: bool,
+        device: torch.device,
+        valued: _Valued,
+        seen: _SeenSteps,
     ) -> None:
-        self._blocks, self._trusted, self._device = blocks, trusted, device
-        self._valued = valued
+        self._recording, self._trusted, self._device = recording, trusted, device
+        self._valued, self._seen = valued, seen
         self.alike = True
         self.metas: list[tuple[TensorMeta, ...]] = []
 
@@ -145,7 +237,21 @@ class _Shaper:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Note the output of a block."""
-        block = self._blocks[index]
+        block = self._recording.called(len(self.metas), index)
+        with self._seen.code.inside_block():
+            metas, leaves = self._output(
+                block, lambda: self._valued.result(index, compute, args, kwargs), args, kwargs
+            )
+            self.metas.append(metas)
+            made = [StageProxy.like(m.shape, m.dtype, self._device, m.requires_grad) for m in metas]
+            result = block.output.build(block.name, made, leaves)
+        self._seen.block(len(self.metas), leaves, made)
+        return result
+
+    def _output(
+        self, block: Block, compute: Callable[[], Any], args: Arguments, kwargs: Keywords
+    ) -> tuple[tuple[TensorMeta, ...], list[Any]]:
+        """Return the facts of the tensors that a block returns, and the leaves of its arguments."""
         leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
         as_recorded = len(leaves) == block.output.arguments  # else places are of other arguments
         places = block.like if as_recorded else [None] * len(block.like)
@@ -154,20 +260,16 @@ class _Shaper:
         if self._trusted and as_recorded:
             found = kept
         else:
-            found = self._computed(
-                block, kept, lambda: self._valued.result(index, compute, args, kwargs)
-            )
+            found = self._computed(block, kept, compute)
             self.alike &= not as_recorded or all(
                 isinstance(like, Tensor) and (tuple(like.shape), like.dtype) == facts
                 for like, facts in zip(likes, found, strict=True)
             )
-        metas = tuple(
+        metas = (
             TensorMeta(*facts, recorded.requires_grad)
             for facts, recorded in zip(found, block.output.metas, strict=True)
         )
-        self.metas.append(metas)
-        made = [StageProxy.like(m.shape, m.dtype, self._device, m.requires_grad) for m in metas]
-        return block.output.build(block.name, made, leaves)
+        return tuple(metas), leaves
 
     def _computed(
         self, block: Block, kept: Sequence[ShapeAndDtype], compute: Callable[[], Any]

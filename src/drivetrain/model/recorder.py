@@ -36,6 +36,7 @@ def look_at(
     args: Arguments,
     kwargs: Keywords,
     *,
+    blocks: Sequence[NamedModule] | None = None,
     kind: type[ValuelessTensor] = ValuelessTensor,
     isolated: bool = False,
     training: bool | None = None,
@@ -50,6 +51,7 @@ def look_at(
         model: the user's, also on the meta device.
         args: example inputs.
         kwargs: example inputs by name.
+        blocks: the modules that count as blocks; None for the repeated ones.
         kind: class of the tensors without values, which words the errors.
         isolated: whether code outside of a block, too, gets tensors without values for all that the
             block made, as when the block runs elsewhere.
@@ -64,12 +66,13 @@ def look_at(
             if training is not None:
                 model.train(training)
             try:
-                return _looked(model, args, kwargs, substitutes, kind, isolated)
+                found = repeated_blocks(model) if blocks is None else blocks
+                return _looked(model, args, kwargs, substitutes, found, kind, isolated)
             except WriteRefusedError as error:
-                found = substitutes.buffers_at(error.target)
-                if isolated or not found:
+                written = substitutes.buffers_at(error.target)
+                if isolated or not written:
                     raise
-                overwritten |= found  # as of spectral normalisation: they follow from parameters
+                overwritten |= written  # as of spectral normalisation: they follow from parameters
 
 
 def _looked(
@@ -77,10 +80,10 @@ def _looked(
     args: Arguments,
     kwargs: Keywords,
     substitutes: Substitutes,
+    blocks: Sequence[NamedModule],
     kind: type[ValuelessTensor],
     isolated: bool,
 ) -> Look:
-    blocks = repeated_blocks(model)
     recorder = _Recorder(blocks, substitutes, kind, isolated)
     given, named = to_device((tuple(args), dict(kwargs)), substitutes.device)
     forward = model.forward

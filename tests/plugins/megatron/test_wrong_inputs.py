@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.errors import CollectiveError, ConfigError, RankMismatchError, UsageError
+from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 from drivetrain.testing.conformance.twins import everyone
 from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 
@@ -129,16 +129,20 @@ class Skip(nn.Module):
         return self.head(x)
 
 
+class EverySkip(Skip):
+    """The last block needs the embedding."""
+
+    start, end = 0, 3
+
+
+@pytest.mark.parametrize("kind", [Skip, EverySkip])
+@pytest.mark.parametrize("cut", ["3,1", None])
 @pytest.mark.ranks(2)
-def test_skip_connection_across_stages():
-    refused(
-        r"argument '0' of block 'layers.3' comes from phase 2.*let every block return it",
-        lambda: prepared(built(Skip), pp=2, cut="3,1"),
-        ConfigError,
-    )
-    model = built(Skip)
+def test_skip_connections_cross_stages(kind, cut):
+    model = built(kind)
     twin = copy.deepcopy(model)
-    accelerator, model = prepared(model, pp=2, micro_batches=2)
+    where = {} if cut is None else {"cut": cut}
+    accelerator, model = prepared(model, pp=2, micro_batches=2, **where)
     ids = token_batch(0, rows=4)
     accelerator.backward(outside(model, ids))
     outside(twin, ids).backward()
@@ -146,30 +150,21 @@ def test_skip_connection_across_stages():
     accelerator.free_memory()
 
 
-class EverySkip(Skip):
-    """The last block needs the embedding."""
-
-    start, end = 0, 3
-
-
-@pytest.mark.ranks(2)
-def test_skip_connection_over_everything():
-    refused(
-        r"1 places between 4 blocks.*layers\.3.*let every block return it",
-        lambda: prepared(built(EverySkip), pp=2),
-        ConfigError,
-    )
-
-
 @pytest.mark.parametrize(("layers", "chunks"), [(1, 1), (3, 2)])
 @pytest.mark.ranks(2)
 def test_more_stages_than_blocks(layers, chunks):
+    """The modules inside of blocks are divided among the stages then."""
     schedule = "interleaved" if chunks > 1 else "1f1b"
-    refused(
-        rf"between 1 and {layers} stages for a model of {layers} blocks, found 4|repeated",
-        lambda: prepared(built(gpt2, layers), pp=2, chunks=chunks, schedule=schedule),
-        (ConfigError, UsageError),
+    model = built(gpt2, layers)
+    twin = copy.deepcopy(model)
+    accelerator, model = prepared(
+        model, pp=2, chunks=chunks, schedule=schedule, micro_batches=2 * chunks
     )
+    ids = token_batch(0, rows=4)
+    accelerator.backward(outside(model, ids))
+    outside(twin, ids).backward()
+    check_gradients(accelerator, model, twin)
+    accelerator.free_memory()
 
 
 # --- choices that depend on values of another stage ---

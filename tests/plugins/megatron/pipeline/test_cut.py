@@ -15,7 +15,7 @@ from drivetrain_megatron.recording.phases import Dependency, Recording, record
 
 def recording(blocks, before=0, after=0, dependencies=()):
     between = (before, *([0] * (blocks - 1)), after)
-    return Recording((None,) * blocks, {}, {}, between, tuple(dependencies))
+    return Recording((None,) * blocks, (), {}, {}, between, tuple(dependencies), ())
 
 
 def stage_costs(bounds, costs, before, after):

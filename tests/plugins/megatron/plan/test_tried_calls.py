@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
+from drivetrain_megatron.plan.trial import run_block
+from drivetrain_megatron.recording.calls import Call
 
 WIDTH, INNER, LAYERS = 6, 8, 2
 
@@ -67,6 +69,13 @@ class Memories(nn.Module):
 
 def numbers():
     return torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+
+def test_a_trial_has_the_gradients_of_all_activations():
+    block, x, gate = Gated().double(), numbers(), numbers()[..., :1]
+    results = run_block(block, Call((x, gate.requires_grad_()), {}))
+    assert [gradient.shape for gradient in results.given] == [x.shape, gate.shape]
+    assert all(gradient.abs().max() > 0 for gradient in results.given)
 
 
 @pytest.mark.parametrize("make", [Gates, Memories])
