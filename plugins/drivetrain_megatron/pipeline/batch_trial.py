@@ -285,8 +285,8 @@ class BatchTrial:
         stages = [worker.stage for worker in self._stages.workers.values()]
         try:
             whole, parts = trial_parts(args, kwargs, targets, dims)
-            metas = stages[0].metas(whole.args, whole.kwargs)
-            joins = _joins_of(metas, [stages[0].metas(p.args, p.kwargs) for p in parts])
+            metas = stages[0].left(whole.args, whole.kwargs)
+            joins = _joins_of(metas, [stages[0].left(p.args, p.kwargs) for p in parts])
             fits = all(self._fits(stage, whole, parts, joins, kept) for stage in stages)
         except CollectiveError:
             raise  # another rank has failed: no answer of this one would reach it
@@ -305,7 +305,7 @@ class BatchTrial:
         """Whether the blocks of a stage give the same for the whole and for its parts."""
         before = stage.receives(whole.args, whole.kwargs)
         received = random_tensors([meta[:2] for meta in before], self._stages.device)
-        along = joins[stage.blocks.start - 1] if before else ()
+        along = joins[stage.blocks.start - 1][: len(before)] if before else ()
         sizes = [stage.receives(part.args, part.kwargs) for part in parts]
         shares = cut_tensors(received, along, sizes)
         expected = self._run(stage, whole, received, kept)

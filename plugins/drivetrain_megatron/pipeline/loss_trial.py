@@ -279,7 +279,7 @@ class _Trial:
         ]
         args, kwargs, targets = tree_unflatten(changed, tree)
         whole, parts = trial_parts(args, kwargs, targets, dims)
-        metas = [self._stage.metas(part.args, part.kwargs) for part in (whole, *parts)]
+        metas = [self._stage.given(part.args, part.kwargs) for part in (whole, *parts)]
         given = {
             block: random_tensors(
                 [(shape, _precise(dtype)) for shape, dtype, _ in metas[0][block]],
@@ -290,9 +290,11 @@ class _Trial:
         cut = [
             {
                 block: cut_tensors(
-                    given[block], self._division.joins[block], [m[block] for m in metas[1:]]
+                    tensors,
+                    self._division.joins[block][: len(tensors)],
+                    [m[block] for m in metas[1:]],
                 )[index]
-                for block in given
+                for block, tensors in given.items()
             }
             for index in range(len(parts))
         ]

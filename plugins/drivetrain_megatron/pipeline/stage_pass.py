@@ -96,7 +96,8 @@ class StagePass:
         self._unchanged: set[CallPlace] = set()
         for block, tensors in sorted(options.given.items()):
             crossing = shapes.crossings[block]
-            for origin, tensor in zip(crossing.origins, tensors, strict=True):
+            # Of a block of the stage before, there are the tensors that cross alone.
+            for origin, tensor in zip(shapes.left(block)[0], tensors, strict=False):
                 # Neither a leaf nor a view of one may be written into.
                 copied = tensor.requires_grad and origin in crossing.rewritten
                 self._given[origin] = tensor.clone() if copied else tensor
@@ -107,8 +108,9 @@ class StagePass:
         # Two bounds are followed in any case: there the last stage and the rest of the model begin.
         self._marked = {parts.cut.blocks(parts.cut.stages - 1).start - 1, len(shapes.outputs) - 1}
         followed = {*self._handed, *self._marked} - {-1}
-        self._followed = {o for block in followed for o in shapes.crossings[block].origins}
+        self._followed = {origin for block in followed for origin in shapes.left(block)[0]}
         self._found: dict[Origin, Tensor] = {}
+        self._made_at: dict[Origin, int] = {}  # how often it had been written into then
         self._end = shapes.crossings[self._last] if self._last >= 0 else None
         self._versions: list[int] = []  # of the tensors for the next stage, at the cut
         self.before = ExitStack()
@@ -223,7 +225,8 @@ class StagePass:
                 "stay as they are there, found that code of the model writes into one later: let "
                 "it make a new tensor (x = x + y for x += y)"
             )
-        self.sent = self.made.get(self._last, ())
+        sent = 0 if self._end is None else len(self._end.origins)
+        self.sent = self.made.get(self._last, ())[:sent]
 
     def _in_sight(self, leaf: Any) -> Any:
         """Return the parameter itself for its proxy, which code before the own blocks has met."""
@@ -242,11 +245,12 @@ class StagePass:
             self._missing.discard(origin)
         if origin in self._followed:
             self._found[origin] = tensor
+            self._made_at[origin] = 0 if tensor.is_inference() else tensor._version
         return tensor
 
     def _mark(self, block: int) -> None:
         """Let the proxies of crossing tensors know the block before their bound."""
-        for origin in self._shapes.crossings[block].origins:
+        for origin in self._shapes.left(block)[0]:
             tensor = self._found.get(origin)
             if isinstance(tensor, StageProxy):
                 tensor.blocks = frozenset({block})
@@ -273,20 +277,32 @@ class StagePass:
             )
 
     def _collected(self, index: int) -> tuple[Tensor, ...]:
-        """Return the tensors that cross a bound, after a check that the next stage expects them."""
-        crossing = self._shapes.crossings[index]
+        """Return the tensors that a block leaves, after a check that others expect them."""
+        origins, metas = self._shapes.left(index)
         name = self._name(index)
-        tensors = [self._found[origin] for origin in crossing.origins if origin in self._found]
+        tensors = [self._found[origin] for origin in origins if origin in self._found]
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        expected = [meta[:2] for meta in crossing.metas]
+        expected = [meta[:2] for meta in metas]
         if found != expected:
             raise changed(name, f"a result of {found}", f"{expected} for these inputs")
-        for tensor, meta in zip(tensors, crossing.metas, strict=True):
+        for origin in origins[len(self._shapes.crossings[index].origins) :]:
+            self._check_unwritten(name, origin)
+        for tensor, meta in zip(tensors, metas, strict=True):
             lost = tensor.requires_grad and not meta.requires_grad
             if isinstance(tensor, StageProxy) or (self._grad and lost):
                 what = "without values" if isinstance(tensor, StageProxy) else "with a gradient"
                 raise changed(name, f"a tensor {what} that goes to the next stage", "the other")
         return tuple(tensors)
+
+    def _check_unwritten(self, name: str, origin: Origin) -> None:
+        """Check a tensor that no later block reads: the rest of the model would write once more."""
+        tensor = self._found[origin]
+        if not tensor.is_inference() and tensor._version != self._made_at[origin]:
+            raise UsageError(
+                f"expected the output of block {name!r}, which the model returns, to stay as it "
+                "is, found that code after the block writes into it: let it make a new tensor "
+                "(x = x + y for x += y)"
+            )
 
     def _check_arguments(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for argument, leaf in named_leaves(args, kwargs):

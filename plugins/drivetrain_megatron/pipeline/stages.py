@@ -112,6 +112,22 @@ class Stage:
         crossings = self._parts.shapes.of(args, kwargs).crossings
         return tuple(crossing.metas for crossing in crossings)
 
+    def left(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
+        """Return the facts of the tensors that the rest of a forward may need of each block.
+
+        The first of them cross the bound after it.
+        """
+        shapes = self._parts.shapes.of(args, kwargs)
+        return tuple(tuple(shapes.left(block)[1]) for block in range(len(shapes.outputs)))
+
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
+        """Return the facts of the tensors that this stage has of each block.
+
+        Of blocks of other stages it has at most those that cross the bound after them.
+        """
+        crossing, left = self.metas(args, kwargs), self.left(args, kwargs)
+        return tuple(left[b] if b in self.blocks else crossing[b] for b in range(len(left)))
+
     def run(
         self,
         args: Sequence[Any],

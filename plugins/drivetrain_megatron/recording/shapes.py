@@ -1,7 +1,8 @@
 """The shapes that blocks return for given inputs, known before anything is computed or received."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from drivetrain_megatron.recording.around_blocks import AroundBlocks
 from drivetrain_megatron.recording.crossing import (
     CallPlace,
     Crossing,
+    Origin,
     Step,
     crossings,
     writes_in_place,
@@ -41,6 +43,21 @@ class CallShapes(NamedTuple):
 
     outputs: Metas
     crossings: tuple[Crossing, ...]
+
+    def left(self, block: int) -> tuple[list[Origin], list[TensorMeta]]:
+        """Return the tensors that the rest of a forward may need of a block, and their facts.
+
+        First those that cross the bound after it, then what it returned and code around blocks put
+        into the model's output alone.
+        """
+        crossing = self.crossings[block]
+        origins, metas = list(crossing.origins), list(crossing.metas)
+        for leaf, meta in enumerate(self.outputs[block]):
+            origin = Origin(CallPlace(block + 1), leaf)
+            if origin not in crossing.origins:
+                origins.append(origin)
+                metas.append(meta)
+        return origins, metas
 
 
 _KEPT = 512
@@ -96,6 +113,7 @@ class Shapes:
         shaper = _Shaper(self._recording, trusted, self._device, self._valued, seen)
         with (
             without_values(self._model, StageProxy),
+            _copies_hidden(self._model, self._device),
             self._gates.conducted(shaper),
             torch.enable_grad(),
             seen.code,
@@ -283,6 +301,27 @@ class _Shaper:
             return list(kept)
         carried = block.output.carried(block.name, result)
         return [(tuple(tensor.shape), tensor.dtype) for tensor in carried]
+
+
+@contextmanager
+def _copies_hidden(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let proxies stand for the copies of parameters that another stage owns.
+
+    No module registers a copy, and its values would count as values that every stage has.
+    """
+    copies = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, nn.Parameter)
+    ]
+    try:
+        for module, name, value in copies:
+            vars(module)[name] = StageProxy.of(value, device)
+        yield
+    finally:
+        for module, name, value in copies:
+            vars(module)[name] = value
 
 
 def _copied(leaf: Any) -> Any:
