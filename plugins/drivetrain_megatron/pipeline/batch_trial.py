@@ -315,7 +315,7 @@ class BatchTrial:
         return all(
             is_same(join([part[block][place] for part in found], dim), tensor)
             for block, tensors in expected.items()
-            for place, (tensor, dim) in enumerate(zip(tensors, joins[block], strict=True))
+            for place, (tensor, dim) in enumerate(zip(tensors, joins[block], strict=False))
         )
 
     def _run(

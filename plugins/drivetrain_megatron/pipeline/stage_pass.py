@@ -225,7 +225,7 @@ class StagePass:
                 "stay as they are there, found that code of the model writes into one later: let "
                 "it make a new tensor (x = x + y for x += y)"
             )
-        sent = 0 if self._end is None else len(self._end.origins)
+        sent = 0 if self._end is None else len(self._end.origins)  # then what the model returns
         self.sent = self.made.get(self._last, ())[:sent]
 
     def _in_sight(self, leaf: Any) -> Any:
@@ -279,13 +279,16 @@ class StagePass:
     def _collected(self, index: int) -> tuple[Tensor, ...]:
         """Return the tensors that a block leaves, after a check that others expect them."""
         origins, metas = self._shapes.left(index)
+        crossing = len(self._shapes.crossings[index].origins)
+        if index not in self._options.kept:
+            origins, metas = origins[:crossing], metas[:crossing]
         name = self._name(index)
         tensors = [self._found[origin] for origin in origins if origin in self._found]
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         expected = [meta[:2] for meta in metas]
         if found != expected:
             raise changed(name, f"a result of {found}", f"{expected} for these inputs")
-        for origin in origins[len(self._shapes.crossings[index].origins) :]:
+        for origin in origins[crossing:]:
             self._check_unwritten(name, origin)
         for tensor, meta in zip(tensors, metas, strict=True):
             lost = tensor.requires_grad and not meta.requires_grad
