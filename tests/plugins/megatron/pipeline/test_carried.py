@@ -71,6 +71,21 @@ class EncoderDecoder(nn.Module):
         return x
 
 
+class TiedAround(nn.Module):
+    """One weight makes the first tensor, which passes two blocks by, and the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        first = self.words(x) * 2
+        for index, layer in enumerate(self.layers):
+            x = layer(x if index != 2 else x + first)
+        return F.linear(x, self.words.weight)
+
+
 class Level(nn.Module):
     def __init__(self, width, wider):
         super().__init__()
@@ -112,6 +127,7 @@ NETS = {
     "shared-layer": (SharedLayer, (ROWS, WIDTH), "cost"),
     "cut in the encoder": (EncoderDecoder, (ROWS, WIDTH), "2,4"),
     "cut in the decoder": (EncoderDecoder, (ROWS, WIDTH), "4,2"),
+    "tied around": (TiedAround, (ROWS, WIDTH), "2,2"),
     "u-net": (UNet, (ROWS, 4, SIDE, SIDE), "cost"),
     "unlike layers": (unlike, (ROWS, WIDTH), "cost"),
 }
@@ -130,8 +146,10 @@ def step(model, optimizer, x, backward):
     return loss
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("name", list(NETS))
+@pytest.mark.complete
+@pytest.mark.parametrize(
+    ("name", "micro_batches"), [(name, 1 + i % 2) for i, name in enumerate(NETS)]
+)
 @pytest.mark.ranks(2)
 def test_two_stages_equal_one_process(name, micro_batches):
     make, shape, cut = NETS[name]
@@ -201,5 +219,39 @@ def test_parameters_that_the_loss_does_not_reach_do_not_decay(counted):
     state = accelerator.get_state_dict(model)
     for key, value in twin.state_dict().items():
         torch.testing.assert_close(state[key], value, rtol=1e-10, atol=1e-11)
+    everyone(None)
+    accelerator.free_memory()
+
+
+class TwoTowers(nn.Module):
+    """Returns the whole output of the first tower; the second reads its mean alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleList(Block() for _ in range(2))
+        self.second = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.first:
+            x = block(x)
+        read, told = x, x.mean(-1, keepdim=True)
+        for block in self.second:
+            told = block(told.expand(x.shape))
+        return told, read
+
+
+@pytest.mark.ranks(2)
+def test_evaluations_return_what_no_later_stage_reads():
+    torch.manual_seed(0)
+    model, x = TwoTowers().double(), numbers(9, (ROWS, WIDTH))
+    model.example_inputs = x
+    twin = copy.deepcopy(model).eval()
+    accelerator = Accelerator(
+        strategy={"name": "megatron", "pp": 2, "micro_batches": 2, "cut": "2,2"}, cpu=True
+    )
+    model = accelerator.prepare(model).eval()
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(x), twin(x), rtol=1e-11, atol=1e-12)
     everyone(None)
     accelerator.free_memory()
