@@ -133,6 +133,10 @@ class Careless(Ddp):
 
     default = False
 
+    @classmethod
+    def check_options(cls, config, precision):
+        """Refuse nothing."""
+
     def __init__(self, config, run):
         self.run = run
         plain = copy.copy(run)
