@@ -146,7 +146,6 @@ def step(model, optimizer, x, backward):
     return loss
 
 
-@pytest.mark.complete
 @pytest.mark.parametrize(
     ("name", "micro_batches"), [(name, 1 + i % 2) for i, name in enumerate(NETS)]
 )
