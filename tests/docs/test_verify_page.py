@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import click
+import pytest
 
 from drivetrain_launch.cli import group
 from drivetrain_launch.commands.verify import DIFFERENT, INCOMPARABLE
@@ -22,6 +23,7 @@ def row(line: str) -> list[str]:
     return words[:-1] if words[-1].isdigit() else words
 
 
+@pytest.mark.exhaustive
 def test_sample_is_what_it_says():
     command, _, after = TEXT.partition("$ drivetrain ")[2].partition("\n")
     done = subprocess.run(

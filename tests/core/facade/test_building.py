@@ -51,6 +51,7 @@ def assert_equal(one, other):
         assert torch.equal(tensor, other[0][name]), name
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.ranks(2)
 def test_trains_as_an_ordinary_model_does(strategy):

@@ -134,6 +134,7 @@ def in_turns(model):
         block.requires_grad_(not block.a.weight.requires_grad)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("by_user", [False, True], ids=["accelerator", "user"])
 @EACH
 @pytest.mark.ranks(2)

@@ -146,6 +146,7 @@ def step(model, optimizer, x, backward):
     return loss
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("name", "micro_batches"), [(name, 1 + i % 2) for i, name in enumerate(NETS)]
 )

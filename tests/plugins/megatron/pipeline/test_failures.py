@@ -109,6 +109,7 @@ except CollectiveError as error:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_killed():
     """No launcher stops the others: they end by themselves, and name what they waited for."""
     with socket.socket() as free:
