@@ -1,18 +1,21 @@
 """Which tests run: a covering selection of every matrix, or with ``--exhaustive`` all of them.
 
 A test that is parametrised over several things and runs on ranks has a product of cases. Of these
-the default run takes so many that every value of every parameter, and every number of ranks,
-occurs. A test over numbers of ranks alone runs on three, where no two neighbours are the same rank
-and little divides evenly, and every second test on one other number, in turn. Classes marked
-``variants`` inherit their tests: each test is taken by one of the classes, in turn. Tests that need
-no ranks run whole, and so do those marked ``complete``, since other tests read the files that they
-leave; what is marked ``exhaustive`` runs with the option alone.
+the default run takes so few that each shows values that the cases before it did not, three at most:
+a model or an option that a test leaves out occurs in other tests. Conformance, in classes, takes as
+many as show all values. A test over numbers of ranks alone runs on three, where no two neighbours
+are the same rank and little divides evenly, and every second test on one other number, in turn.
+Classes marked ``variants`` inherit their tests: each test is taken by one of the classes, in turn.
+Tests that need no ranks run whole, and so do those marked ``complete``: other tests read the files
+that they leave, or each case shows something else. What is marked ``exhaustive`` runs with the
+option alone.
 
-Four ranks and more share the cores of a small machine: of a file's tests on so many, each takes the
-values that the tests before it have not met yet, and at least two cases.
+Four ranks and more share the cores of a small machine: a test on so many takes a single case, with
+values that the tests of its file before it have not met yet.
 """
 
 import gc
+import itertools
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +26,11 @@ import pytest
 TELLING = (3, 2)
 """Numbers of ranks at which most mistakes show, the best first."""
 
-MANY, FEWEST_CASES = 4, 2
-"""On that many ranks, and more, tests share the cases of a file; each takes at least so many."""
+MANY, CASES_ON_MANY = 4, 1
+"""On that many ranks, and more, tests share the cases of a file; each takes so many."""
+
+MOST_CASES = 3
+"""Cases of a test on fewer ranks."""
 
 
 Fact = tuple[Hashable, Hashable]
@@ -73,15 +79,16 @@ def selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
             facts = facts_of(matrix)
             wanted = set().union(*facts.values())
             turns[owner] += not wanted
-            fewest = 1
+            fewest, most = 1, MOST_CASES
             if min(map(ranks_of, matrix)) >= MANY:
-                fewest = min(FEWEST_CASES, len(matrix))
+                fewest, most = min(CASES_ON_MANY, len(matrix)), CASES_ON_MANY
                 wanted = {fact for fact in wanted if fact not in met[matrix[0].path]}
                 met[matrix[0].path] |= wanted
             elif not varies(matrix[0]):
                 turn = None if wanted else turns[owner]
                 wanted |= {("ranks", n) for n in counts_for(matrix, turn)}
-            chosen = list(covering(facts, wanted, fewest, taken, name))
+            cases = covering(facts, wanted, fewest, taken, name)
+            chosen = list(cases if matrix[0].cls else itertools.islice(cases, most))
         taken.update(item.parent for item in chosen)
         yield from chosen
 
