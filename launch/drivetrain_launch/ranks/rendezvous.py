@@ -139,7 +139,8 @@ class HostOrderRendezvous(DynamicRendezvousHandler):
 
     def _missing(self) -> str:
         hosts = self._launch.nnodes
-        missing = hosts - len(self._state_holder.state.participants)
+        known = len(self._state_holder.state.participants)
+        missing = hosts - max(known, 1)  # this host is there before the store says so
         return f"{missing} of {hosts} hosts at {self._launch.rdzv_endpoint}"
 
     def _check_order(self, store: PrefixStore, hosts: int) -> None:
