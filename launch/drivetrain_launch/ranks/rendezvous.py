@@ -141,7 +141,7 @@ class HostOrderRendezvous(DynamicRendezvousHandler):
         hosts = self._launch.nnodes
         known = len(self._state_holder.state.participants)
         missing = hosts - max(known, 1)  # this host is there before the store says so
-        return f"{missing} of {hosts} hosts at {self._launch.rdzv_endpoint}"
+        return f"{missing} of {hosts} hosts at {self._launch.rdzv_endpoint}" if missing else ""
 
     def _check_order(self, store: PrefixStore, hosts: int) -> None:
         store.add(f"host-{self._launch.node_rank}", 1)
@@ -161,14 +161,15 @@ class HostOrderRendezvous(DynamicRendezvousHandler):
 
 @contextmanager
 def reminding(missing: Callable[[], str]) -> Iterator[None]:
-    """Say on the error stream now and then for whom the block waits, and how long."""
+    """Say on the error stream now and then for whom the block waits, if for any, and how long."""
     over, begin = threading.Event(), time.monotonic()
 
     def remind() -> None:
         pause = FIRST_REMINDER_S
         while not over.wait(pause):
             waited = time.monotonic() - begin
-            print(f"waiting for {missing()} ({waited:.0f} s)", file=sys.stderr, flush=True)
+            if whom := missing():
+                print(f"waiting for {whom} ({waited:.0f} s)", file=sys.stderr, flush=True)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     thread = threading.Thread(target=remind, daemon=True)
