@@ -45,6 +45,7 @@ _HOMES = {
     ),
     "drivetrain.checkpoint": ("load", "read_export", "save"),
     "drivetrain.communication": (
+        "CannotPadNestedTensorWarning",
         "broadcast",
         "broadcast_object_list",
         "gather",

@@ -65,13 +65,21 @@ def extract_model_from_parallel(
 
     Args:
         model: prepared by a strategy that works in hooks, compiled, or wrapped by torch's
-            DataParallel or DistributedDataParallel.
+            DataParallel or DistributedDataParallel, inside or outside of the compiled module.
         keep_fp32_wrapper: without effect; ``Accelerator.unwrap_model`` undoes the precision of
             forward.
         keep_torch_compile: False returns the module inside a compiled one.
     """
     del keep_fp32_wrapper
-    inner = model if keep_torch_compile else uncompiled(model)
-    while isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        inner = inner.module if keep_torch_compile else uncompiled(inner.module)
-    return inner
+    wrappers = nn.DataParallel | nn.parallel.DistributedDataParallel
+    while isinstance(wrapper := uncompiled(model), wrappers):
+        model = _compiled_alike(wrapper.module, model)
+    return model if keep_torch_compile else uncompiled(model)
+
+
+def _compiled_alike(module: nn.Module, outer: nn.Module) -> nn.Module:
+    """Return a module, compiled with the options of the module around it if that is compiled."""
+    if uncompiled(outer) is outer or uncompiled(module) is not module:
+        return module
+    compiled: nn.Module = type(outer)(module, outer.dynamo_ctx)
+    return compiled

@@ -8,6 +8,7 @@ where ranks meet: a rank that comes alone learns which rank is missing, and why.
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -26,6 +27,10 @@ Ranks: TypeAlias = dist.ProcessGroup | Axis | None
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SHOWN_CHARACTERS, _SHOWN_KINDS = 300, 8
 """Characters of a description in a message, and the number of different descriptions."""
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A tensor of ``torch.nested`` was not padded."""
 
 
 def wait_for_everyone(group: Ranks = None) -> None:
@@ -178,8 +183,9 @@ def pad_across_processes(
     """Pad tensors along a dim to the longest of any rank, so that they can be gathered.
 
     Args:
-        tensor: tensors, nested or not; tensors without that dim stay as they are. Ranks may differ
-            in sizes, but not in structure, number of dims or dtypes.
+        tensor: tensors, nested or not; tensors without that dim stay as they are, and so do
+            tensors of ``torch.nested``, with a warning. Ranks may differ in sizes, but not in
+            structure, number of dims or dtypes.
         dim: the dim to pad; may be negative.
         pad_index: the value of the padding.
         pad_first: pad at the beginning.
@@ -270,6 +276,14 @@ def _reduce_one(tensor: Tensor, reduction: str, group: Ranks) -> Tensor:
 
 
 def _has_dim(tensor: Tensor, dim: int) -> bool:
+    if tensor.is_nested:  # its rows have sizes of their own
+        warnings.warn(
+            "pad_across_processes leaves a tensor of torch.nested as it is: its rows differ in "
+            "size; pad it first, with torch.nested.to_padded_tensor",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
+        return False
     return -tensor.dim() <= dim < tensor.dim()
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.communication import (
+    CannotPadNestedTensorWarning,
     broadcast,
     broadcast_object_list,
     gather,
@@ -184,6 +185,12 @@ def test_pad_across_processes():
     first = pad_across_processes(torch.ones(1, 1 + rank()), dim=-1, pad_first=True)
     assert first.tolist() == ([[0, 1]] if rank() == 0 else [[1, 1]])
     assert gather(padded)["x"].shape == (4, 2)
+
+
+def test_nested_tensors_are_not_padded():
+    rows = torch.nested.nested_tensor([torch.ones(1), torch.ones(3)], layout=torch.jagged)
+    with pytest.warns(CannotPadNestedTensorWarning, match="to_padded_tensor"):
+        assert pad_across_processes({"x": rows})["x"] is rows
 
 
 @pytest.mark.ranks(2)

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain.data.dispatch import DispatchSource
+from drivetrain.data.order import forward_epoch
 from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import send_to_device
@@ -174,10 +175,16 @@ class PreparedLoader(DataLoader[Any]):
         self._source.division = division.with_even(even and division.size > 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; a restored position in it is kept."""
+        """Choose the epoch of the next iteration; a restored position in it is kept.
+
+        The user's samplers and dataset are told at once, or when the iteration under way has ended.
+        """
         if epoch != self._progress.epoch:
             self._progress.start = None
         self._progress.epoch = epoch
+        if self._progress.running is None:
+            forward_epoch(self._user, epoch)
+            forward_epoch(self._user.dataset, epoch)
 
     def skipping(self, num_batches: int) -> "PreparedLoader":
         """Return this loader with its next epoch starting some batches from the beginning.

@@ -101,6 +101,34 @@ def test_workers_of_ranks_and_epochs_get_different_seeds(prepare, counting):
     assert len({tuple(values) for values in [*first, *second]}) == 4
 
 
+class Growing:
+    """A batch sampler with one more batch in each epoch."""
+
+    batch_size = 1
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return self.epoch + 1
+
+    def __iter__(self):
+        return iter([[i] for i in range(len(self))])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_set_epoch_reaches_a_batch_sampler_at_once_but_not_in_the_middle_of_an_epoch(prepare):
+    loader = prepare(DataLoader(range(8), batch_sampler=Growing()))
+    loader.set_epoch(2)
+    assert len(loader) == 3
+    for _ in loader:
+        loader.set_epoch(5)
+        assert len(loader) == 3
+    assert len(list(loader)) == 6
+
+
 def test_seedable_random_sampler():
     sampler = SeedableRandomSampler(range(10), seed=4)
     first = list(sampler)

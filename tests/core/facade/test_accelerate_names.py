@@ -56,6 +56,17 @@ def test_prepared_objects_have_the_names_of_accelerate(tmp_path):
     assert Accelerator(cpu=True).unwrap_model(wrapped, keep_torch_compile=False) is model
 
 
+def test_a_compiled_model_loses_its_wrapper_and_stays_compiled():
+    model = nn.Linear(2, 2)
+    backends = []
+    wrapped = torch.compile(nn.DataParallel(model), backend=lambda g, _: backends.append(g) or g)
+    kept = Accelerator(cpu=True).unwrap_model(wrapped)
+    assert kept._orig_mod is model
+    assert isinstance(wrapped._orig_mod, nn.DataParallel)
+    torch.testing.assert_close(kept(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert len(backends) == 1
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_model_that_was_not_prepared_can_be_saved(tmp_path, strategy):
