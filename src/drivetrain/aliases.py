@@ -71,10 +71,11 @@ def extract_model_from_parallel(
         keep_torch_compile: False returns the module inside a compiled one.
     """
     del keep_fp32_wrapper
-    wrappers = nn.DataParallel | nn.parallel.DistributedDataParallel
-    while isinstance(wrapper := uncompiled(model), wrappers):
-        model = _compiled_alike(wrapper.module, model)
-    return model if keep_torch_compile else uncompiled(model)
+    inner = uncompiled(model)
+    while isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        model = _compiled_alike(inner.module, model)
+        inner = uncompiled(model)
+    return model if keep_torch_compile else inner
 
 
 def _compiled_alike(module: nn.Module, outer: nn.Module) -> nn.Module:

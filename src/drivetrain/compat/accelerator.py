@@ -1,5 +1,6 @@
 """The Accelerator with Accelerate's arguments: positional ones, plugin objects, its schedules."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from drivetrain.compat.plugins import (
     translated,
 )
 from drivetrain.compat.states import Resettable
+from drivetrain.compat.trackers import registered
 from drivetrain.config.foreign import Translation
 from drivetrain.errors import UsageError
 from drivetrain.facade.options import (
@@ -108,7 +110,7 @@ class ScriptAccelerator(Resettable, Accelerator):
             cpu=cpu,
             dataloader_config=dataloader_config,
             rng_types=rng_types,
-            log_with=log_with,
+            log_with=registered(log_with),
             project_dir=project_dir,
             project_config=project_config,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
@@ -117,6 +119,12 @@ class ScriptAccelerator(Resettable, Accelerator):
         )
         for remark in found.remarks:
             logger.announce(f"plugin objects: {remark}")
+        ignored = sorted(name for name in os.environ if name.startswith("ACCELERATE_"))
+        if ignored:
+            logger.announce(
+                f"{', '.join(ignored)} in the environment: no effect on drivetrain; the launch "
+                "configuration and --set key=value have its settings"
+            )
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:  # type: ignore[override]

@@ -1,7 +1,7 @@
 """Accelerate's functions and classes of loaders, for scripts without an Accelerator at hand."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
@@ -88,22 +88,38 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the arguments of Accelerate
     )
 
 
-class Dispatching(type):
-    """Class of ``DataLoaderDispatcher``: its instances are loaders that process 0 reads for all."""
+class LoaderClass(type):
+    """Class of ``DataLoaderShard`` and ``DataLoaderDispatcher``, whose instances prepare() makes.
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, PreparedLoader) and instance.is_dispatched
-
-
-class DataLoaderDispatcher(metaclass=Dispatching):
-    """For scripts that ask ``isinstance(loader, DataLoaderDispatcher)``.
-
-    Raises:
-        UsageError: when it is called; ``prepare`` makes such loaders.
+    Attributes:
+        dispatched: whether process 0 reads for all.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    dispatched: bool
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, PreparedLoader) and instance.is_dispatched is cls.dispatched
+
+    def __call__(cls, *args: Any, **options: Any) -> NoReturn:
+        """Refuse to be called.
+
+        Raises:
+            UsageError: says how such loaders are made.
+        """
         raise UsageError(
-            "expected a torch DataLoader with DataLoaderConfiguration(dispatch_batches=True), "
-            "found a call of DataLoaderDispatcher; pass the DataLoader to accelerator.prepare"
+            f"expected a torch DataLoader, found a call of {cls.__name__}; pass the DataLoader to "
+            "accelerator.prepare, with DataLoaderConfiguration(dispatch_batches="
+            f"{cls.dispatched})"
         )
+
+
+class DataLoaderShard(metaclass=LoaderClass):
+    """For scripts that ask ``isinstance(loader, DataLoaderShard)``."""
+
+    dispatched = False
+
+
+class DataLoaderDispatcher(metaclass=LoaderClass):
+    """For scripts that ask ``isinstance(loader, DataLoaderDispatcher)``."""
+
+    dispatched = True

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import drivetrain
 from drivetrain.errors import UsageError
+from drivetrain.log import get_logger
 
 FOLLOWED = "1.15.0"
 """The version of Accelerate whose names and arguments these are."""
@@ -29,7 +30,7 @@ PATHS = frozenset(
 """Accelerate's import paths, below the package."""
 
 _HOMES = {
-    "drivetrain.compat.loaders": ("DataLoaderDispatcher", "prepare_data_loader"),
+    "drivetrain.compat.loaders": ("DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader"),
     "drivetrain.compat.plugins": (
         "DeepSpeedPlugin",
         "DynamoBackend",
@@ -48,6 +49,7 @@ _HOMES = {
         "is_peft_model",
         "is_torch_version",
     ),
+    "drivetrain.compat.trackers": ("LOGGER_TYPE_TO_CLASS", "register_tracker_class"),
 }
 _OURS = {name: "drivetrain" for name in drivetrain.__all__ if not name.startswith("_")} | {
     name: home for home, names in _HOMES.items() for name in names
@@ -84,8 +86,7 @@ _STATEFUL = {"GatheredParameters", "convert_model", "write_basic_config"}
 
 _WAYS_OUT = {
     "GradientState": "ask accelerator.sync_gradients and accelerator.gradient_state",
-    "register_tracker_class": "pass the tracker's class or object in log_with",
-    "LOGGER_TYPE_TO_CLASS": "pass the tracker's class or object in log_with",
+    "SkipDataLoader": "take skip_first_batches(loader, num_batches)",
     "DummyOptim": "make an optimizer of torch.optim, which any strategy takes",
     "DummyScheduler": "make a scheduler of torch.optim.lr_scheduler",
     "prepare_pippy": "take strategy: {name: ..., pp: N} of the configuration",
@@ -177,9 +178,12 @@ def _from_real_package(name: str, path: str) -> Any:
 def _real_module(name: str) -> Any:
     """Return a module of the real package; None where it is not installed."""
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError:
         return None
+    if name == "accelerate.utils.other":  # its own logger needs the real PartialState
+        vars(module)["logger"] = get_logger(name)
+    return module
 
 
 def _no_counterpart(name: str) -> str:

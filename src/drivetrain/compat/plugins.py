@@ -4,11 +4,16 @@ A plugin object says the same as a section of Accelerate's configuration file, s
 these files translates both.
 """
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
+
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.foreign import Importer, Translation
@@ -211,11 +216,95 @@ class TorchTensorParallelPlugin(Plugin):
 
 
 class ParallelismConfig(Plugin):
-    """Sizes of the axes."""
+    """Sizes of the axes: those that are not given are in the environment, or 1."""
 
-    order = ("dp_replicate_size", "dp_shard_size", "tp_size")
+    order = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size")
     section, prefix = "parallelism_config", "parallelism_config_"
     needless = frozenset({"cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler"})
+
+    AXES: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+    """From the ranks that are farthest from each other to the nearest."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for key in (f"{axis}_size" for axis in self.AXES):
+            if vars(self).get(key) is None:
+                vars(self)[key] = int(os.environ.get(f"PARALLELISM_CONFIG_{key.upper()}", "1"))
+
+    def __getattr__(self, name: str) -> Any:
+        axis = name.removesuffix("_enabled")
+        return bool(self._enabled(axis)) if name != axis else super().__getattr__(name)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of parts of a batch."""
+        return self._product("dp_replicate", "dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """The number of ranks that get the same part of a batch."""
+        return self._product("tp", "cp", "sp")
+
+    @property
+    def total_size(self) -> int:
+        """The number of ranks."""
+        return self._product(*self.AXES)
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The axes over which a batch is divided."""
+        return self._enabled("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The axes whose ranks get the same part of a batch."""
+        return self._enabled("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The axes over which parameters are divided."""
+        return self._enabled("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The axes over which a loss is averaged."""
+        return self._enabled("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The axis of replicas, if there are any, and the joint axis that divides parameters."""
+        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The axes of more than one rank."""
+        return [*self.dp_dim_names, *self.non_dp_dim_names]
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return torch's mesh of these axes, with joint axes; None if all have one rank.
+
+        It is for the script's own use: the strategy makes its groups itself.
+        """
+        names = tuple(self._enabled(*self.AXES))
+        if not names:
+            return None
+        shape = tuple(self._product(name) for name in names)
+        mesh = device_mesh.init_device_mesh(device_type, shape, mesh_dim_names=names)
+        joint = {
+            "dp": self.dp_dim_names,
+            "dp_shard_cp": self.dp_shard_cp_dim_names,
+            "dp_cp": self.dp_cp_dim_names,
+        }
+        for name, axes in joint.items():
+            if axes:
+                mesh[axes]._flatten(name)  # type: ignore[index]  # torch takes any sequence
+        return mesh
+
+    def _enabled(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if axis in self.AXES and self._product(axis) > 1]
+
+    def _product(self, *axes: str) -> int:
+        return math.prod(vars(self)[f"{axis}_size"] for axis in axes)
 
 
 class TorchDynamoPlugin(Plugin):

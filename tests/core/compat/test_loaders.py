@@ -41,8 +41,13 @@ def test_dispatched_loaders_are_dispatchers():
         accelerator = ours.Accelerator(cpu=True, dataloader_config=config)
         loader = accelerator.prepare(DataLoader(ROWS, batch_size=4))
         assert isinstance(loader, dispatcher) is dispatched
-    with pytest.raises(UsageError, match="found a call of DataLoaderDispatcher"):
-        dispatcher(ROWS)
+        assert isinstance(loader, ours.data_loader.DataLoaderShard) is not dispatched
+
+
+@pytest.mark.parametrize("name", ["DataLoaderDispatcher", "DataLoaderShard"])
+def test_classes_of_prepared_loaders_are_not_called(name):
+    with pytest.raises(UsageError, match=f"found a call of {name}; pass the DataLoader to"):
+        getattr(ours.data_loader, name)(ROWS, batch_size=4)
 
 
 def test_samplers_that_are_told_of_processes_are_the_real_packages():

@@ -5,6 +5,7 @@ import inspect
 
 import accelerate as real
 import pytest
+import torch
 
 import drivetrain
 from drivetrain.compat import accelerate as ours
@@ -111,6 +112,13 @@ def test_names_without_processes_are_the_real_packages():
     assert ours.init_empty_weights is real.init_empty_weights
     assert ours.hooks.AlignDevicesHook is real.hooks.AlignDevicesHook
     assert ours.utils.MODEL_NAME == "pytorch_model"
+
+
+def test_functions_of_the_real_package_log_without_its_processes(caplog):
+    weight = torch.ones(2)
+    state = ours.utils.clean_state_dict_for_safetensors({"one": weight, "two": weight})
+    assert list(state) == ["one"]
+    assert "Removed shared tensor" in caplog.text
 
 
 def test_known_names_that_need_the_real_processes_refuse_when_they_are_used():

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import accelerate as real
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
@@ -72,6 +73,36 @@ def test_settings_without_meaning_are_one_clear_line(plugins, error, message):
     with pytest.raises(error, match=message) as raised:
         translated(plugins)
     assert "\n" not in str(raised.value)
+
+
+def test_sizes_of_axes_have_the_answers_of_accelerate(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "3")
+    for sizes in ({}, {"tp_size": 2}, {"dp_replicate_size": 2, "cp_size": 4}):
+        mine, theirs = ours.ParallelismConfig(**sizes), real.ParallelismConfig(**sizes)
+        for name in (*dir(real.ParallelismConfig), *vars(theirs)):
+            if name[0] != "_" and name.endswith(("_size", "_enabled", "_names", "_dims")):
+                assert getattr(mine, name) == getattr(theirs, name), name
+    assert strategy_of(ours.FullyShardedDataParallelPlugin(), ours.ParallelismConfig(2)) == {
+        "name": "fsdp",
+        "sharding": "hybrid",
+        "shard_size": 3,
+    }
+
+
+@pytest.mark.ranks(2)
+def test_a_mesh_of_axes_has_their_joint_axes():
+    assert ours.ParallelismConfig().build_device_mesh("cpu") is None
+    mesh = ours.ParallelismConfig(dp_shard_size=2).build_device_mesh("cpu")
+    assert mesh.mesh_dim_names == ("dp_shard",)
+    with pytest.warns(UserWarning, match="flattened"):
+        assert mesh["dp"].size() == mesh["dp_cp"].size() == 2
+
+
+def test_variables_of_accelerate_without_effect_are_named(monkeypatch, caplog):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with caplog.at_level("INFO"):
+        assert ours.Accelerator(cpu=True).mixed_precision == "no"
+    assert "ACCELERATE_MIXED_PRECISION in the environment: no effect" in caplog.text
 
 
 def test_an_accelerator_takes_them():
