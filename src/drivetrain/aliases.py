@@ -79,7 +79,7 @@ def extract_model_from_parallel(
 
 
 def _compiled_alike(module: nn.Module, outer: nn.Module) -> nn.Module:
-    """Return a module, compiled with the options of the module around it if that is compiled."""
+    """Return a module compiled as the wrapper around the module is, if the wrapper is compiled."""
     if uncompiled(outer) is outer or uncompiled(module) is not module:
         return module
     compiled: nn.Module = type(outer)(module, outer.dynamo_ctx)

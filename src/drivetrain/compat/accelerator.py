@@ -1,6 +1,5 @@
 """The Accelerator with Accelerate's arguments: positional ones, plugin objects, its schedules."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from drivetrain.facade.options import (
 )
 from drivetrain.facade.settings import StrategyChoice
 from drivetrain.log import get_logger
+from drivetrain.runtime.world import variables
 
 logger = get_logger(__name__)
 
@@ -117,14 +117,7 @@ class ScriptAccelerator(Resettable, Accelerator):
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             kwargs_handlers=kwargs_handlers,
         )
-        for remark in found.remarks:
-            logger.announce(f"plugin objects: {remark}")
-        ignored = sorted(name for name in os.environ if name.startswith("ACCELERATE_"))
-        if ignored:
-            logger.announce(
-                f"{', '.join(ignored)} in the environment: no effect on drivetrain; the launch "
-                "configuration and --set key=value have its settings"
-            )
+        _announce_ignored(found)
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:  # type: ignore[override]
@@ -212,6 +205,18 @@ class ScriptAccelerator(Resettable, Accelerator):
         """Write a model's weights; ``safe_serialization=False`` writes safetensors, and says so."""
         _announce_format(safe_serialization)
         super().save_model(model, save_directory, max_shard_size, only_trainable=only_trainable)
+
+
+def _announce_ignored(found: Translation) -> None:
+    """Name the settings of plugin objects and of the environment that have no effect."""
+    for remark in found.remarks:
+        logger.announce(f"plugin objects: {remark}")
+    ignored = ", ".join(f"ACCELERATE_{name}" for name in sorted(variables("ACCELERATE_")))
+    if ignored:
+        logger.announce(
+            f"{ignored} in the environment: no effect on drivetrain; set such values in the launch "
+            "configuration, or with --set key=value"
+        )
 
 
 def _announce_format(safe_serialization: bool) -> None:

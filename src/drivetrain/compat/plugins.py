@@ -5,7 +5,6 @@ these files translates both.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from enum import Enum, StrEnum
@@ -19,6 +18,7 @@ from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.foreign import Importer, Translation
 from drivetrain.errors import UsageError
 from drivetrain.registry import formats
+from drivetrain.runtime.world import variables
 
 
 class PrecisionType(StrEnum):
@@ -216,7 +216,10 @@ class TorchTensorParallelPlugin(Plugin):
 
 
 class ParallelismConfig(Plugin):
-    """Sizes of the axes: those that are not given are in the environment, or 1."""
+    """Sizes of the axes.
+
+    A size that is not given comes from the environment variables of Accelerate's launcher, or is 1.
+    """
 
     order = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size")
     section, prefix = "parallelism_config", "parallelism_config_"
@@ -227,9 +230,10 @@ class ParallelismConfig(Plugin):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        launched = variables("PARALLELISM_CONFIG_")
         for key in (f"{axis}_size" for axis in self.AXES):
             if vars(self).get(key) is None:
-                vars(self)[key] = int(os.environ.get(f"PARALLELISM_CONFIG_{key.upper()}", "1"))
+                vars(self)[key] = int(launched.get(key.upper(), "1"))
 
     def __getattr__(self, name: str) -> Any:
         axis = name.removesuffix("_enabled")

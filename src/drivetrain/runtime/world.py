@@ -131,6 +131,15 @@ def record_request() -> str:
     return os.environ.get(RECORD_VARIABLE, "")
 
 
+def variables(prefix: str) -> dict[str, str]:
+    """Return the variables of another launcher, by their names without the prefix."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in os.environ.items()
+        if name.startswith(prefix)
+    }
+
+
 def loopback_store(timeout: timedelta) -> TCPStore:
     """Start a store on a free port of the loopback interface.
 
