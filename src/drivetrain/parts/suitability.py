@@ -8,6 +8,7 @@ tensors both ways, and the results are compared. No list of names has to be kept
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,9 @@ def _agrees(optimizer: Optimizer, parts: Sequence[Sequence[int]]) -> bool:
 def _train(optimizer: Optimizer, values: Sequence[Tensor]) -> list[Tensor] | None:
     """Step a copy of the optimizer over these values; None when it cannot."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    probe = _copy(optimizer, parameters)
+    probe: Any = _copy(optimizer, parameters)
+    if callable(getattr(probe, "train", None)):  # a schedule-free one steps in training mode only
+        probe.train()
     try:
         for step in range(_STEPS):
             for parameter in parameters:
@@ -91,7 +94,8 @@ def _copy(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Optimizer
     """Return an optimizer with the same attributes and options, other parameters, and no state."""
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
-    probe.__dict__.pop("step", None)  # a scheduler put it there; it steps the original
+    for name in ("step", "train", "eval"):  # put there later, they act on the original
+        probe.__dict__.pop(name, None)
     group = dict(optimizer.param_groups[0]) if optimizer.param_groups else {}
     if "lr" in group:
         group["lr"] = _RATE  # a warm-up may start at zero, which hides every difference

@@ -58,6 +58,10 @@ def check_suits(optimizer: Optimizer, cut: CutStyle) -> None:
         )
 
 
+_SWITCHES = ("train", "eval")
+"""Methods of schedule-free optimizers."""
+
+
 class Fragments:
     """The fragments that the optimizers of one model hold.
 
@@ -86,13 +90,16 @@ class Fragments:
         bound.handles.append(optimizer.register_step_pre_hook(self._before_step))
         bound.handles.append(optimizer.register_step_post_hook(self._after_step))
         self._take_zero_grad(bound)
+        for name in _SWITCHES:
+            self._take_switch(bound, name)
 
     def close(self) -> None:
         """Take the hooks off."""
         for bound in self:
             for handle in bound.handles:
                 handle.remove()
-            bound.optimizer.__dict__.pop("zero_grad", None)
+            for name in ("zero_grad", *_SWITCHES):
+                bound.optimizer.__dict__.pop(name, None)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         bound = self._bound[optimizer]
@@ -122,6 +129,19 @@ class Fragments:
             given(set_to_none)
 
         bound.optimizer.__dict__["zero_grad"] = zero_grad
+
+    def _take_switch(self, bound: BoundOptimizer, name: str) -> None:
+        """Let parameters follow a schedule-free optimizer, whose switches write into fragments."""
+        given = getattr(bound.optimizer, name, None)
+        if not callable(given):
+            return
+
+        def switch() -> None:
+            self._placement.wait_for_values()  # the last step's values are still being sent
+            given()
+            self._step.after_step(bound)
+
+        bound.optimizer.__dict__[name] = switch
 
     def _adopt_strays(self, bound: BoundOptimizer) -> None:
         """Bind whole parameters that came into the groups, as by ``add_param_group``."""
