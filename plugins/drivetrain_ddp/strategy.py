@@ -17,8 +17,9 @@ from drivetrain.parts.replicate import ForwardHook, replicate
 from drivetrain.parts.rounds import Rounds
 from drivetrain.parts.saved_state import ReplicatedState
 from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
-from drivetrain.strategy import Prepared, Run, Strategy
+from drivetrain.strategy import Form, Prepared, Run, Strategy
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_ddp.cost import estimate
 from drivetrain_ddp.reducer import BucketReducer
@@ -127,6 +128,12 @@ class Ddp(Strategy[DdpConfig]):
     def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:
         """Return the estimate of ``drivetrain_ddp.cost``."""
         return estimate(config, model, run.precision, run.mesh["dp"].size)
+
+    @classmethod
+    def forms(cls, world: World) -> Sequence[Form]:
+        """Return gradients as they are, and of low rank where hosts are connected by a network."""
+        compressed = [Form({"hook": "powersgd"}, exact=False)] if world.spans_hosts else []
+        return [Form(), *compressed]
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:

@@ -26,6 +26,7 @@ from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import Rounds
+from drivetrain.runtime.world import World
 from drivetrain.sharding.estimate import Lines
 from drivetrain.sharding.gather import Gather
 from drivetrain.sharding.gradients import UnitGradients
@@ -38,7 +39,7 @@ from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.strategy import ShardedStrategy
 from drivetrain.sharding.unit import Unit
-from drivetrain.strategy import Prepared, Run
+from drivetrain.strategy import Form, Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors
 from drivetrain_fsdp.options import FsdpConfig
 from drivetrain_fsdp.units import UnitChoice, agreed_keys, cut_model, describe, unit_keys
@@ -64,6 +65,12 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         """Return one axis, ``dp``, over all ranks: groups of it divide a model, if asked for."""
         config.check()
         return super().axes(config, world_size)
+
+    @classmethod
+    def forms(cls, world: World) -> Sequence[Form]:
+        """Return division over all ranks, and inside of each of several hosts."""
+        inside = world.spans_hosts and world.local_size > 1
+        return [Form(), *([Form({"sharding": "hybrid"})] if inside else [])]
 
     @classmethod
     def lines(cls, config: FsdpConfig, run: Run) -> Lines:

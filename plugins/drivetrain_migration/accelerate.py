@@ -35,6 +35,9 @@ SECTIONS = {"DEEPSPEED": DEEPSPEED, "FSDP": FSDP, "MEGATRON_LM": MEGATRON}
 FIRST_STRATEGY = {"DEEPSPEED": WHOLE, "FSDP": "fsdp"}
 """The strategy of a kind until a row chooses another one."""
 
+KINDS = ("NO", "CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "XPU", "NEURON")
+"""Devices of ``distributed_type`` without a section, after ``MULTI_`` where there are several."""
+
 FILE_KEY = f"{DEEPSPEED}.deepspeed_config_file"
 _TPU = "a TPU"
 
@@ -66,6 +69,8 @@ def _on_cpu(draft: Draft, setting: Setting) -> None:
 def _kind(draft: Draft, setting: Setting) -> None:
     if setting.value in {"XLA", "TPU"}:
         raise setting.wrong("a machine with CPUs or GPUs (TPUs are not supported)")
+    if str(setting.value).removeprefix("MULTI_") not in {*KINDS, *SECTIONS}:
+        raise setting.wrong(f"NO, MULTI_GPU, MULTI_CPU, {', '.join(SECTIONS)}")
     if setting.value == "MULTI_CPU":
         draft.set("launch.device", "cpu", setting)
 
@@ -183,6 +188,16 @@ LAUNCH_ROWS: tuple[Row, ...] = (
     Row("role", "a name of these ranks in logs", "not needed"),
     Row("tee", "streams that go to files, too", "`--log-dir`"),
     Row("no_python", "the script is no Python program", "not here"),
+    *(
+        Row(f"dynamo_{key}", "torch.compile", "`torch.compile` of the model in the script")
+        for key in (
+            "backend",
+            "mode",
+            "use_fullgraph",
+            "use_dynamic",
+            "use_regional_compilation",
+        )
+    ),
     Row("mpirun_hostfile", "starts ranks by mpirun", "`drivetrain launch` on every host"),
 )
 
@@ -208,6 +223,9 @@ _SWITCHES = {
     "no_python",
     "debug",
     "enable_cpu_affinity",
+    "dynamo_use_fullgraph",
+    "dynamo_use_dynamic",
+    "dynamo_use_regional_compilation",
 }
 _KINDS_OF_SWITCHES = {
     "tpu": "XLA",
@@ -289,7 +307,10 @@ class Accelerate(Importer):
     )
     flags: ClassVar[Mapping[str, str]] = {
         row.key.rpartition(".")[2]: row.here for row in (*ROWS, *LAUNCH_ROWS)
-    } | {"config_file": "`--config` with a file of `drivetrain config import FILE`"}
+    } | {
+        "config_file": "`--config` with a file of `drivetrain config import FILE`",
+        "tpu": "no TPUs",
+    }
 
     def recognizes(self, values: Mapping[str, Any]) -> bool:
         """Return whether there are keys that Accelerate alone has."""

@@ -43,7 +43,7 @@ class Setting:
     @property
     def absent(self) -> bool:
         """Whether its value says that there is none."""
-        return self.value is None or str(self.value).lower() in {"none", "null", ""}
+        return self.value in (None, [], {}) or str(self.value).lower() in {"none", "null", ""}
 
     def number(self) -> float:
         """Return the value as a number.
@@ -261,6 +261,9 @@ def _setting(key: str, value: Any, layer: Layer) -> Setting:
 
 
 def _unknown(setting: Setting, known: Sequence[str]) -> str:
+    inside = [key for key in known if key.startswith(f"{setting.key}.")]
+    if inside:
+        return str(setting.wrong(f"a section with keys such as {inside[0].rpartition('.')[2]}"))
     near = difflib.get_close_matches(setting.key, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "remove it, or set its counterpart by hand"
     return f"{setting.where}: unknown key {setting.key}; {hint}"

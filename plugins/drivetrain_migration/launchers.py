@@ -8,6 +8,7 @@ from drivetrain.config import Layer
 from drivetrain.config.foreign import Importer, Translation
 from drivetrain.errors import ConfigError
 from drivetrain_migration.command_line import (
+    SCRIPT_OPTIONS,
     CommandLine,
     read_options,
     script_draft,
@@ -173,7 +174,12 @@ class DeepSpeed(Importer):
 
     title: ClassVar[str] = "a DeepSpeed configuration"
     programs: ClassVar[tuple[tuple[str, ...], ...]] = (("deepspeed",),)
-    flags: ClassVar[Mapping[str, str]] = {row.key: row.here for row in DEEPSPEED_LAUNCHER_ROWS}
+    flags: ClassVar[Mapping[str, str]] = {
+        row.key: row.here for row in DEEPSPEED_LAUNCHER_ROWS
+    } | dict.fromkeys(
+        (option.lstrip("-") for option in SCRIPT_OPTIONS),
+        "`--config` with a file of `drivetrain config import FILE`",
+    )
 
     def recognizes(self, values: Mapping[str, Any]) -> bool:
         """Return whether there are sections that DeepSpeed alone has."""

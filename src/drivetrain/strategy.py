@@ -56,6 +56,18 @@ class Prepared(NamedTuple):
     optimizers: tuple[Optimizer, ...]
 
 
+class Form(NamedTuple):
+    """A strategy with some options set: one row where promises are compared.
+
+    Attributes:
+        options: by name; those at their default are left out.
+        exact: whether every rank gets the mean of the gradients; False where it is approximated.
+    """
+
+    options: Mapping[str, Any] = {}
+    exact: bool = True
+
+
 def find_strategy(name: str, options: Any = None) -> tuple[type["Strategy[Any]"], Any]:
     """Return the class that does the work of an installed strategy, and its options.
 
@@ -72,7 +84,7 @@ def find_strategy(name: str, options: Any = None) -> tuple[type["Strategy[Any]"]
 
 
 class Verifiable:
-    """The part of the contract for ``drivetrain verify``, which compares runs with a reference.
+    """The part of the contract for commands that compare strategies in their forms.
 
     Attributes:
         reference: whether this strategy's numbers are the right ones; one installed strategy says
@@ -85,6 +97,11 @@ class Verifiable:
     def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
         """Return the options of each form in which ``verify --strategy all`` tries it."""
         return ({},)
+
+    @classmethod
+    def forms(cls, world: World) -> Sequence[Form]:
+        """Return the forms whose costs ``estimate`` and the wizard compare: those of ``verify``."""
+        return [Form(options) for options in cls.variants(world.size)]
 
     @property
     def draws_masks(self) -> bool:

@@ -111,7 +111,8 @@ def show(
     where = f"{ranks} ranks" if hosts == 1 else f"{ranks} ranks on {hosts} hosts"
     count = sum(spec.numel for spec in model.parameters)
     columns = ["strategy", "on device", *KINDS, "other", "host", "disk", "sent"]
-    rows = [_row(promise, room) for promise in promises if promise.cost is not None]
+    columns += ["leaves host"] if hosts > 1 else []
+    rows = [_row(promise, hosts, room) for promise in promises if promise.cost is not None]
     title = (
         f"{count:,} parameters, {where}, precision {resolved.run.precision}: GiB that rank 0 "
         "holds between steps and sends in a step"
@@ -123,14 +124,17 @@ def show(
         elif promise.cost.uncounted:
             axes = ", ".join(f"{what} over {a}" for a, what in promise.cost.uncounted.items())
             click.echo(f"{promise.form}: sends {axes} as well, which depend on the batch")
+    if hosts > 1:
+        click.echo("leaves host: bytes that all ranks of a host send to other hosts in a step.")
     click.echo("Activations are not counted.")
 
 
-def _row(promise: "Promise", room: int | None) -> list[str]:
+def _row(promise: "Promise", hosts: int, room: int | None) -> list[str]:
     held = promise.cost.held if promise.cost else {}
     kinds = [held.get(kind, 0) for kind in KINDS]
     other = promise.on_device - sum(kinds)
     sent = promise.cost.total_sent if promise.cost else 0
     numbers = [promise.on_device, *kinds, other, promise.in_host_memory, promise.on_disk, sent]
+    numbers += [promise.between_hosts] if hosts > 1 else []
     fits = [] if room is None else ["yes" if promise.on_device <= room else "no"]
     return [promise.form, *(f"{number / GIB:,.2f}" for number in numbers), *fits]

@@ -50,6 +50,8 @@ def _of_file(path: Path) -> Translation:
     if importer is not None:
         return importer.translate(layer, path.parent)
     known = ", ".join(each.title for each in importers() if each.title)
+    if not layer.values:
+        raise ConfigError(f"{path}: expected {known}, found an empty file; check the path")
     if ORIGINS_KEY in layer.values or _is_ours(layer):
         raise ConfigError(f"{path} is a configuration of drivetrain already; nothing to import")
     raise ConfigError(f"{path}: expected {known}, found neither")

@@ -134,8 +134,8 @@ def counterpart(option: str) -> str:
     name = option.lstrip("-").replace("-", "_")
     for importer in importers():
         if name in importer.flags:
-            program = " ".join(importer.programs[0])
-            return f"it is one of {program}: take here {importer.flags[name].replace('`', '')}"
+            program, ours = " ".join(importer.programs[0]), importer.flags[name].replace("`", "")
+            return f"it is one of {program}; here: {ours}"
     return ""
 
 

@@ -34,13 +34,3 @@ def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 def yaml_text(value: object) -> str:
     """Return a plain value as YAML writes it."""
     return value if isinstance(value, str) and value else json.dumps(value)
-
-
-def size_text(count: int) -> str:
-    """Write a number of bytes in the largest unit that fits."""
-    size, units = float(count), ["TiB", "GiB", "MiB", "KiB"]
-    if count < 2**10:
-        return f"{count} B"
-    while size >= 2**10 and units:
-        size, unit = size / 2**10, units.pop()
-    return f"{size:,.1f} {unit}"

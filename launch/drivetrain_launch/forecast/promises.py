@@ -10,8 +10,8 @@ from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.registry import strategies
-from drivetrain.strategy import find_strategy
-from drivetrain_launch.forecast.planning import plan
+from drivetrain.strategy import Form, Run, find_strategy
+from drivetrain_launch.forecast.planning import plan, planned_world
 
 HOST, DISK = " in host memory", " on disk"
 """Ends of the names of kinds that do not lie on the device."""
@@ -27,6 +27,8 @@ class Promise:
         refusal: why the strategy cannot train the model so.
         name: of the strategy.
         options: of the form.
+        exact: whether the form averages gradients as they are, without an approximation.
+        between_hosts: bytes that leave a host in a step, as far as they are known.
     """
 
     form: str
@@ -34,6 +36,8 @@ class Promise:
     refusal: str = ""
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    exact: bool = True
+    between_hosts: int = 0
 
     @property
     def on_device(self) -> int:
@@ -70,20 +74,22 @@ def promises_for(
     """
     registry = strategies()
     chosen = "strategy.name" in resolved.origins
-    forms: list[tuple[str, Mapping[str, Any]]] = [
-        (name, options)
+    hosts = resolved.run.launch.nnodes
+    world = planned_world(ranks // hosts, hosts)
+    forms: list[tuple[str, Form]] = [
+        (name, form)
         for name in registry.names
         if not registry.load(name).reference
-        for options in registry.load(name).variants(ranks)
+        for form in registry.load(name).forms(world)
     ]
     promise = partial(_promise, model, ranks=ranks, on_accelerators=on_accelerators)
     if chosen:
         given = resolved.to_dict()["strategy"]
         own = {key: value for key, value in given.items() if key != "name"}
         yield promise(f"{resolved.strategy} (as configured)", resolved)
-        forms = [form for form in forms if form != (resolved.strategy, own)]
-    for name, chosen_options in forms:
-        options = dict(chosen_options)
+        forms = [(n, form) for n, form in forms if (n, form.options) != (resolved.strategy, own)]
+    for name, each in forms:
+        options = dict(each.options)
         origin = ValueOrigin("file", "the form")
         layer = Layer({"strategy": {"name": name, **options}}, {"strategy": origin})
         core = {key: value for key, value in resolved.to_dict().items() if key != "strategy"}
@@ -93,7 +99,8 @@ def promises_for(
         except ConfigError as error:
             yield Promise(f"{name} {shown}".strip(), None, str(error))
             continue
-        yield replace(promise(f"{name} {shown}".strip(), form), name=name, options=options)
+        made = promise(f"{name} {shown}".strip(), form)
+        yield replace(made, name=name, options=options, exact=each.exact)
 
 
 def _promise(
@@ -104,6 +111,21 @@ def _promise(
         kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
         run = plan(resolved, ranks // hosts, on_accelerators=on_accelerators)
         kind.check_options(options, run.precision)
-        return Promise(form, kind.cost(options, model, run))
+        cost = kind.cost(options, model, run)
+        return Promise(form, cost, between_hosts=_between_hosts(cost, run))
     except DrivetrainError as error:
         return Promise(form, None, str(error).splitlines()[0])
+
+
+def _between_hosts(cost: Cost, run: Run) -> int:
+    """Return the bytes that leave rank 0's host, where messages go around in rings of neighbors.
+
+    Of the ranks that a host has on a ring, one sends to another host; a host has several rings
+    where each takes a part of its ranks.
+    """
+    total = 0
+    for (name, _), sent in cost.sent.items():
+        line = run.mesh.line(name)
+        if line.spans_hosts:
+            total += sent * run.world.local_size // line.hosts.count(line.hosts[line.rank])
+    return total

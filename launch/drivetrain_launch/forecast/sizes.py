@@ -1,4 +1,4 @@
-"""Sizes as users type them: the memory of a device, the parameters of a model. Imports no torch."""
+"""Sizes as users type and read them: of devices, models, and bytes. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -35,3 +35,13 @@ def parameter_count(text: str) -> int | None:
     """Return the number that a text such as 7B stands for; None for other texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.upper())
     return int(float(match[1]) * _UNITS[match[2]]) if match else None
+
+
+def size_text(count: int) -> str:
+    """Write a number of bytes in the largest unit that fits."""
+    size, units = float(count), ["TiB", "GiB", "MiB", "KiB"]
+    if count < 2**10:
+        return f"{count} B"
+    while size >= 2**10 and units:
+        size, unit = size / 2**10, units.pop()
+    return f"{size:,.1f} {unit}"

@@ -4,7 +4,7 @@ Every installed strategy promises the bytes that it holds and sends for the user
 user's ranks (``Strategy.cost``); the proposal compares these numbers, and knows no strategy.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -14,7 +14,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.registry import Registry
 from drivetrain_launch.forecast.models import of_size
 from drivetrain_launch.forecast.promises import Promise, promises_for
-from drivetrain_launch.forecast.sizes import GIB, device_bytes, parameter_count
+from drivetrain_launch.forecast.sizes import GIB, device_bytes, parameter_count, size_text
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 
 BILLION = 10**9
@@ -118,6 +118,7 @@ class Contender:
         elsewhere: bytes that travel between the device and another memory in every step.
         sent: bytes that a rank sends in a step, as far as they are known.
         counted: whether they are known.
+        between_hosts: bytes that leave a host in a step, as far as they are known.
     """
 
     def __init__(self, promise: Promise, *, on_accelerators: bool) -> None:
@@ -128,6 +129,7 @@ class Contender:
         self.elsewhere = promise.on_disk + (in_host_memory if on_accelerators else 0)
         self.sent = cost.total_sent
         self.counted = not cost.uncounted
+        self.between_hosts = promise.between_hosts
 
 
 def _choose(
@@ -151,15 +153,43 @@ def _choose(
     usual = next((each for each in near if each.promise.name == default), None)
     if need == "nothing" and usual is not None:
         return usual, f"it is the usual strategy, holds {_gib(usual.held)} on a device{fits}"
-    fewest = min(each.sent for each in near)
-    quick = [each for each in near if each.sent <= fewest * (1 + ALIKE)]
-    best = min(quick, key=lambda each: (each.promise.name != default, each.held))
     among = "" if room is None else f" of all forms that fit in {_gib(room)}"
+    exact = [each for each in near if each.promise.exact] or near
+    if need == "link" and any(each.between_hosts for each in near):
+        return _least_between_hosts(near, exact, among, default)
+    best = _fewest(exact, lambda each: each.sent, default)
     return best, (
         f"it sends the fewest bytes{among}, {_gib(best.sent)} in a step, and holds "
         f"{_gib(best.held)} on a device"
     )
 
 
+def _least_between_hosts(
+    near: Sequence[Contender], exact: Sequence[Contender], among: str, default: str
+) -> tuple[Contender, str]:
+    """Return the form with the fewest bytes between hosts; an approximation is no obstacle."""
+    best = _fewest(near, lambda each: each.between_hosts, default)
+    why = (
+        f"it sends the fewest bytes from a host to the others{among}, "
+        f"{_gib(best.between_hosts)} in a step, and holds {_gib(best.held)} on a device"
+    )
+    if best.promise.exact:
+        return best, why
+    other = _fewest(exact, lambda each: each.between_hosts, default)
+    return best, (
+        f"{why}; gradients are approximated, and the best form without that is "
+        f"{other.promise.form}, which sends {_gib(other.between_hosts)}"
+    )
+
+
+def _fewest(
+    candidates: Sequence[Contender], count: Callable[[Contender], int], default: str
+) -> Contender:
+    """Return who has the fewest bytes; of those alike the default, or who holds least."""
+    fewest = min(map(count, candidates))
+    quick = [each for each in candidates if count(each) <= fewest * (1 + ALIKE)]
+    return min(quick, key=lambda each: (each.promise.name != default, each.held))
+
+
 def _gib(count: float) -> str:
-    return f"{count / GIB:,.1f} GiB"
+    return f"{count / GIB:,.1f} GiB" if count >= GIB / 10 else size_text(int(count))

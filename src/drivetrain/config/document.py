@@ -206,8 +206,9 @@ def _compose(text: str, path: Path) -> yaml.Node | None:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
+        kind = "JSON" if path.suffix == ".json" else "YAML"
         raise ConfigError(
-            f"{path}{line}: expected YAML; the parser says: "
+            f"{path}{line}: expected {kind}; the parser says: "
             f"{getattr(error, 'problem', None) or error}"
         ) from error
     finally:

@@ -50,6 +50,7 @@ class Mesh(Mapping[str, Axis]):
     def __init__(self, axes: Mapping[str, Axis]) -> None:
         self._axes = dict(axes)
         self._started: dict[tuple[str, int], Axis] = {}
+        self._parts: dict[str, Axis] = {}
 
     @classmethod
     def build(cls, sizes: Mapping[str, int], world: World) -> "Mesh":
@@ -101,12 +102,14 @@ class Mesh(Mapping[str, Axis]):
                 f"{name!r}, found {size}; change it, or the number of ranks"
             )
         start = axis.rank - axis.rank % size
-        return Axis(
-            name=f"{name}.near",
-            size=size,
-            rank=axis.rank - start,
-            ranks=axis.ranks[start : start + size],
-            hosts=axis.hosts[start : start + size],
+        return self._part(
+            Axis(
+                name=f"{name}.near",
+                size=size,
+                rank=axis.rank - start,
+                ranks=axis.ranks[start : start + size],
+                hosts=axis.hosts[start : start + size],
+            )
         )
 
     def start_neighbors(self, name: str, size: int, world: World) -> Axis:
@@ -132,13 +135,23 @@ class Mesh(Mapping[str, Axis]):
             ConfigError: the axis cannot be cut into such groups.
         """
         axis, index = self[name], self.neighbors(name, size).rank
-        return Axis(
-            name=f"{name}.far",
-            size=axis.size // size,
-            rank=axis.rank // size,
-            ranks=axis.ranks[index::size],
-            hosts=axis.hosts[index::size],
+        return self._part(
+            Axis(
+                name=f"{name}.far",
+                size=axis.size // size,
+                rank=axis.rank // size,
+                ranks=axis.ranks[index::size],
+                hosts=axis.hosts[index::size],
+            )
         )
+
+    def _part(self, axis: Axis) -> Axis:
+        self._parts[axis.name] = axis
+        return axis
+
+    def line(self, name: str) -> Axis:
+        """Return the axis of this name, or the part of an axis that a strategy has asked for."""
+        return self._parts[name] if name in self._parts else self[name]
 
     def start_across(self, name: str, size: int, world: World) -> Axis:
         """Return the axis of ``across`` with a process group. Collective the first time.

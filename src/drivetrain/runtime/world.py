@@ -106,6 +106,11 @@ class World:
         )
 
     @property
+    def spans_hosts(self) -> bool:
+        """Whether ranks of other hosts take part."""
+        return len(set(self.hosts)) > 1
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0

@@ -56,6 +56,17 @@ def test_every_strategy_has_a_row_with_its_bytes(command):
     assert rows["offload"][-4:-2] == ["29.80", "0.00"]
 
 
+def test_several_hosts_show_the_bytes_that_leave_a_host(command):
+    code, out, err = command("estimate", "--ranks", "8", "--nnodes", "2", "1B")
+    assert code == 0, err
+    rows = [line.split() for line in out.splitlines()]
+    (whole,) = [row for row in rows if row[:1] == ["ddp"] and row[1] != "hook"]
+    (hybrid,) = [row for row in rows if row[:3] == ["fsdp", "sharding", "hybrid"]]
+    # One ring over all ranks: 2 x 7/8 of 3.7 GiB. Four rings over two hosts: 4 x 2 x 1/2 x 1/4.
+    assert (whole[-1], hybrid[-1]) == ("6.52", "3.73")
+    assert "leaves host: bytes that all ranks of a host send" in out
+
+
 def test_model_of_transformers_is_built_without_values(command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     for source in ("config.json", "."):

@@ -298,6 +298,12 @@ def test_foreign_file_in_place_of_ours_is_one_line_that_says_so(command, folder,
             "  deepspeed_config_file: zero_1.json\n",
             "zero_stage: 2 contradict each other; keep the file",
         ),
+        ("distributed_type: FOO\n", ":1: distributed_type: expected NO, MULTI_GPU, MULTI_CPU, "),
+        ('{"fp16": true, "zero_optimization": {}}', "fp16: expected a section with keys such as "),
+        (
+            "",
+            "bad.yaml: expected an Accelerate configuration, a DeepSpeed configuration, found an ",
+        ),
         ("strategy: ddp\n", "is a configuration of drivetrain already"),
         ("lr: 1\n", "expected an Accelerate configuration, a DeepSpeed configuration"),
     ],
@@ -340,16 +346,19 @@ def test_importers_need_no_torch(sandbox):
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (("--num_processes", "2"), "no option --num_processes; it is one of accelerate launch: "
-         "take here launch.nproc_per_node, --nproc-per-node: those of each host"),
-        (("--config_file", "a.yaml"), "take here --config with a file of drivetrain config import"),
-        (("--multi_gpu",), "take here nothing: all accelerators take part"),
-        (("--use_deepspeed",), "take here --strategy zero1, zero2 or zero3"),
+        (("--num_processes", "2"), "no option --num_processes; it is one of accelerate launch; "
+         "here: launch.nproc_per_node, --nproc-per-node: those of each host"),
+        (("--config_file", "a.yaml"), "here: --config with a file of drivetrain config import"),
+        (("--multi_gpu",), "here: nothing: all accelerators take part"),
+        (("--use_deepspeed",), "here: --strategy zero1, zero2 or zero3"),
         (("--master_addr=10.0.0.1",), "no option --master_addr; it is one of "),
         (("--main_process_port", "1"), "--rdzv-endpoint HOST:PORT"),
         (("--rdzv-backend", "c10d"), "no option --rdzv-backend; it is one of "),
         (("--nproc_per_node=gpu",), "--nproc-per-node gpu: take here auto"),
-        (("--num_gpus", "2"), "it is one of deepspeed: take here --nproc-per-node"),
+        (("--dynamo_backend", "inductor"), "here: torch.compile of the model in the script"),
+        (("--tpu",), "accelerate launch; here: no TPUs"),
+        (("--deepspeed", "a.json"), "here: --config with a file of drivetrain config import"),
+        (("--num_gpus", "2"), "it is one of deepspeed; here: --nproc-per-node"),
     ],
 )  # fmt: skip
 def test_option_of_another_launcher_is_answered_with_its_counterpart(command, arguments, hint):

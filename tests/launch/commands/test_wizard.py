@@ -306,6 +306,33 @@ def candidates_of_a_billion(ranks):
     return [advice.Contender(promise, on_accelerators=True) for promise in promises if promise.cost]
 
 
+CLUSTER = {"launch__nnodes": 4, "launch__rdzv_endpoint": "10.0.0.1:29400", "facts__need": "link"}
+
+
+def test_slow_link_takes_the_form_that_sends_least_between_hosts(wizard):
+    question = proposed(wizard, facts__model="1B", facts__memory="a100", **CLUSTER)
+    # In groups of 8, each rank all-reduces 1/8 of 3.7 GiB over 4 hosts: 8 x 2 x 3/4 x 1/8.
+    assert question.help.startswith(
+        "Proposed: ddp hook powersgd, because it sends the fewest bytes from a host to the others"
+    )
+    assert (
+        "gradients are approximated, and the best form without that is fsdp sharding hybrid, "
+        "which sends 5.6 GiB"
+    ) in question.help
+    wizard.answer("ddp")
+    assert (wizard.current.key, wizard.current.default) == ("strategy.hook", "powersgd")
+    wizard.answer("powersgd")
+    assert wizard.current is None
+
+
+def test_slow_link_divides_inside_of_hosts_what_does_not_fit_whole(wizard):
+    question = proposed(wizard, facts__model="7B", facts__memory="a100", **CLUSTER)
+    assert "Proposed: fsdp sharding hybrid, because it sends the fewest bytes" in question.help
+    assert "39.1 GiB in a step, and holds 13.3 GiB on a device" in question.help
+    wizard.answer("fsdp")
+    assert (wizard.current.key, wizard.current.default) == ("strategy.sharding", "hybrid")
+
+
 def test_nothing_that_fits_is_said(wizard):
     question = proposed(wizard, facts__memory="1", facts__model="7B")
     assert "because nothing fits in 1.0 GiB with room for activations" in question.help
