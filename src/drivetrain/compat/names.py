@@ -58,6 +58,10 @@ _RENAMED = {
     "Accelerator": ("drivetrain.compat.accelerator", "ScriptAccelerator"),
     "AcceleratorState": ("drivetrain.compat.states", "ScriptAcceleratorState"),
     "PartialState": ("drivetrain.compat.states", "ScriptPartialState"),
+    "TensorBoardTracker": ("drivetrain.tracking.adapters", "TensorboardTracker"),
+    "WandBTracker": ("drivetrain.tracking.adapters", "WandbTracker"),
+    "TrackioTracker": ("drivetrain.tracking.adapters", "TrackioTracker"),
+    "MLflowTracker": ("drivetrain.tracking.adapters", "MlflowTracker"),
 }
 
 _REAL = (

@@ -65,13 +65,19 @@ class TensorboardTracker(Tracker):
     requires_logging_directory: ClassVar[bool] = True
     module: ClassVar[str] = "tensorboardX"
 
-    def __init__(self, run_name: str, /, logging_dir: str | Path, **options: Any) -> None:
-        self._writer = _writer_class()(str(Path(logging_dir) / run_name), **options)
+    _writer: Any
+
+    def __init__(self, run_name: str, logging_dir: str | Path, **options: Any) -> None:
+        self._folder, self._options = Path(logging_dir) / run_name, options
 
     @classmethod
     @override
     def available(cls) -> bool:
         return is_tensorboard_available()
+
+    @override
+    def start(self) -> None:
+        self._writer = _writer_class()(str(self._folder), **self._options)
 
     @property
     @override
@@ -113,8 +119,14 @@ class WandbTracker(Tracker):
     name: ClassVar[str] = "wandb"
     module: ClassVar[str] = "wandb"
 
+    _run: Any
+
     def __init__(self, run_name: str, /, **options: Any) -> None:
-        self._run = import_module(self.module).init(project=run_name, **options)
+        self._options = {"project": run_name, **options}
+
+    @override
+    def start(self) -> None:
+        self._run = import_module(self.module).init(**self._options)
 
     @property
     @override
@@ -161,10 +173,17 @@ class MlflowTracker(Tracker):
     name: ClassVar[str] = "mlflow"
     module: ClassVar[str] = "mlflow"
 
+    _run: Any
+    _mlflow: Any
+
     def __init__(self, run_name: str, /, **options: Any) -> None:
+        self._experiment, self._options = run_name, options
+
+    @override
+    def start(self) -> None:
         self._mlflow = import_module(self.module)
-        self._mlflow.set_experiment(run_name)
-        self._run = self._mlflow.start_run(**options)
+        self._mlflow.set_experiment(self._experiment)
+        self._run = self._mlflow.start_run(**self._options)
 
     @property
     @override

@@ -1,5 +1,6 @@
 """Tracker classes that a script registers are found by name."""
 
+import accelerate as real
 import pytest
 
 from drivetrain.compat import accelerate as ours
@@ -40,6 +41,13 @@ def test_a_registered_class_is_found_by_its_name():
     assert kept == ["project", {"rate": 1}, (3, {"loss": 2})]
     with pytest.warns(UserWarning, match="'notes' was registered before"):
         ours.tracking.register_tracker_class(Notes)
+
+
+def test_classes_of_the_best_known_trackers_have_the_names_of_accelerate():
+    for name in ("TensorBoardTracker", "WandBTracker", "TrackioTracker", "MLflowTracker"):
+        found = getattr(ours.tracking, name)
+        assert issubclass(found, ours.tracking.GeneralTracker)
+        assert found.name == getattr(real.tracking, name).name
 
 
 def test_other_classes_are_refused():

@@ -129,14 +129,17 @@ def test_tensorboard(fake, tmp_path, monkeypatch):
     ]
 
 
-def test_scripts_find_the_writer_and_the_run(fake, tmp_path, monkeypatch):
+def test_objects_of_scripts_begin_with_the_run(fake, tmp_path, monkeypatch):
     fake("tensorboardX", WRITER)
     fake("wandb", RUN)
     here = "drivetrain.tracking.adapters.is_installed"
     monkeypatch.setattr(here, lambda module: module == "tensorboardX")
-    board = TensorboardTracker("project", logging_dir=tmp_path)
+    board = TensorboardTracker(run_name="project", logging_dir=tmp_path)
+    trackers = Trackers([board, WandbTracker("project")], logging_dir=None)
+    assert not {"tensorboardX", "wandb"} & sys.modules.keys()
+    trackers.start("project")
     assert board.writer is board.tracker
-    assert WandbTracker("project").run is not None
+    assert trackers.get("wandb").run is not None
 
 
 def test_tensorboard_missing(tmp_path, monkeypatch):
@@ -145,7 +148,7 @@ def test_tensorboard_missing(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="pip install tensorboardX"):
         Trackers("tensorboard", logging_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="tensorboard or tensorboardX, found neither"):
-        TensorboardTracker("project", tmp_path)
+        TensorboardTracker("project", tmp_path).start()
 
 
 def test_jsonl(tmp_path):
