@@ -56,22 +56,32 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "by_feature/multi_process_metrics.py": (),
     "by_feature/profiler.py": ("--cpu",),
     "by_feature/schedule_free.py": (),
+    "by_feature/megatron_lm_gpt_pretraining.py": (
+        *("--dataset_name", "Salesforce/wikitext", "--model_name_or_path"),
+        *("HuggingFaceTB/SmolLM-360M", "--block_size", "16", "--num_train_epochs", "2"),
+        *("--output_dir", "run", "--checkpointing_steps", "epoch"),
+    ),
     "by_feature/tracking.py": ("--with_tracking",),
+    "config_yaml_templates/run_me.py": (),
 }
 """Command line of each script."""
 
 STRATEGIES = {
     "by_feature/ddp_comm_hook.py": {"ddp"},
     "by_feature/local_sgd.py": {"ddp"},
+    # Saves the model without collecting its parameters first.
+    "by_feature/megatron_lm_gpt_pretraining.py": {"ddp", "zero1", "zero2"},
 }
 """Scripts that only mean something under these."""
 
-AS_IT_IS = {"by_feature/deepspeed_with_config_support.py"}
+AS_IT_IS = {
+    "by_feature/deepspeed_with_config_support.py",
+    "by_feature/megatron_lm_gpt_pretraining.py",
+}
 """Scripts whose imports have no counterpart in ``drivetrain`` itself."""
 
 LEFT_OUT = {
     "by_feature/fsdp_with_peak_mem_tracking.py": "asks torch for the memory of a GPU",
-    "by_feature/megatron_lm_gpt_pretraining.py": "needs Megatron-LM's own model",
     "multigpu_remote_launcher.py": "starts other machines",
 }
 

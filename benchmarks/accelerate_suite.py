@@ -33,6 +33,7 @@ import tomllib
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from xml.etree import ElementTree
 
 HERE = Path(__file__).resolve()
@@ -67,6 +68,7 @@ _SAMPLER = "BatchSampler(RandomSampler(DummyDataset()), batch_size=BATCH_SIZE, d
 FUNCTIONS = {
     "test_script": (
         *("init_state_check()", "process_execution_check()", "test_split_between_processes_list()"),
+        "test_split_between_processes_dataset(__import__('datasets').Dataset)",
         *("test_split_between_processes_nested_dict()", "test_split_between_processes_tensor()"),
         *("test_split_between_processes_evenly()", "rng_sync_check()", "dl_preparation_check()"),
         *("central_dl_preparation_check()", "custom_sampler_check()", "check_seedable_sampler()"),
@@ -122,8 +124,15 @@ FUNCTIONS = {
         "test_gather_for_metrics_with_iterable_dataset()",
         *(f"test_mrpc({pair})" for pair in _PAIRS),
     ),
+    "external_deps.test_checkpointing": (
+        "script('--num_epochs=2', '--partial_train_epoch=1', f'--output_dir={folder}')",
+        "script('--num_epochs=2', f'--resume_from_checkpoint={folder}/epoch_0',"
+        " f'--output_dir={folder}')",
+    ),
+    "external_deps.test_performance": ("script('--num_epochs=2', f'--output_dir={folder}')",),
 }
-"""Calls in the scripts of accelerate.test_utils that concern several processes."""
+"""Calls in the scripts of accelerate.test_utils that concern several processes. ``script`` is the
+whole script with a command line, ``folder`` a folder that the calls share."""
 
 Outcomes = dict[str, str]
 """Test to ``passed``, ``skipped``, or the last line of its error."""
@@ -147,7 +156,13 @@ def run_file(file: Path, report: Path) -> None:
 
 def run_functions(script: str, calls: Iterable[str], report: Path) -> None:
     """Make calls in turn, and end with the first that fails: other ranks may wait in it."""
-    names = vars(importlib.import_module(f"accelerate.test_utils.scripts.{script}"))
+    module = importlib.import_module(f"accelerate.test_utils.scripts.{script}")
+    folder = Path(f"{report}.folder")
+    folder.mkdir(exist_ok=True)
+    names = vars(module) | {"folder": folder, "script": lambda *words: run_script(module, words)}
+    # The scripts' main functions make one before all others.
+    importlib.import_module("accelerate").Accelerator()
+    ignore_device_ids()
     rank = os.environ.get("RANK", "0")
     with Path(f"{report}.{rank}").open("a", encoding="utf-8") as file:
         for call in calls:
@@ -161,6 +176,20 @@ def run_functions(script: str, calls: Iterable[str], report: Path) -> None:
             file.flush()
             if outcome != "passed":
                 os._exit(1)
+
+
+def ignore_device_ids() -> None:
+    """Let torch's own DDP take ``device_ids`` on CPUs, where scripts for GPUs name them, too."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    make = DistributedDataParallel.__init__
+    without = {"device_ids": None, "output_device": None}
+    DistributedDataParallel.__init__ = lambda *args, **options: make(*args, **options | without)
+
+
+def run_script(module: ModuleType, words: Iterable[str]) -> None:
+    sys.argv = [str(module.__file__), *words]
+    module.main()
 
 
 def one_line(error: BaseException) -> str:
@@ -203,7 +232,7 @@ class Suite:
         """Make all calls, with a new start after each that fails."""
         left, found = list(calls), {}
         while left:
-            report = self.work / "functions"
+            report = self.work / f"functions.{real}"
             for rank in range(ranks):
                 Path(f"{report}.{rank}").unlink(missing_ok=True)
             tail = self.run(["functions", script, report, *left], real, ranks)
@@ -260,6 +289,8 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
+        # Without this line Accelerate takes each of two processes on CPUs for the only one.
+        "ACCELERATE_USE_CPU": "true",
     }
 
 

@@ -83,6 +83,10 @@ class Dataset:
         return Dataset(kept | made)
 
 
+class IterableDataset:
+    """A stream of rows, which no script here makes; Accelerate asks each dataset for it."""
+
+
 class DatasetDict(dict[str, Dataset]):
     """Datasets by split; what is done is done to each."""
 
@@ -99,11 +103,11 @@ class DatasetDict(dict[str, Dataset]):
 def load_dataset(
     name: str, config: str | None = None, data_files: Any = None, split: Any = None, **options: Any
 ) -> Any:
-    """Return pairs of sentences for ``glue``, a file's rows for ``csv``, else lines of text."""
+    """Return pairs of sentences for GLUE, a file's rows for ``csv``, else lines of text."""
     if name == "csv":
         splits = {key: _read(file) for key, file in data_files.items()}
     else:
-        make = _pairs if name == "glue" else _texts
+        make = _pairs if name.endswith("glue") else _texts
         splits = {"train": make(TRAIN), "validation": make(VALIDATION), "test": make(VALIDATION)}
     return splits[split] if isinstance(split, str) else DatasetDict(splits)
 

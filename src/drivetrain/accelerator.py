@@ -53,7 +53,7 @@ from drivetrain.facade.settings import (
 )
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.weights import WholeWeights
-from drivetrain.processes import Processes
+from drivetrain.processes import Processes, StaysInProcess
 from drivetrain.runtime import words
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
@@ -64,7 +64,7 @@ from drivetrain.tracking import Trackers
 from drivetrain.verify.recorder import launched_observer
 
 
-class Accelerator(Processes):
+class Accelerator(StaysInProcess, Processes):
     """Runs an ordinary PyTorch loop under any strategy.
 
     Names and arguments follow Hugging Face Accelerate. Nothing about it is global: several

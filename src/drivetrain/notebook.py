@@ -30,6 +30,7 @@ def notebook_launcher(
     args: Sequence[Any] = (),
     num_processes: int | None = None,
     *,
+    mixed_precision: str | None = None,
     start_method: str = "fork",
     timeout: timedelta = timedelta(minutes=10),
 ) -> None:
@@ -41,6 +42,8 @@ def notebook_launcher(
         function: called with ``args`` in every process; its result is dropped.
         args: positional arguments.
         num_processes: number of processes; None takes one per accelerator, or per core without.
+        mixed_precision: of each ``Accelerator()`` that chooses none; None leaves it to the launch
+            configuration of this process.
         start_method: ``fork`` for functions of a notebook; ``spawn`` for importable ones.
         timeout: how long a collective may wait.
 
@@ -53,7 +56,8 @@ def notebook_launcher(
     """
     count = num_processes if num_processes is not None else _places()
     _check(count, start_method)
-    _start(function, tuple(args), count, start_method, timeout, variables={})
+    config = _configuration("precision", mixed_precision) if mixed_precision else ""
+    _start(function, tuple(args), count, start_method, timeout, config)
 
 
 def debug_launcher(
@@ -71,21 +75,20 @@ def debug_launcher(
     Errors are those of ``notebook_launcher``.
     """
     _check(num_processes, "fork")
-    with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
-        config = Path(folder, "config.yaml")
-        config.write_text(_configuration_on_cpu(), encoding="utf-8")
-        variables = {CONFIG_VARIABLE: str(config)}
-        _start(function, tuple(args), num_processes, "fork", timedelta(minutes=10), variables)
+    config = _configuration("launch.device", "cpu")
+    _start(function, tuple(args), num_processes, "fork", timedelta(minutes=10), config)
 
 
-def _configuration_on_cpu() -> str:
-    """Return this process's launch configuration as YAML, on the CPU."""
+def _configuration(key: str, value: str) -> str:
+    """Return this process's launch configuration as YAML, with another value of one key."""
     path = launched_config()
     layer = read_file(path) if path else Layer()
-    origins = {key: [origin.kind, origin.text] for key, origin in layer.origins.items()}
-    origins["launch.device"] = ["file", "debug_launcher"]
-    launch = {**layer.values.get("launch", {}), "device": "cpu"}
-    return dump_yaml({**layer.values, "launch": launch, ORIGINS_KEY: origins})
+    origins = {name: [origin.kind, origin.text] for name, origin in layer.origins.items()}
+    origins[key] = ["file", "arguments of the launcher"]
+    values = dict(layer.values)
+    part, _, name = key.rpartition(".")
+    values |= {part: {**values.get(part, {}), name: value}} if part else {name: value}
+    return dump_yaml({**values, ORIGINS_KEY: origins})
 
 
 def _start(
@@ -94,10 +97,15 @@ def _start(
     count: int,
     start_method: str,
     timeout: timedelta,
-    variables: Mapping[str, str],
+    config: str,
 ) -> None:
+    """Start the processes and wait for them; they read this configuration, if any."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         store = str(Path(folder, "store"))
+        variables = {}
+        if config:
+            variables[CONFIG_VARIABLE] = str(Path(folder, "config.yaml"))
+            Path(variables[CONFIG_VARIABLE]).write_text(config, encoding="utf-8")
         context = multiprocessing.start_processes(  # type: ignore[attr-defined, no-untyped-call]
             _run_rank,
             args=(function, args, count, store, timeout, variables),
@@ -134,7 +142,7 @@ def _run_rank(
     torch.set_num_threads(1)
     if count > 1:
         dist.init_process_group(
-            _backend(variables),
+            _backend(),
             store=dist.FileStore(store, count),  # type: ignore[attr-defined]
             rank=rank,
             world_size=count,
@@ -145,8 +153,10 @@ def _run_rank(
         dist.destroy_process_group()
 
 
-def _backend(variables: Mapping[str, str]) -> str:
-    on_cpu = CONFIG_VARIABLE in variables or not torch.accelerator.is_available()
+def _backend() -> str:
+    path = launched_config()
+    chosen = read_file(path).values.get("launch", {}).get("device") if path else None
+    on_cpu = chosen == "cpu" or not torch.accelerator.is_available()
     device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
     return str(dist.get_default_backend_for_device(device or torch.device("cpu")))
 

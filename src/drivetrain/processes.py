@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,16 @@ class DistributedType(StrEnum):
     TP = "TP"
     TPU = "TPU"
     XLA = "XLA"
+
+
+class StaysInProcess:
+    """An object that holds a process's part of a run, and so is neither pickled nor copied."""
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "expected the Accelerator to stay in its process, found that it is pickled or copied; "
+            "make one in each process, and leave it out of objects to pickle"
+        )
 
 
 class Processes:
@@ -102,6 +112,11 @@ class Processes:
     @property
     def fsdp_plugin(self) -> None:
         """None, for scripts that ask: ``strategy`` chooses the algorithm here."""
+        return
+
+    @property
+    def fp8_recipe_handler(self) -> None:
+        """None, for scripts that ask: nothing computes in fp8 here."""
         return
 
     @property

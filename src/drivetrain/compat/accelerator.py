@@ -42,7 +42,8 @@ class ScriptAccelerator(Resettable, Accelerator):
     """The Accelerator for scripts that import ``accelerate``: its arguments in its order.
 
     Plugin objects choose the strategy, as ``strategy=`` does. Schedules are stepped once for each
-    data-parallel rank, since such scripts multiply by ``num_processes``.
+    data-parallel rank, since such scripts multiply by ``num_processes``. A window of accumulation
+    that the loader ends early is divided by ``gradient_accumulation_steps``.
 
     Args:
         deepspeed_plugin: or several by name, of which the first one counts.
@@ -118,6 +119,7 @@ class ScriptAccelerator(Resettable, Accelerator):
             kwargs_handlers=kwargs_handlers,
         )
         _announce_ignored(found)
+        self.gradient_state.divides_by_length = False
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:  # type: ignore[override]

@@ -30,6 +30,7 @@ PATHS = frozenset(
 """Accelerate's import paths, below the package."""
 
 _HOMES = {
+    "drivetrain.compat.launchers": ("notebook_launcher",),
     "drivetrain.compat.loaders": ("DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader"),
     "drivetrain.compat.plugins": (
         "DeepSpeedPlugin",

@@ -62,8 +62,9 @@ class WindowMean:
     @property
     def may_scale(self) -> bool:
         """Whether ``finish`` may return a factor."""
-        may_end_early = self._counted and self._state.num_steps > 1
-        return bool(self._weights) or (may_end_early and self._state.sync_with_dataloader)
+        state = self._state
+        may_end_early = self._counted and state.num_steps > 1 and state.sync_with_dataloader
+        return bool(self._weights) or (may_end_early and state.divides_by_length)
 
     def finish(self, axis: Axis, device: torch.device) -> float | None:
         """Return the factor that makes the synchronised gradients right, None when they are.
@@ -80,7 +81,8 @@ class WindowMean:
             # The strategy has averaged over the axis: its size turns the mean into a sum again.
             return axis.size / whole if whole else 0.0
         length = self._state.window_length
-        if not self._counted or length >= self._state.num_steps:
+        is_full = length >= self._state.num_steps
+        if is_full or not (self._counted and self._state.divides_by_length):
             return None
         self._finished = True
         return self._state.num_steps / length

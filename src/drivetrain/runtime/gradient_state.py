@@ -25,6 +25,10 @@ class GradientState:
         num_steps: micro-batches per window.
         sync_with_dataloader: end the window with the loader.
         sync_each_batch: synchronise gradients on every micro-batch of the window.
+
+    Attributes:
+        divides_by_length: divide the gradients of a window by its real length, also where the
+            loader ends it early; False divides by ``num_steps``.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class GradientState:
         self.num_steps = num_steps
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
+        self.divides_by_length = True
         self.sync_gradients = True
         self.micro_batch = 0
         self._loaders: list[ActiveLoader] = []

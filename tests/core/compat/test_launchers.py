@@ -1,0 +1,24 @@
+"""``notebook_launcher`` as scripts for Accelerate call it."""
+
+import pytest
+
+from drivetrain.compat import accelerate as ours
+from drivetrain.errors import UsageError
+
+
+def test_accelerates_arguments_choose_precision_and_processes(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("strategy: zero1")
+    monkeypatch.setenv("DRIVETRAIN_CONFIG", str(tmp_path / "run.yaml"))
+
+    def train(folder):
+        accelerator = ours.Accelerator(cpu=True)
+        text = f"{accelerator.mixed_precision} {accelerator.config.strategy}"
+        (folder / str(accelerator.process_index)).write_text(text)
+
+    ours.notebook_launcher(train, (tmp_path,), 2, "bf16", use_port="29511")
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["bf16 zero1"] * 2
+
+
+def test_several_hosts_and_restarts_name_the_launcher():
+    with pytest.raises(UsageError, match="num_nodes=2 and max_restarts=0; .* 'drivetrain launch'"):
+        ours.notebook_launcher(print, num_nodes=2)
