@@ -83,6 +83,7 @@ class Preparation:
             if placed:
                 place(model, self._runs.default.world.device)
             return model
+        _check_undispatched(model)
         choice = self._gradients.observer.choice(choice)
         self._recomputations.before_prepare(model, choice)
         self._gradients.observer.before_prepare(model)
@@ -281,6 +282,20 @@ def is_scheduler(item: Any) -> bool:
         and hasattr(item, "step")
         and hasattr(item, "state_dict")
     )
+
+
+def _check_undispatched(model: nn.Module) -> None:
+    """Refuse a model whose weights transformers or Accelerate has put on several devices."""
+    for module in model.modules():
+        spread = getattr(module, "hf_device_map", None) or {}
+        devices = {str(device) for device in spread.values()}
+        quantized = any(getattr(module, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+        if len(devices) > 1 or "disk" in devices or (quantized and "cpu" in devices):
+            raise UsageError(
+                "expected a model whose weights lie on this rank's device, found hf_device_map "
+                f"with {', '.join(sorted(devices))}; a model with CPU or disk offload of its own "
+                "is for inference: load it without device_map, and choose strategy: offload"
+            )
 
 
 def _facts(model: nn.Module) -> list[str]:

@@ -38,6 +38,26 @@ def test_order_and_identity():
     assert accelerator.unwrap_model(model) is model
 
 
+@pytest.mark.parametrize(
+    ("places", "quantized", "refused"),
+    [
+        ({"": "cpu"}, False, False),
+        ({"": "cpu"}, True, True),
+        ({"": 0}, True, False),
+        ({"0": 0, "1": 1}, False, True),
+        ({"": "disk"}, False, True),
+    ],
+)
+def test_a_model_on_several_devices_is_refused(places, quantized, refused):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].hf_device_map, model[0].is_loaded_in_4bit = places, quantized
+    if not refused:
+        Accelerator(cpu=True).prepare(model)
+        return
+    with pytest.raises(UsageError, match=r"found hf_device_map with .*: load it without"):
+        Accelerator(cpu=True).prepare(model)
+
+
 def test_optimizer_may_come_before_its_model():
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 2)
