@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
 from drivetrain import notebook
 from drivetrain.errors import UsageError
 
@@ -41,26 +43,28 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the arguments of Accelerate
         rdzv_endpoint: without effect.
         rdzv_conf: without effect.
         rdzv_id: without effect.
-        max_restarts: how often processes start again, 0.
+        max_restarts: how often all processes start again after one has failed.
         monitor_interval: without effect: a failure is seen at once.
         log_line_prefix_template: without effect.
 
     Raises:
-        UsageError: several hosts, or restarts.
+        UsageError: several hosts.
 
     Other errors are those of ``drivetrain.notebook_launcher``.
     """
     del use_port, master_addr, node_rank, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id
     del monitor_interval, log_line_prefix_template
-    if num_nodes != 1 or max_restarts:
+    if num_nodes != 1:
         raise UsageError(
-            "expected notebook_launcher to start one host once, found "
-            f"num_nodes={num_nodes} and max_restarts={max_restarts}; write the function to a "
-            "script, and take 'drivetrain launch' with --nnodes and --max-restarts"
+            f"expected notebook_launcher to start one host, found num_nodes={num_nodes}; write the "
+            "function to a script, and take 'drivetrain launch' with --nnodes"
         )
-    notebook.notebook_launcher(
-        function,
-        args,
-        num_processes,
-        mixed_precision=None if mixed_precision == "no" else str(mixed_precision),
-    )
+    precision = None if mixed_precision == "no" else str(mixed_precision)
+    for restarts in range(max_restarts + 1):
+        try:
+            notebook.notebook_launcher(function, args, num_processes, mixed_precision=precision)
+        except (ProcessRaisedException, ProcessExitedException):
+            if restarts == max_restarts:
+                raise
+        else:
+            return

@@ -1,6 +1,7 @@
 """``notebook_launcher`` as scripts for Accelerate call it."""
 
 import pytest
+from torch.multiprocessing import ProcessRaisedException
 
 from drivetrain.compat import accelerate as ours
 from drivetrain.errors import UsageError
@@ -19,6 +20,18 @@ def test_accelerates_arguments_choose_precision_and_processes(tmp_path, monkeypa
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["bf16 zero1"] * 2
 
 
-def test_several_hosts_and_restarts_name_the_launcher():
-    with pytest.raises(UsageError, match="num_nodes=2 and max_restarts=0; .* 'drivetrain launch'"):
+def test_processes_start_again_after_a_failure_so_many_times(tmp_path):
+    def train(folder):
+        starts = len(list(folder.iterdir()))
+        (folder / str(starts)).touch()
+        assert starts == 2, f"start {starts}"
+
+    with pytest.raises(ProcessRaisedException, match="start 1"):
+        ours.notebook_launcher(train, (tmp_path,), 1, max_restarts=1)
+    ours.notebook_launcher(train, (tmp_path,), 1, max_restarts=1)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_several_hosts_name_the_launcher():
+    with pytest.raises(UsageError, match="num_nodes=2; .* 'drivetrain launch'"):
         ours.notebook_launcher(print, num_nodes=2)
