@@ -13,7 +13,7 @@ from drivetrain_launch.commands.options import (
     source_options,
 )
 from drivetrain_launch.commands.tables import show_table
-from drivetrain_launch.forecast.sizes import DEVICES, GIB, device_bytes
+from drivetrain_launch.forecast.sizes import DEVICES, device_bytes, unit_of
 
 if TYPE_CHECKING:
     from drivetrain.cost import ModelSpec
@@ -112,9 +112,11 @@ def show(
     count = sum(spec.numel for spec in model.parameters)
     columns = ["strategy", "on device", *KINDS, "other", "host", "disk", "sent"]
     columns += ["leaves host"] if hosts > 1 else []
-    rows = [_row(promise, hosts, room) for promise in promises if promise.cost is not None]
+    counted = [promise for promise in promises if promise.cost is not None]
+    unit, size = unit_of(max((promise.on_device for promise in counted), default=0))
+    rows = [_row(promise, size, hosts, room) for promise in counted]
     title = (
-        f"{count:,} parameters, {where}, precision {resolved.run.precision}: GiB that rank 0 "
+        f"{count:,} parameters, {where}, precision {resolved.run.precision}: {unit} that rank 0 "
         "holds between steps and sends in a step"
     )
     show_table(title, columns + (["fits"] if room else []), rows)
@@ -129,7 +131,7 @@ def show(
     click.echo("Activations are not counted.")
 
 
-def _row(promise: "Promise", hosts: int, room: int | None) -> list[str]:
+def _row(promise: "Promise", unit: int, hosts: int, room: int | None) -> list[str]:
     held = promise.cost.held if promise.cost else {}
     kinds = [held.get(kind, 0) for kind in KINDS]
     other = promise.on_device - sum(kinds)
@@ -137,4 +139,4 @@ def _row(promise: "Promise", hosts: int, room: int | None) -> list[str]:
     numbers = [promise.on_device, *kinds, other, promise.in_host_memory, promise.on_disk, sent]
     numbers += [promise.between_hosts] if hosts > 1 else []
     fits = [] if room is None else ["yes" if promise.on_device <= room else "no"]
-    return [promise.form, *(f"{number / GIB:,.2f}" for number in numbers), *fits]
+    return [promise.form, *(f"{number / unit:,.2f}" for number in numbers), *fits]

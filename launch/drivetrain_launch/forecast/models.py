@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,15 @@ def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
         return ModelSpec.of(_of_function(match[1], match[2]))
     raise ConfigError(
         f"expected a config.json of transformers or its folder, a script, MODULE:FUNCTION or a "
-        f"number of parameters such as 7B, found {source!r}; check the path"
+        f"number of parameters such as 7B, found {source!r}; check the path{_of_a_hub(source)}"
     )
+
+
+def _of_a_hub(source: str) -> str:
+    """Return the way out for the name of a model on a hub; "" for other texts."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        return ""
+    return f", or, as nothing is downloaded, give the config.json of {source}"
 
 
 def of_size(parameters: int) -> ModelSpec:
@@ -136,6 +144,13 @@ def _of_script(path: Path, arguments: Sequence[str]) -> nn.Module:
         runpy.run_path(str(path), run_name="__main__")
     except _Prepared:
         return found[0]
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((each.lineno for each in reversed(frames) if each.filename == str(path)), "?")
+        raise ConfigError(
+            f"{path}:{line}: expected accelerator.prepare(model), found before it "
+            f"{type(error).__name__}: {error}; mend the script, or give the number of parameters"
+        ) from error
     finally:
         setattr(Accelerator, prepare.__name__, prepare)
         sys.argv = before

@@ -84,10 +84,7 @@ def promises_for(
     ]
     promise = partial(_promise, model, ranks=ranks, on_accelerators=on_accelerators)
     if chosen:
-        given = resolved.to_dict()["strategy"]
-        own = {key: value for key, value in given.items() if key != "name"}
         yield promise(f"{resolved.strategy} (as configured)", resolved)
-        forms = [(n, form) for n, form in forms if (n, form.options) != (resolved.strategy, own)]
     for name, each in forms:
         options = dict(each.options)
         origin = ValueOrigin("file", "the form")
@@ -99,6 +96,8 @@ def promises_for(
         except ConfigError as error:
             yield Promise(f"{name} {shown}".strip(), None, str(error))
             continue
+        if chosen and (resolved.strategy, resolved.strategy_config) == (name, form.strategy_config):
+            continue  # that is the form that somebody has chosen
         made = promise(f"{name} {shown}".strip(), form)
         yield replace(made, name=name, options=options, exact=each.exact)
 

@@ -37,6 +37,14 @@ def parameter_count(text: str) -> int | None:
     return int(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
+def unit_of(count: int) -> tuple[str, int]:
+    """Return the unit of a table whose largest number this is: GiB at most, KiB at least."""
+    return next(
+        ((name, size) for name, size in (("GiB", GIB), ("MiB", 2**20)) if count >= size),
+        ("KiB", 2**10),
+    )
+
+
 def size_text(count: int) -> str:
     """Write a number of bytes in the largest unit that fits."""
     size, units = float(count), ["TiB", "GiB", "MiB", "KiB"]

@@ -72,7 +72,8 @@ def test_model_of_transformers_is_built_without_values(command, tmp_path):
     for source in ("config.json", "."):
         code, out, err = command("estimate", "--ranks", "2", source)
         assert code == 0, err
-        assert out.startswith("213,312 parameters, 2 ranks, precision no")
+        assert out.startswith("213,312 parameters, 2 ranks, precision no: MiB that rank 0 holds")
+        assert table(out)["ddp"][:2] == ["3.26", "0.81"]  # four and one times 213,312 fp32
         assert "megatron tp 2: sends activations over tp as well" in out
 
 
@@ -108,6 +109,8 @@ def test_configuration_decides_the_dtypes_and_adds_its_form(command):
     ("arguments", "message"),
     [
         (["nowhere.json"], "found 'nowhere.json'; check the path"),
+        (["meta/llama-7b"], "as nothing is downloaded, give the config.json of meta/llama-7b"),
+        (["broken.py"], "broken.py:2: expected accelerator.prepare(model), found before it KeyE"),
         (["--device", "abacus", "7B"], "--device: expected a number of GiB or one of t4,"),
         (["7B", "--ranks", "2"], "found arguments after '7B': --ranks 2"),
         (["facts.json"], "expected a configuration of transformers with a model_type"),
@@ -121,6 +124,7 @@ def test_configuration_decides_the_dtypes_and_adds_its_form(command):
 def test_bad_source_is_one_clear_line(command, tmp_path, arguments, message):
     (tmp_path / "facts.json").write_text('{"lr": 1}')
     (tmp_path / "idle.py").write_text("")
+    (tmp_path / "broken.py").write_text("facts = {}\nfacts['size']\n")
     (tmp_path / "unknown.json").write_text('{"model_type": "no-such-model"}')
     code, out, err = command("estimate", *arguments)
     assert (code, out) == (2, "")
@@ -182,7 +186,9 @@ def test_hosts_share_the_ranks_and_hybrid_shards_stay_inside(command):
     (line,) = [line for line in out.splitlines() if "fsdp (as configured)" in line]
     # 1e9 fp32 elements over the 4 ranks of a host.
     assert line.split()[4] == "0.93"
-    assert table(out)["fsdp"][1] == "0.47"
+    (over_all,) = [line.split() for line in out.splitlines() if line.startswith("  fsdp  ")]
+    assert over_all[2] == "0.47"
+    assert "fsdp sharding hybrid" not in out  # no second time
     code, _, err = command("estimate", "--ranks", "8", "--nnodes", "3", "1B")
     assert (code, err) == (
         2,
