@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
@@ -108,6 +108,14 @@ class TensorboardTracker(Tracker):
                 self._writer.add_text(key, str(value), global_step=step, **options)
         self._writer.flush()
 
+    def log_images(
+        self, values: Mapping[str, Any], step: int | None = None, **options: Any
+    ) -> None:
+        """Write batches of images by name, each as ``SummaryWriter.add_images`` takes it."""
+        for key, images in values.items():
+            self._writer.add_images(key, images, global_step=step, **options)
+        self._writer.flush()
+
     @override
     def finish(self) -> None:
         self._writer.close()
@@ -145,6 +153,27 @@ class WandbTracker(Tracker):
     @override
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         self._run.log(dict(values), step=step, **options)
+
+    def log_images(
+        self, values: Mapping[str, Iterable[Any]], step: int | None = None, **options: Any
+    ) -> None:
+        """Write images by name: arrays or images of PIL."""
+        image = import_module(self.module).Image
+        for key, images in values.items():
+            self.log({key: [image(each) for each in images]}, step, **options)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Write a table, given by columns and rows or as a data frame."""
+        table = import_module(self.module).Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step, **options)
 
     @override
     def finish(self) -> None:

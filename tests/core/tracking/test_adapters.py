@@ -30,6 +30,12 @@ class Run:
 def init(**options):
     calls.append(("init", options))
     return Run()
+
+def Image(image):
+    return ("image", image)
+
+def Table(**options):
+    return ("table", options)
 """
 
 MLFLOW = """
@@ -140,6 +146,25 @@ def test_objects_of_scripts_begin_with_the_run(fake, tmp_path, monkeypatch):
     trackers.start("project")
     assert board.writer is board.tracker
     assert trackers.get("wandb").run is not None
+
+
+def test_images_and_tables(fake, tmp_path, monkeypatch):
+    fake("tensorboardX", WRITER)
+    fake("wandb", RUN)
+    here = "drivetrain.tracking.adapters.is_installed"
+    monkeypatch.setattr(here, lambda module: module == "tensorboardX")
+    board, run = TensorboardTracker("project", tmp_path), WandbTracker("project")
+    for tracker in (board, run):
+        tracker.start()
+        tracker.log_images({"seen": [1, 2]}, step=3)
+    run.log_table("rows", columns=["a"], data=[[1]], step=4)
+    images = ("add_images", "seen", [1, 2], ("global_step", 3))
+    assert sys.modules["tensorboardX"].calls[1:] == [images, ("flush",)]
+    table = ("table", {"columns": ["a"], "data": [[1]], "dataframe": None})
+    assert sys.modules["wandb"].calls[1:] == [
+        ("log", {"seen": [("image", 1), ("image", 2)]}, {"step": 3}),
+        ("log", {"rows": table}, {"step": 4}),
+    ]
 
 
 def test_tensorboard_missing(tmp_path, monkeypatch):
