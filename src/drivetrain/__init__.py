@@ -6,6 +6,7 @@ importing torch. Every name that a training script written for Accelerate import
 """
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._version import __version__ as __version__
@@ -109,9 +110,13 @@ __all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605 - computed from th
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    if home is not None:
+        return getattr(importlib.import_module(home), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
+        way_out = importlib.import_module("drivetrain.aliases").missing_name(name)
+        if way_out:  # an AttributeError would lose the text in 'from drivetrain import name'
+            raise ImportError(way_out)
+    raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
-"""Names from Accelerate's scripts for classes and functions that have another name here."""
+"""Names from Accelerate's scripts that have another name here, or none: then the way out."""
 
+from collections.abc import Collection
 from datetime import timedelta
 
 from torch import nn
@@ -7,6 +8,7 @@ from torch import nn
 from drivetrain.config import read_file
 from drivetrain.data import PreparedLoader as DataLoaderShard
 from drivetrain.errors import RankMismatchError as DistributedOperationException
+from drivetrain.errors import UsageError
 from drivetrain.facade.stepping import PreparedOptimizer as AcceleratedOptimizer
 from drivetrain.facade.stepping import PreparedScheduler as AcceleratedScheduler
 from drivetrain.parts.naming import uncompiled
@@ -24,6 +26,59 @@ __all__ = [
     "GeneralTracker",
     "extract_model_from_parallel",
 ]
+
+WAYS_OUT = {
+    "GradientState": "ask accelerator.sync_gradients and accelerator.gradient_state",
+    "SkipDataLoader": "take skip_first_batches(loader, num_batches)",
+    "DummyOptim": "make an optimizer of torch.optim, which any strategy takes",
+    "DummyScheduler": "make a scheduler of torch.optim.lr_scheduler",
+    "prepare_pippy": "take strategy: {name: ..., pp: N} of the configuration",
+    "write_basic_config": "run 'drivetrain config'",
+    "FP8RecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
+    "TERecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
+    "AORecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
+    "MSAMPRecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
+    "MegatronLMDummyDataLoader": "prepare() the script's own loader",
+    "MegatronLMDummyScheduler": "prepare() the script's own scheduler",
+    "GPTTrainStep": "the script's own loop trains under any strategy",
+    "BertTrainStep": "the script's own loop trains under any strategy",
+    "T5TrainStep": "the script's own loop trains under any strategy",
+}
+"""For names without a counterpart: the way to have the same here."""
+
+AS_IT_IS = "or run the script as it was written, with 'drivetrain launch --as-accelerate'"
+STRATEGY = "take Accelerator(strategy='name') or strategy={'name': ..., option: value}"
+COMPILE = "take torch.compile(model) before prepare"
+
+ARGUMENTS = {
+    "deepspeed_plugin": STRATEGY,
+    "deepspeed_plugins": STRATEGY,
+    "fsdp_plugin": STRATEGY,
+    "megatron_lm_plugin": STRATEGY,
+    "torch_tp_plugin": STRATEGY,
+    "parallelism_config": STRATEGY,
+    "dynamo_backend": COMPILE,
+    "dynamo_plugin": COMPILE,
+}
+"""Arguments of Accelerate's Accelerator that ours lacks: the way to have the same here."""
+
+PLUGINS = {
+    "DeepSpeedPlugin": STRATEGY,
+    "FullyShardedDataParallelPlugin": STRATEGY,
+    "MegatronLMPlugin": STRATEGY,
+    "ParallelismConfig": STRATEGY,
+    "TorchTensorParallelPlugin": STRATEGY,
+    "TorchDynamoPlugin": COMPILE,
+}
+
+WITHOUT_PROCESSES = frozenset(
+    {
+        *("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model"),
+        *("get_balanced_memory", "get_max_memory", "infer_auto_device_map", "init_empty_weights"),
+        *("init_on_device", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"),
+    }
+)
+"""Functions for big models that scripts go on importing from Accelerate."""
 
 
 class AcceleratorState(PartialState):
@@ -84,3 +139,25 @@ def _compiled_alike(module: nn.Module, outer: nn.Module) -> nn.Module:
         return module
     compiled: nn.Module = type(outer)(module, outer.dynamo_ctx)
     return compiled
+
+
+def missing_name(name: str) -> str:
+    """Return the way out for a name that ours lacks; "" for a name that Accelerate lacks, too."""
+    if name in WITHOUT_PROCESSES:
+        return f"drivetrain has no {name}: go on with 'from accelerate import {name}'"
+    way = WAYS_OUT.get(name) or (f"{PLUGINS[name]}, {AS_IT_IS}" if name in PLUGINS else "")
+    return f"drivetrain has no {name}: {way}" if way else ""
+
+
+def refuse_arguments(given: Collection[str]) -> None:
+    """Refuse arguments of Accelerate's Accelerator that ours lacks.
+
+    Raises:
+        UsageError: names them, and the way out.
+    """
+    for name in given:
+        if name in ARGUMENTS:
+            raise UsageError(
+                f"expected arguments of drivetrain's Accelerator, found {name}: "
+                f"{ARGUMENTS[name]}, {AS_IT_IS}"
+            )

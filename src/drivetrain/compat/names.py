@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import drivetrain
+from drivetrain.aliases import WAYS_OUT
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 
@@ -89,25 +90,6 @@ _DIVIDERS = frozenset(
 _STATEFUL = {"GatheredParameters", "convert_model", "write_basic_config"}
 """Names of these modules that do."""
 
-_WAYS_OUT = {
-    "GradientState": "ask accelerator.sync_gradients and accelerator.gradient_state",
-    "SkipDataLoader": "take skip_first_batches(loader, num_batches)",
-    "DummyOptim": "make an optimizer of torch.optim, which any strategy takes",
-    "DummyScheduler": "make a scheduler of torch.optim.lr_scheduler",
-    "prepare_pippy": "take strategy: {name: ..., pp: N} of the configuration",
-    "write_basic_config": "run 'drivetrain config'",
-    "FP8RecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
-    "TERecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
-    "AORecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
-    "MSAMPRecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
-    "MegatronLMDummyDataLoader": "prepare() the script's own loader",
-    "MegatronLMDummyScheduler": "prepare() the script's own scheduler",
-    "GPTTrainStep": "the script's own loop trains under any strategy",
-    "BertTrainStep": "the script's own loop trains under any strategy",
-    "T5TrainStep": "the script's own loop trains under any strategy",
-}
-"""For names without a counterpart: the way to have the same here."""
-
 
 class NoCounterpart(type):
     """Class of names without counterpart: importing one is no error, using one is.
@@ -144,7 +126,7 @@ def resolve(name: str, path: str = "") -> Any:
     Raises:
         AttributeError: Accelerate has no such name.
     """
-    if name in _WAYS_OUT:
+    if name in WAYS_OUT:
         return NoCounterpart(name, (), {"__module__": __name__})
     if name in _DIVIDERS and _real_module("accelerate.data_loader") is not None:
         return getattr(_real_module("accelerate.data_loader"), name)
@@ -162,7 +144,7 @@ def resolve(name: str, path: str = "") -> Any:
 
 def public_names() -> list[str]:
     """Return the names with a counterpart here, without the real package's."""
-    return sorted({*_RENAMED, *_OURS} - _WAYS_OUT.keys())
+    return sorted({*_RENAMED, *_OURS} - WAYS_OUT.keys())
 
 
 def _from_real_package(name: str, path: str) -> Any:
@@ -192,5 +174,5 @@ def _real_module(name: str) -> Any:
 
 
 def _no_counterpart(name: str) -> str:
-    way_out = _WAYS_OUT.get(name, "docs/migrating-from-accelerate.md lists what has one")
+    way_out = WAYS_OUT.get(name, "docs/migrating-from-accelerate.md lists what has one")
     return f"accelerate's {name} has no counterpart in drivetrain; {way_out}"
