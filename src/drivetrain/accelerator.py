@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint, data
-from drivetrain.aliases import extract_model_from_parallel, refuse_arguments
+from drivetrain.aliases import AnswersArguments, extract_model_from_parallel
 from drivetrain.config import RecomputeConfig
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
@@ -64,7 +64,7 @@ from drivetrain.tracking import Trackers
 from drivetrain.verify.recorder import launched_observer
 
 
-class Accelerator(StaysInProcess, Processes):
+class Accelerator(AnswersArguments, StaysInProcess, Processes):
     """Runs an ordinary PyTorch loop under any strategy.
 
     Names and arguments follow Hugging Face Accelerate. Nothing about it is global: several
@@ -107,12 +107,6 @@ class Accelerator(StaysInProcess, Processes):
     """
 
     # --- construction: one resolved run, alike on all ranks ---
-
-    def __new__(cls, *args: Any, **arguments: Any) -> Self:
-        """Answer an argument of Accelerate that only scripts run as they are may give."""
-        if cls.__init__ is Accelerator.__init__:
-            refuse_arguments(arguments)
-        return super().__new__(cls)
 
     def __init__(  # noqa: PLR0913 - the arguments of Accelerate
         self,

@@ -1,7 +1,8 @@
 """Names from Accelerate's scripts that have another name here, or none: then the way out."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
@@ -149,15 +150,20 @@ def missing_name(name: str) -> str:
     return f"drivetrain has no {name}: {way}" if way else ""
 
 
-def refuse_arguments(given: Collection[str]) -> None:
-    """Refuse arguments of Accelerate's Accelerator that ours lacks.
+class AnswersArguments:
+    """Answers arguments that Accelerate's Accelerator takes, and ours does not."""
 
-    Raises:
-        UsageError: names them, and the way out.
-    """
-    for name in given:
-        if name in ARGUMENTS:
+    _lacking: ClassVar[Mapping[str, str]] = ARGUMENTS
+
+    def __new__(cls, *args: Any, **arguments: Any) -> Self:
+        """Refuse them with the way out.
+
+        Raises:
+            UsageError: such an argument was given.
+        """
+        for name in arguments.keys() & cls._lacking.keys():
             raise UsageError(
                 f"expected arguments of drivetrain's Accelerator, found {name}: "
-                f"{ARGUMENTS[name]}, {AS_IT_IS}"
+                f"{cls._lacking[name]}, {AS_IT_IS}"
             )
+        return super().__new__(cls)

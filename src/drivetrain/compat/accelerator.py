@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -60,6 +60,8 @@ class ScriptAccelerator(Resettable, Accelerator):
         ConfigError: its settings are unknown, or contradict each other or the command line.
     """
 
+    _lacking: ClassVar[Mapping[str, str]] = {}
+
     def __init__(  # noqa: PLR0913, PLR0917 - the arguments of Accelerate
         self,
         device_placement: bool = True,
@@ -97,8 +99,7 @@ class ScriptAccelerator(Resettable, Accelerator):
         found = _chosen_by(plugins, strategy, config)
         chosen = dict(found.values)
         strategy = chosen.pop("strategy", strategy)
-        if gradient_accumulation_steps in (None, 1):
-            gradient_accumulation_steps = chosen.pop("accumulation", gradient_accumulation_steps)
+        accumulation = _accumulation(gradient_accumulation_steps, chosen)
         if not isinstance(config, str | Path):
             config = {**SCHEDULE, **chosen, **(config or {})}
         super().__init__(
@@ -107,7 +108,7 @@ class ScriptAccelerator(Resettable, Accelerator):
             device_placement=device_placement,
             split_batches=split_batches,
             mixed_precision=None if mixed_precision is None else str(mixed_precision),
-            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_accumulation_steps=accumulation,
             cpu=cpu,
             dataloader_config=dataloader_config,
             rng_types=rng_types,
@@ -207,6 +208,17 @@ class ScriptAccelerator(Resettable, Accelerator):
         """Write a model's weights; ``safe_serialization=False`` writes safetensors, and says so."""
         _announce_format(safe_serialization)
         super().save_model(model, save_directory, max_shard_size, only_trainable=only_trainable)
+
+
+def _accumulation(given: int | None, chosen: dict[str, Any]) -> int | None:
+    """Take micro-batches per step out of the plugins' settings; without any, the argument's."""
+    of_plugin: int | None = chosen.pop("accumulation", None)
+    if of_plugin is not None and given not in (None, 1, of_plugin):
+        logger.announce(
+            f"gradient_accumulation_steps={given} and {of_plugin} of the plugin object differ: "
+            f"{of_plugin} is taken, as Accelerate does"
+        )
+    return given if of_plugin is None else of_plugin
 
 
 def _announce_ignored(found: Translation) -> None:

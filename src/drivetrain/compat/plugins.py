@@ -225,6 +225,12 @@ class ParallelismConfig(Plugin):
     section, prefix = "parallelism_config", "parallelism_config_"
     needless = frozenset({"cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler"})
 
+    refused = dict.fromkeys(
+        ("cp_size", "sp_size"),
+        "no ranks share a sequence here, so each would get a batch of its own; leave it at 1, and "
+        "take tp_size or dp_shard_size, or recompute",
+    )
+
     AXES: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
     """From the ranks that are farthest from each other to the nearest."""
 
@@ -234,6 +240,10 @@ class ParallelismConfig(Plugin):
         for key in (f"{axis}_size" for axis in self.AXES):
             if vars(self).get(key) is None:
                 vars(self)[key] = int(launched.get(key.upper(), "1"))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings without axes of one rank that are refused with more."""
+        return {k: v for k, v in vars(self).items() if k not in self.refused or v != 1}
 
     def __getattr__(self, name: str) -> Any:
         axis = name.removesuffix("_enabled")

@@ -63,6 +63,11 @@ def test_layers_divided():
             "expected no ignored_modules .* every parameter is divided",
         ),
         (
+            [ours.ParallelismConfig(dp_shard_size=2, cp_size=2)],
+            UsageError,
+            "expected no cp_size in ParallelismConfig, found 2; no ranks share a sequence here",
+        ),
+        (
             [ours.DeepSpeedPlugin(), ours.FullyShardedDataParallelPlugin()],
             UsageError,
             r"one engine, found \['DEEPSPEED', 'FSDP'\]",
@@ -103,6 +108,14 @@ def test_variables_of_accelerate_without_effect_are_named(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         assert ours.Accelerator(cpu=True).mixed_precision == "no"
     assert "ACCELERATE_MIXED_PRECISION in the environment: no effect" in caplog.text
+
+
+def test_accumulation_of_a_plugin_wins_and_says_so(caplog):
+    plugin = ours.DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=2)
+    with caplog.at_level("INFO"):
+        made = ours.Accelerator(cpu=True, gradient_accumulation_steps=4, deepspeed_plugin=plugin)
+    assert made.gradient_accumulation_steps == 2
+    assert "gradient_accumulation_steps=4 and 2 of the plugin object differ" in caplog.text
 
 
 def test_an_accelerator_takes_them():
