@@ -26,6 +26,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -35,6 +36,8 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="
 
 TIME_LIMIT_S, GRACE_S = 120.0, 5.0
 FORK = multiprocessing.get_context("fork")
+FORKING = Lock()
+"""Held while a process is forked: libraries refuse a fork during another thread's fork."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -152,7 +155,8 @@ def _answers(jobs: Sequence[tuple[Any, tuple[Any, ...]]], folder: Path) -> list[
     for job in jobs:
         ours, theirs = FORK.Pipe(duplex=False)
         process = FORK.Process(target=_work, args=(theirs, folder, *job))
-        process.start()
+        with FORKING:
+            process.start()
         theirs.close()
         processes.append(process)
         pipes.append(ours)

@@ -99,10 +99,10 @@ def combine_norms(total: Tensor, norm_type: float, over: Sequence[Communicator])
         over: the axes, one after the other: one scalar all-reduce each.
 
     Returns:
-        0-d, fp64 on the CPU and fp32 elsewhere, the same on every rank of the axes.
+        0-d, fp64 (fp32 on a device without fp64), the same on every rank of the axes.
     """
     # One dtype on every rank, whatever pieces each of them has.
-    total = total.to(torch.float64 if total.device.type == "cpu" else torch.float32)
+    total = total.to(torch.float32 if total.device.type == "mps" else torch.float64)
     if math.isinf(norm_type):
         for communicator in over:
             communicator.all_reduce(total, reduction="max", label="gradient norm").wait()
