@@ -128,6 +128,7 @@ class Cells:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._count = itertools.count()
+        self._references: dict[Path, Lock] = {}
 
     def run(self, place: tuple[str, str]) -> dict[str, Any]:
         """Return the line of one cell of the results."""
@@ -139,8 +140,10 @@ class Cells:
         own.mkdir()
         expected = self.folder / f"{family}-{parts_of(strategy)}.pt"
         outcome = None
-        if not expected.exists():
-            outcome = joined(_answers([(_reference, (family, parts_of(strategy), expected))], own))
+        with self._references.setdefault(expected, Lock()):  # other strategies may need it, too
+            if not expected.exists():
+                jobs = [(_reference, (family, parts_of(strategy), expected))]
+                outcome = joined(_answers(jobs, own))
         if outcome is None or outcome.kind == EQUAL:
             jobs = [(_rank, (rank, ranks, own, place, expected)) for rank in range(ranks)]
             outcome = joined(_answers(jobs, own))

@@ -59,9 +59,7 @@ class PipelineBuilder:
         self._layers = layers
         self._replicas = connect(run.mesh["dp"], run.traffic, run.world.device, run.world.timeout)
         self._stages = config.pp * config.chunks
-        self._link = Link(
-            run.mesh["pp"], run.traffic, run.world.device, run.world.timeout, self._stages
-        )
+        self._link = Link.of(run, self._stages)
         self._planned: tuple[Recording, StageCut] | None = None
         self.blocks: Sequence[NamedModule] = ()
         self._split: Split | None = None

@@ -2,7 +2,8 @@
 
 Receiving stage, direction and micro-batch identify a message. Messages for one stage in one
 direction arrive in the order in which they were sent, so each such stream has a tag of its own.
-Sends do not wait; a tensor that is sent lives until the send is through.
+NCCL knows no tags, and lets a message wait for all earlier ones of its group: there each stream has
+a group of its own. Sends do not wait; a tensor that is sent lives until the send is through.
 """
 
 from collections import deque
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.collectives.neighbors import Tag
-from drivetrain.errors import CollectiveError
+from drivetrain.errors import CollectiveError, ConfigError
 from drivetrain.runtime.mesh import Axis
+from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 
 
@@ -64,6 +66,16 @@ class Message:
         what = _WORDS[self.direction].format(self.stage)
         kind = "parameter" if self.direction is Direction.TIED else "micro-batch"
         return f"{what} for {kind} {self.number}"
+
+
+def streams(stages: int) -> int:
+    """Return how many streams of messages a pipeline has."""
+    return stages * len(Direction)
+
+
+def stream_of(message: Message) -> int:
+    """Return the number of the stream in which a message keeps its place."""
+    return len(Direction) * message.stage + message.direction
 
 
 _WORDS = {
@@ -133,6 +145,9 @@ class Link:
     """This rank's end of the pipeline, whose stage ``s`` is on rank ``s`` modulo the axis' size.
 
     The axis has a started group unless its size is 1. One message may take until the timeout.
+
+    Args:
+        groups: one for every stream, by ``stream_of``; none where tags tell the streams apart.
     """
 
     def __init__(
@@ -142,16 +157,37 @@ class Link:
         device: torch.device,
         timeout: timedelta,
         stages: int,
+        groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self._axis = axis
         self._traffic = traffic
         self._device = device
         self._timeout = timeout
+        self._groups = groups
         self._sending: deque[tuple[Any, Tensor, Message]] = deque()
         self._here: dict[Message, tuple[Tensor, ...]] = {}  # between two stages of this rank
         # Each number stands for a block of tags of this group that nobody else uses.
-        numbers = [next(axis.streams) for _ in range(-(-stages * len(Direction) // len(Tag)))]
+        numbers = [next(axis.streams) for _ in range(-(-streams(stages) // len(Tag)))]
         self._first_tag = numbers[0] * len(Tag)
+
+    @classmethod
+    def of(cls, run: Run, stages: int) -> "Link":
+        """Return this rank's end of a run's pipeline. Collective over all ranks of the run.
+
+        Raises:
+            ConfigError: gloo, which cannot send from a GPU's memory, shall carry a GPU's tensors.
+        """
+        axis, device = run.mesh["pp"], run.world.device
+        here = (axis, run.traffic, device, run.world.timeout, stages)
+        if axis.size == 1 or device.type == "cpu":
+            return cls(*here)
+        if str(dist.get_backend(axis.group)) == "gloo":
+            raise ConfigError(
+                f"expected a backend that sends from {device.type} to {device.type} for a "
+                "pipeline, found gloo, which sends from the memory of the CPU alone; leave the "
+                "backend of the process group out, or train on the CPU with device: cpu"
+            )
+        return cls(*here, run.mesh.start_again("pp", streams(stages), run.world))
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start to send tensors; they must not be written until the step is over."""
@@ -164,7 +200,7 @@ class Link:
             self._traffic.add(self._axis.name, "send", whole.nbytes)
             if whole.numel():
                 with self._telling(message):
-                    work = self._group.send(
+                    work = self._group_of(message).send(
                         [whole], self._rank_of(message.stage), self._tag(message)
                     )
                 self._sending.append((work, whole, message))
@@ -175,8 +211,9 @@ class Link:
             return Arrival(message, self._here.pop(message), (), self)
         tensors = [torch.empty(m.shape, dtype=m.dtype, device=self._device) for m in metas]
         with self._telling(message):
+            group = self._group_of(message)
             works = [
-                self._group.recv([tensor], self._rank_of(message.source), self._tag(message))
+                group.recv([tensor], self._rank_of(message.source), self._tag(message))
                 for tensor in tensors
                 if tensor.numel()
             ]
@@ -224,22 +261,26 @@ class Link:
     def alarm(self) -> None:
         """Close this rank's connections, so that its neighbors do not wait until the timeout.
 
-        gloo closes all connections of a group when one wait times out: so let one time out.
+        gloo closes all connections of a group when one wait times out: so let one time out. Ranks
+        that wait in NCCL are ended by the launcher, as soon as this rank ends.
         """
-        if self._axis.size == 1:
+        if self._axis.size == 1 or self._groups:
             return
         for neighbor in {(self._axis.rank + 1), (self._axis.rank - 1)}:
             token = torch.empty(1, dtype=torch.uint8, device=self._device)
             with suppress(RuntimeError):
-                work = self._group.recv([token], neighbor % self._axis.size, self._first_tag)
+                work = self._whole_group.recv([token], neighbor % self._axis.size, self._first_tag)
                 work.wait(timedelta(milliseconds=1))
 
     def reset(self) -> None:
         """Forget messages that an exception left on their way."""
         self._here.clear()
 
+    def _group_of(self, message: Message) -> dist.ProcessGroup:
+        return self._groups[stream_of(message)] if self._groups else self._whole_group
+
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def _whole_group(self) -> dist.ProcessGroup:
         if self._axis.group is None:
             raise CollectiveError(
                 f"expected a started process group of axis {self._axis.name!r}, found none; build "
@@ -251,7 +292,7 @@ class Link:
         return stage % self._axis.size
 
     def _tag(self, message: Message) -> int:
-        return self._first_tag + len(Direction) * message.stage + message.direction
+        return self._first_tag + stream_of(message)
 
     def _forget_sent(self) -> None:
         while self._sending and self._sending[0][0].is_completed():

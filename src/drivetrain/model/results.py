@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.torch_calls import Arguments, Function
@@ -275,12 +275,30 @@ class WorkTally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **named)
         packet = func.overloadpacket
         count = flop_registry.get(packet)
-        if count is not None:
+        if packet in _ATTENTIONS:
+            self.work += _attention_work(*args[:3])
+        elif count is not None:
             self.work += int(count(*args, **named, out_val=result))
-        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-            query, key, value = (tensor.shape for tensor in args[:3])
-            self.work += int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
         return result
+
+
+# torch's own counter leaves out the CPU's, and up to torch 2.11 refuses heads that share keys.
+_ATTENTIONS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+}
+
+
+def _attention_work(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Return the work of an attention over (batch, heads, length, features).
+
+    Heads of the query may share heads of the keys and values.
+    """
+    batch, heads, queries, features = query.shape
+    scores = batch * heads * queries * key.shape[2]
+    return 2 * scores * (features + value.shape[3])
 
 
 def needs_values(op: Any) -> bool:

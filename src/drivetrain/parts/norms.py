@@ -56,8 +56,10 @@ def clip_(pieces: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     The factor is ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils``.
     """
     factor = clip_factor(norm, max_norm)
-    for (device, _), group in _grouped(pieces).items():
-        torch._foreach_mul_(group, factor.to(device))
+    for (device, dtype), group in _grouped(pieces).items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        # On a GPU one kernel scales a whole group, if the factor is no wider than that.
+        torch._foreach_mul_(group, factor.to(device, wide if device.type != "cpu" else None))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -162,6 +162,15 @@ class Mesh(Mapping[str, Axis]):
         groups = (line[index::size] for line in self._lines(name) for index in range(size))
         return self._start_once(self.across(name, size), groups, world)
 
+    def start_again(self, name: str, count: int, world: World) -> tuple[dist.ProcessGroup, ...]:
+        """Start more process groups of this rank's line, whose messages do not wait for each other.
+
+        Collective over all ranks of the run; the axis has more than one rank.
+        """
+        lines = list(self._lines(name))
+        started = (_start(self[name], lines, world).group for _ in range(count))
+        return tuple(group for group in started if group is not None)
+
     def per_host(self, name: str, world: World) -> int:
         """Return how many neighbors on an axis share a host: on every host, on every line.
 
