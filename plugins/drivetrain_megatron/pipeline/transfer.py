@@ -187,7 +187,25 @@ class Link:
                 "pipeline, found gloo, which sends from the memory of the CPU alone; leave the "
                 "backend of the process group out, or train on the CPU with device: cpu"
             )
-        return cls(*here, run.mesh.start_again("pp", streams(stages), run.world))
+        link = cls(*here, run.mesh.start_again("pp", streams(stages), run.world))
+        for stage in range(1, stages):
+            link._connect(Message.input_of(stage, 0))
+            link._connect(Message.gradient_of(stage - 1, 0))
+        return link
+
+    def _connect(self, message: Message) -> None:
+        """Send a byte: the first message between two ranks holds the sender up until its receive.
+
+        Later, in the middle of a schedule, the receiver might be waiting for the sender.
+        """
+        sender, receiver = self._rank_of(message.source), self._rank_of(message.stage)
+        token = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        group, tag = self._group_of(message), self._tag(message)
+        with self._telling(message):
+            if self._axis.rank == sender:
+                group.send([token], receiver, tag).wait()
+            elif self._axis.rank == receiver:
+                group.recv([token], sender, tag).wait()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start to send tensors; they must not be written until the step is over."""
@@ -241,7 +259,10 @@ class Link:
             CollectiveError: it failed.
         """
         with self._telling(message):
-            work.wait(self._timeout)
+            if self._groups:
+                work.wait()  # the device waits, and this process goes on; NCCL watches the time
+            else:
+                work.wait(self._timeout)
 
     @contextmanager
     def _telling(self, message: Message) -> Iterator[None]:
