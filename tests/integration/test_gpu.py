@@ -1,7 +1,11 @@
 """On a GPU the loop gives what it gives on the CPU; on several, NCCL carries the gradients."""
 
+import json
+import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from drivetrain import Accelerator
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+SCRIPT = Path(__file__).parent / "scripts" / "strategies_on_gpus.py"
 needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
@@ -67,3 +72,41 @@ def test_resume_is_exact(tmp_path):
 def test_two_gpus():
     command = [sys.executable, "-m", "drivetrain_launch", "test", "--nproc-per-node", "2"]
     assert subprocess.run(command, check=False, timeout=200).returncode == 0
+
+
+def on_one_gpu(ranks, *names):
+    """Return what ranks print that share a GPU, though NCCL wants a GPU for each rank of a host.
+
+    So each rank says that it is on a host of its own.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started = []
+    for rank in range(ranks):
+        places = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        meeting = {"GROUP_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        nccl = {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
+        own = {key: str(value) for key, value in {**places, **meeting, **nccl}.items()}
+        command = [sys.executable, str(SCRIPT), *names]
+        started.append(
+            subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True)
+        )
+    try:
+        printed = [process.communicate(timeout=150)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * ranks
+    return json.loads(printed[0].splitlines()[-1])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_strategies_over_nccl_equal_the_cpu():
+    names = ["ddp", "zero2", "zero3", "fsdp", "offload", "tp", "pp", "pp-zb"]
+    alone = subprocess.run(
+        [sys.executable, str(SCRIPT), "plain"], capture_output=True, text=True, check=True
+    )
+    expected = json.loads(alone.stdout.splitlines()[-1])["plain"]
+    found = on_one_gpu(2, *names)
+    assert {name: pytest.approx(expected, rel=1e-11) for name in names} == found
