@@ -41,6 +41,20 @@ def test_the_work_and_bytes_of_attention():
     assert found.read == 2 * (B * HEADS * T * D)  # one tensor, however often it is handed over
 
 
+def test_the_work_of_attention_whose_heads_share_keys():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Parameter(torch.ones(B, 2 * HEADS, T, D))
+            self.k = nn.Parameter(torch.ones(B, HEADS, T, D))
+
+        def forward(self):
+            return F.scaled_dot_product_attention(self.q, self.k, self.k, enable_gqa=True)
+
+    look = look_at(Attention(), (), {})
+    assert look.work == 2 * (2 * B * (2 * HEADS) * T * T * D)
+
+
 def test_a_lookup_reads_what_it_returns():
     found = only(look_at(nn.Embedding(1000, D), (torch.zeros(B, T).long(),), {}), "embedding")
     assert found.written == 4 * B * T * D
