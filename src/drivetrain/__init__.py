@@ -100,7 +100,7 @@ _HOMES = {
     "drivetrain.runtime.rng": ("set_seed", "synchronize_rng_states"),
     "drivetrain.shards": ("Part", "Reader", "Shard"),
     "drivetrain.store": ("TensorStore",),
-    "drivetrain.strategy": ("Prepared", "Run", "Strategy"),
+    "drivetrain.strategy": ("Form", "Prepared", "Run", "Strategy"),
     "drivetrain.tracking": ("Tracker",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
