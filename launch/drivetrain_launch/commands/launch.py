@@ -15,6 +15,7 @@ import click
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
 from drivetrain_launch.commands.options import (
+    FLAGS,
     GroupedCommand,
     GroupedOption,
     complete_file,
@@ -32,6 +33,14 @@ from drivetrain_launch.ranks.placement import (
     threads,
 )
 from drivetrain_launch.ranks.worker import AS_ACCELERATE
+
+LAUNCHERS_OWN = tuple(
+    name
+    for flag in FLAGS
+    if flag.group in {"Processes", "Several hosts"} and flag.value is None
+    for name in flag.names
+)
+"""Options that scripts hardly have: numbers of ranks and hosts."""
 
 
 class Stopped(BaseException):
@@ -121,6 +130,8 @@ def command(
         return 0
     arguments = check_script(script, module=module)
     check_run(resolved)
+    if text := misplaced(arguments):
+        click.echo(text, err=True)
     return launch(resolved, (AS_ACCELERATE, *arguments) if as_accelerate else arguments)
 
 
@@ -174,6 +185,18 @@ def check_script(script: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
             "for a module; options of 'drivetrain launch' stand before the script"
         )
     return script
+
+
+def misplaced(arguments: tuple[str, ...]) -> str:
+    """Return the notice of the launcher's own options behind a script; "" without any."""
+    words = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    found = [name for name in LAUNCHERS_OWN if name in words]
+    if not found:
+        return ""
+    return (
+        f"drivetrain: {', '.join(found)} stands after the script, which gets it as its own "
+        "argument; options of 'drivetrain launch' stand before the script"
+    )
 
 
 def make_log_dir(path: Path) -> None:

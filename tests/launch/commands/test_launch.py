@@ -7,7 +7,7 @@ import sys
 
 from drivetrain import registry
 from drivetrain.config import Layer, resolve
-from drivetrain_launch.commands.launch import without_effect
+from drivetrain_launch.commands.launch import misplaced, without_effect
 from drivetrain_launch.ranks.placement import interface_of
 
 COLLECT = """
@@ -63,6 +63,12 @@ def test_script_gets_its_arguments_variables_and_config(sandbox):
         wanted |= {"GLOO_SOCKET_IFNAME": interface_of("127.0.0.1")}
         assert found["env"].items() >= wanted.items()
         assert found["env"]["DRIVETRAIN_CONFIG"].startswith(str(sandbox.temporary))
+
+
+def test_options_of_the_launcher_behind_the_script_are_named():
+    assert misplaced(("train.py", "--lr", "1", "--cpu", "--config", "a.yaml")) == ""
+    text = misplaced(("-m", "train", "--nproc_per_node=2", "--nnodes", "2"))
+    assert "--nproc-per-node, --nnodes stands after the script" in text
 
 
 def test_a_script_with_an_accelerator_hears_nothing_of_settings_without_effect(sandbox):
