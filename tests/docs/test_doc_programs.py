@@ -1,12 +1,11 @@
 """The Python blocks of README and docs run, in order, as the programs and tests that they show."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked_programs import run_python
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -63,15 +62,7 @@ def python(tmp_path):
 
     def run(program: str, *arguments: str) -> str:
         (tmp_path / "program.py").write_text(program)
-        done = subprocess.run(
-            [sys.executable, *(arguments or ("program.py",))],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run_python(*(arguments or ("program.py",)), folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -2,10 +2,7 @@
 
 import dataclasses
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +20,7 @@ from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 from drivetrain_fsdp import Fsdp, FsdpConfig
 from drivetrain_zero import Zero3
+from forked_programs import launch
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/strategies/fsdp.md"
@@ -223,18 +221,7 @@ def test_programs_run_on_two_ranks(tmp_path):
         "assert len(trained) == 16\naccelerator.end_training()\n",
     ]
     (tmp_path / "program.py").write_text("\n".join(programs))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "drivetrain_launch", "launch", "--cpu"),
-            *("--nproc-per-node", "2", "program.py"),
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = launch("--cpu", "--nproc-per-node", "2", "program.py", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = blocks("text")
     assert line.strip() in done.stdout + done.stderr

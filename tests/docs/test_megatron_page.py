@@ -1,10 +1,7 @@
 """The page on Megatron agrees with its options, files, schedules and bytes; its blocks run."""
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 import yaml
 from torch import nn
 
+import forked_programs
 from drivetrain import Accelerator
 from drivetrain.config import options_of
 from drivetrain_megatron.config import MegatronConfig
@@ -178,15 +176,7 @@ def launch(folder, program, ranks, *options, config=None):
     words += ["--config", config] if config else ["--strategy", "megatron"]
     for option in options:
         words += ["--set", f"strategy.{option}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "drivetrain_launch", "launch", *words, "program.py"],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forked_programs.launch(*words, "program.py", folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return re.sub(r"^\[r0\] ", "", done.stdout + done.stderr, flags=re.MULTILINE)
 

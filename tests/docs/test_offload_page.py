@@ -1,10 +1,7 @@
 """The page on offload agrees with options, files and messages; its programs run on two ranks."""
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from drivetrain.store import ShardStepper, SteppingStore, TensorStore
 from drivetrain_offload import HostConfig, NvmeConfig, OffloadConfig
 from drivetrain_offload.disk_speed import ADAM_BYTES
 from drivetrain_offload.steps.pipeline import SETS, TILE_BYTES
+from forked_programs import launch
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/strategies/offload.md"
@@ -108,15 +106,7 @@ def said(tmp_path_factory):
     assert len(programs) == 2
     (folder / "program.py").write_text("".join(programs) + "accelerator.end_training()\n")
     options = ["--cpu", "--nproc-per-node", "2", "--set", "launch.threads_per_rank=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "drivetrain_launch", "launch", *options, "program.py"],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = launch(*options, "program.py", folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in folder.iterdir()} == {"program.py", "state"}
     return done.stdout + done.stderr

@@ -1,13 +1,12 @@
 """The strategy of docs/writing-a-plugin.md trains right, installed as a stranger's distribution."""
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from forked_programs import run_python
 
 PAGE = (Path(__file__).parents[2] / "docs/writing-a-plugin.md").read_text()
 
@@ -43,15 +42,8 @@ def installed(tmp_path):
 
 def python(folder: Path, *arguments: str) -> str:
     """Run Python in a folder whose packages it finds; return the output of a run that ends well."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    env = {"PYTHONPATH": str(folder)}
+    done = run_python(*arguments, folder=folder, env=env, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

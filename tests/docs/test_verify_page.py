@@ -1,9 +1,6 @@
 """The page about ``drivetrain verify`` shows the command's options and its output as it comes."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import click
@@ -11,6 +8,7 @@ import pytest
 
 from drivetrain_launch.cli import group
 from drivetrain_launch.commands.verify import DIFFERENT, INCOMPARABLE
+from forked_programs import run_python
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "verify.md").read_text()
@@ -26,15 +24,8 @@ def row(line: str) -> list[str]:
 @pytest.mark.exhaustive
 def test_sample_is_what_it_says():
     command, _, after = TEXT.partition("$ drivetrain ")[2].partition("\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "drivetrain_launch", "verify", "--cpu", *command.split()[1:]],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    words = ("-m", "drivetrain_launch", "verify", "--cpu", *command.split()[1:])
+    done = run_python(*words, folder=ROOT, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = after.partition("```")[0].splitlines()
     found = done.stdout.splitlines()

@@ -1,9 +1,6 @@
 """The page on ZeRO agrees with its options, files and costs; its Python blocks run on two ranks."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 from drivetrain_ddp import Ddp
 from drivetrain_zero import Zero1, Zero2, Zero3
+from forked_programs import launch
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/strategies/zero.md"
@@ -157,15 +155,7 @@ def test_blocks_run_on_two_ranks(strategy, tmp_path):
     options = ["--cpu", "--nproc-per-node", "2", "--strategy", strategy]
     if strategy == "zero3":
         options += ["--set", "strategy.keep_below=0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "drivetrain_launch", "launch", *options, str(program)],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = launch(*options, str(program), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,11 +1,10 @@
 """A script written for Accelerate runs after a change of imports, under every launcher, alike."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked_programs import run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerate_style.py"
 
@@ -18,14 +17,8 @@ LAUNCHERS = {
 
 def losses(launcher: str, folder: Path, *options: str) -> list[str]:
     """Run the script and return what it printed, once, from rank 0."""
-    done = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "--project", str(folder), *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = (*LAUNCHERS[launcher], str(SCRIPT), "--project", str(folder), *options)
+    done = run_python(*words, folder=SCRIPT.parent)
     assert done.returncode == 0, done.stderr
     printed = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
     assert [line.split()[:2] for line in printed] == [["epoch", "0"], ["epoch", "1"]]

@@ -1,11 +1,11 @@
 """A script for Accelerate runs as it is: its own modules see drivetrain, libraries the real one."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked_programs import run_python
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "as_accelerate.py"
@@ -13,15 +13,7 @@ LAUNCH = ("drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2")
 
 
 def run(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, words)],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return run_python("-m", *map(str, words), folder=folder)
 
 
 def test_a_launched_script_sees_drivetrain_and_transformers_the_real_package(tmp_path):

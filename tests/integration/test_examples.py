@@ -1,12 +1,11 @@
 """The examples run as their first lines say, alone and on two ranks, and resume."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked_programs import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCH = ("-m", "drivetrain_launch", "launch", "--nproc-per-node")
@@ -21,15 +20,7 @@ def python(tmp_path):
     """Run this interpreter on the CPU in a folder of its own; the program must end well."""
 
     def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run_python(*arguments, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -1,15 +1,13 @@
 """A file of Accelerate and one of DeepSpeed are imported, and the result trains on two ranks."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 from drivetrain_launch import cli
+from forked_programs import run_python
 
 SCRIPT = """
 import torch
@@ -59,15 +57,7 @@ DEEPSPEED = {
 
 
 def run(folder, *words):
-    done = subprocess.run(
-        [sys.executable, "-m", "drivetrain_launch", *words],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-m", "drivetrain_launch", *words, folder=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import forked_programs
+
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "third_party_plugin"
 MINIMAL = str(ROOT / "examples" / "minimal.py")
@@ -49,12 +51,17 @@ def python(installed, tmp_path):
     return run
 
 
-def launch(python, *arguments):
-    return python("-m", "drivetrain_launch", "launch", "--nproc-per-node", "2", *arguments)
+@pytest.fixture
+def launch(installed, tmp_path):
+    """Launch on two ranks with the plugin on the path."""
+    env = {"PYTHONPATH": str(installed)}
+    return lambda *words: forked_programs.launch(
+        "--nproc-per-node", "2", *words, folder=tmp_path, env=env
+    )
 
 
-def test_launch_trains_with_it_as_with_another_strategy(python):
-    flat, ddp = (launch(python, "--strategy", name, MINIMAL) for name in ("flat", "ddp"))
+def test_launch_trains_with_it_as_with_another_strategy(launch):
+    flat, ddp = (launch("--strategy", name, MINIMAL) for name in ("flat", "ddp"))
     assert flat.returncode == ddp.returncode == 0, flat.stderr + ddp.stderr
     assert len(flat.stdout.splitlines()) == 5
     assert flat.stdout == ddp.stdout
@@ -65,14 +72,14 @@ def test_help_has_its_line(python):
     assert "flat      one all-reduce of all gradients after backward" in help_text
 
 
-def test_its_knob_changes_the_run(python):
-    summed = launch(python, "--strategy", "flat", "--set", "strategy.mean=false", "--dry-run")
+def test_its_knob_changes_the_run(launch):
+    summed = launch("--strategy", "flat", "--set", "strategy.mean=false", "--dry-run")
     assert summed.returncode == 0, summed.stderr
     assert "--set strategy.mean=false" in summed.stdout
 
 
-def test_it_is_in_the_list_of_an_unknown_name(python):
-    done = launch(python, "--strategy", "flt", MINIMAL)
+def test_it_is_in_the_list_of_an_unknown_name(launch):
+    done = launch("--strategy", "flt", MINIMAL)
     assert done.returncode == 2
     assert "did you mean 'flat'?" in done.stderr
     assert "installed: ddp, flat" in done.stderr

@@ -18,9 +18,8 @@ SOON_S = 30.0
 """Far below the timeout of ten minutes, and enough for a busy machine."""
 
 
-@pytest.fixture
-def hasty(monkeypatch):
-    """Waits look around early."""
+def be_hasty(monkeypatch):
+    """Let this rank's waits look around early."""
     monkeypatch.setattr(meeting, "FIRST_LOOK_S", 0.2)
     monkeypatch.setattr(worker, "LONG_WAIT_S", 0.2)
 
@@ -60,7 +59,8 @@ def test_two_words_prove_that_a_wait_is_in_vain(monkeypatch, begun, word, in_vai
 
 
 @pytest.mark.ranks(3)
-def test_gather_on_one_rank_names_those_who_wait_elsewhere(hasty):
+def test_gather_on_one_rank_names_those_who_wait_elsewhere(monkeypatch):
+    be_hasty(monkeypatch)
     accelerator, _, _ = tiny()
     begin = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
@@ -82,7 +82,8 @@ def test_gather_on_one_rank_names_those_who_wait_elsewhere(hasty):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_save_state_on_the_main_rank_alone_ends_training_soon(hasty, tmp_path, strategy):
+def test_save_state_on_the_main_rank_alone_ends_training_soon(monkeypatch, tmp_path, strategy):
+    be_hasty(monkeypatch)
     accelerator, model, _ = tiny(strategy)
     begin = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
@@ -101,9 +102,10 @@ def test_save_state_on_the_main_rank_alone_ends_training_soon(hasty, tmp_path, s
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_comes_late_is_no_error_and_leaves_no_word(hasty):
+def test_a_rank_that_comes_late_is_no_error_and_leaves_no_word(monkeypatch):
+    be_hasty(monkeypatch)
     if dist.get_rank() == 1:
-        time.sleep(1.0)
+        time.sleep(0.5)
     assert gather(torch.tensor(dist.get_rank())).tolist() == [0, 1]
     wait_for_everyone()
     assert heard(0) is None
@@ -111,7 +113,8 @@ def test_a_rank_that_comes_late_is_no_error_and_leaves_no_word(hasty):
 
 
 @pytest.mark.ranks(2)
-def test_a_loop_with_more_rounds_hears_of_the_rank_that_left(hasty):
+def test_a_loop_with_more_rounds_hears_of_the_rank_that_left(monkeypatch):
+    be_hasty(monkeypatch)
     begin_words()
     if dist.get_rank() == 0:
         with pytest.raises(CollectiveError, match="reduce to the mean on rank 0 .*: rank 1 "):

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from forked_programs import run_python
+
 SCRIPT = """
 import os, sys, time
 import torch
@@ -98,8 +100,9 @@ def verify(sandbox):
 
     def run(*options, script=SCRIPT):
         path = sandbox.script(script)
-        env = {"PYTHONPATH": str(sandbox.folder)}
-        return sandbox.run("verify", *CPU, *options, path, env=env, timeout=280)
+        env = sandbox.environment({"PYTHONPATH": str(sandbox.folder)})
+        words = ("-m", "drivetrain_launch", "verify", *CPU, *options, path)
+        return run_python(*words, folder=sandbox.folder, env=env, timeout=280)
 
     return run
 
@@ -208,8 +211,9 @@ def test_a_script_that_trains_nothing_is_not_compared(verify, script, reason):
     assert (done.returncode, done.stdout) == (8, f"not compared: {reason}\n")
 
 
-def test_a_script_that_hangs_is_ended(verify):
-    done = verify("--limit", "6", script="import time\ntime.sleep(600)")
+def test_a_script_that_hangs_is_ended(sandbox):
+    script = sandbox.script("import time\ntime.sleep(600)")
+    done = sandbox.run("verify", *CPU, "--limit", "6", script, timeout=280)
     assert done.returncode == 5
     assert done.stdout.startswith("hung: no end after 6 s")
 

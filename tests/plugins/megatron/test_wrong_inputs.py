@@ -21,16 +21,18 @@ from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 TIMEOUT_S = 4
+IN_VAIN_S = 2
+"""The timeout of tests that wait for it."""
 WIDTH = 8
 PENALTY = r"something else in it that wants a gradient, such as a penalty.*weight_decay"
 
 
-def prepared(model, accumulation=1, **options):
+def prepared(model, accumulation=1, timeout_s=TIMEOUT_S, **options):
     torch.manual_seed(0)
     accelerator = Accelerator(
         strategy={"name": "megatron", **options},
         gradient_accumulation_steps=accumulation,
-        config={"launch": {"timeout_s": TIMEOUT_S}},
+        config={"launch": {"timeout_s": timeout_s}},
         cpu=True,
     )
     return accelerator, accelerator.prepare(model)
@@ -204,7 +206,7 @@ def test_a_script_that_branches_on_a_promised_loss():
 @pytest.mark.ranks(2)
 def test_a_script_that_branches_on_a_loss():
     """The last stage has the value, and waits in vain for those that do not: not for ever."""
-    accelerator, model = prepared(built(gpt2, 4), pp=2)
+    accelerator, model = prepared(built(gpt2, 4), timeout_s=IN_VAIN_S, pp=2)
     last = accelerator.process_index == 1
     loss = outside(model, token_batch(0, rows=4))
     match = "to go from rank 1 to rank 0" if last else r"item\(\).*after accelerator.backward"
@@ -505,7 +507,7 @@ def test_one_rank_evaluates(options, gradients):
 @pytest.mark.ranks(2)
 def test_one_rank_that_stays_away(options, turn):
     """A rank that skips a batch is waited for no longer than the timeout."""
-    accelerator, model = prepared(built(gpt2, 4), **options)
+    accelerator, model = prepared(built(gpt2, 4), timeout_s=IN_VAIN_S, **options)
     ids = token_batch(0, rows=4)
     for _ in range(3):
         accelerator.backward(inside(model, ids))

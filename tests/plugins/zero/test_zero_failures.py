@@ -165,7 +165,7 @@ def test_an_exception_on_one_rank(strategy, error, where):
 @pytest.mark.ranks(2, timeout=60)
 def test_a_rank_that_leaves_a_step_out(strategy):
     """After an error that one rank alone swallows, every rank is told, within the timeout."""
-    accelerator = start(strategy, config={"launch": {"timeout_s": 4.0}})
+    accelerator = start(strategy, config={"launch": {"timeout_s": 2.5}})
     twins = Twins(accelerator, NET)
     train(twins, range(2))
     started = time.monotonic()

@@ -1,0 +1,169 @@
+"""Runs Python programs, also launched ones, as copies of one process that has imported torch.
+
+An import of torch takes seconds, and a launch needs one in the launcher and in each rank. Here all
+of them are copies of a server, in which torch is imported. This is for tests of what programs do;
+how processes start and end is seen in ``tests/launch``, where each is a new interpreter.
+"""
+
+import atexit
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
+
+ROOT = Path(__file__).parents[2]
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["torch._dynamo", "drivetrain.accelerator", "drivetrain_launch.ranks.engine"]
+)
+
+CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_python(
+    *arguments: str, folder: Path, env: Mapping[str, str] | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter in a folder, on the CPU with one thread.
+
+    Args:
+        arguments: ``PROGRAM ...`` or ``-m MODULE ...``, as on the command line.
+        folder: the working directory.
+        env: variables beside those of this process.
+        timeout: seconds.
+    """
+    with tempfile.TemporaryDirectory() as kept:
+        outputs = [str(Path(kept, name)) for name in ("stdout", "stderr")]
+        variables = {**os.environ, **CPU, **(env or {})}
+        process = SERVER.Process(target=_be, args=(arguments, str(folder), variables, outputs))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+            raise subprocess.TimeoutExpired(arguments, timeout, *map(_text, outputs))
+        return subprocess.CompletedProcess(arguments, process.exitcode, *map(_text, outputs))
+
+
+def launch(
+    *arguments: str, folder: Path, env: Mapping[str, str] | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run ``drivetrain launch`` with these arguments, as ``run_python`` does."""
+    words = ("-m", "drivetrain_launch", "launch", *arguments)
+    return run_python(*words, folder=folder, env=env, timeout=timeout)
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text()
+
+
+def _be(
+    arguments: Sequence[str], folder: str, env: Mapping[str, str], outputs: Sequence[str]
+) -> NoReturn:
+    """Become a program."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from drivetrain_launch.verification import attempt
+
+    os.chdir(folder)
+    given = env.get("PYTHONPATH", "").split(os.pathsep)
+    tests = tuple(str(ROOT / name) for name in ("tests", "benchmarks", "docs"))
+    sys.path[:] = [*filter(None, given), *(p for p in sys.path if p and not p.startswith(tests))]
+    subprocess_handler.Popen = Copy
+    attempt.subprocess = SimpleNamespace(Popen=Copy, TimeoutExpired=subprocess.TimeoutExpired)
+    with Path(outputs[0]).open("w") as stdout, Path(outputs[1]).open("w") as stderr:
+        _begin(env, stdout, stderr)
+    _end(arguments)
+
+
+class Copy:
+    """A launcher or a rank that is a copy of the process that starts it: a ``Popen``, in part."""
+
+    def __init__(self, args, env, stdout=None, stderr=None, start_new_session=False):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.args = args
+        self.returncode = None
+        self.pid = os.fork()
+        if not self.pid:
+            _begin(env, stdout, stderr)
+            _end(args[next(i for i, word in enumerate(args) if i and _begins(word)) :])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.wait()
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout=None):
+        started = time.monotonic()
+        while self.poll() is None:
+            if timeout is not None and time.monotonic() - started > timeout:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def _begins(word):
+    """Whether a word of a command line is the first one that is no option of the interpreter."""
+    return word == "-m" or not word.startswith("-")
+
+
+def _begin(env, stdout, stderr):
+    """Forget what a new process would not know, and take these variables and files."""
+    os.setsid()
+    atexit._clear()
+    gc.freeze()  # the objects of the process that was copied are not this one's to destroy
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(env)
+    for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
+        if file is not None:
+            os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)
+    sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
+
+
+def _end(arguments) -> NoReturn:
+    """Run a program, and end as an interpreter does."""
+    from drivetrain_launch.ranks.worker import code_of, run
+
+    code = 1
+    try:
+        if arguments[0] == "-m":
+            sys.modules.pop(arguments[1], None)  # runpy warns of modules that it runs again
+        code = run(list(arguments))
+    except SystemExit as error:
+        code = code_of(error)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
