@@ -785,7 +785,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
 
         Files that a hook writes into the directory become part of the checkpoint. A hook keeps a
         model's weights out by popping from ``models`` or from ``weights``; the state of its
-        optimizer is saved even so.
+        optimizer is saved even so. Rank 0's lists decide.
         """
         return self._checkpoints.add_save_hook(hook)
 

@@ -311,9 +311,11 @@ class RankWriter:
         text = f"{explain(error)}; this rank's files need {self._needed} bytes"
         if self._draft.is_dir():
             return f"{text}, {shutil.disk_usage(self._draft).free} bytes are free"
-        host = self._world.hosts[self._world.rank] if self._world.hosts else "this host"
+        here = self._world.hosts[self._world.rank]
+        if here == self._world.hosts[0]:
+            return f"{text}; its folder is gone: if another run saves here, take one folder each"
         return (
-            f"{text}; {host} does not see the directory that rank 0 made: "
+            f"{text}; {here} does not see the directory that rank 0 made: "
             "a checkpoint needs a file system that all hosts share"
         )
 

@@ -113,7 +113,8 @@ class RunCheckpoints:
         doing = f"save {directory}"
         save = checkpoint.Save(directory, self._world, overwrite=overwrite)
         with save.abandoned_on_failure():
-            entries = together(self._world, doing, partial(self._entries_to_save, save.draft))
+            chosen = together(self._world, doing, partial(self._entries_to_save, save.draft))
+            entries = share(self._world, chosen)  # hooks often take weights out on rank 0 alone
             contents = together(self._world, doing, partial(self._contents, entries))
         old = (directory.parent, self.project.total_limit) if automatic else (directory, None)
         if wait:
@@ -166,6 +167,8 @@ class RunCheckpoints:
 
     def _entries_to_save(self, draft: Path) -> dict[int, bool]:
         """Let hooks write into the draft, and take out weights: from one list or from both.
+
+        Rank 0's lists decide for all ranks.
 
         Returns:
             By index of each model to save, whether its weights are saved; the state of its

@@ -61,6 +61,15 @@ def test_everything_comes_back(tmp_path, weight):
         assert found.rank_state(1) is None
 
 
+def test_two_runs_that_save_into_one_folder_are_told_so(tmp_path, weight):
+    first = saving.Save(tmp_path / "ck", WORLD)
+    saving.Save(tmp_path / "ck", WORLD)  # takes the first one's draft for the remains of a kill
+    with pytest.raises(
+        CheckpointError, match="gone: if another run saves here, take one folder each"
+    ):
+        first.finish(Contents(models=([whole("w", weight)],)))
+
+
 def test_read_returns_parts_that_stay_valid_after_closing(tmp_path, weight):
     save(tmp_path / "ck", [whole("w", weight)])
     with open_checkpoint(tmp_path / "ck", WORLD) as found:
