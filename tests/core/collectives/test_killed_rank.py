@@ -2,9 +2,9 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from drivetrain.collectives import connect
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
+from forked_programs import run_python
 
 VICTIM = 0
 
@@ -52,11 +53,12 @@ def survive(rank: int, ranks: int, folder: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_survivors_know_within_seconds(ranks: int, tmp_path: Path):
-    workers = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(ranks), str(tmp_path)])
-        for rank in range(ranks)
-    ]
-    codes = [worker.wait(120) for worker in workers]
+    def code(rank: int) -> int:
+        words = (__file__, str(rank), str(ranks), str(tmp_path))
+        return run_python(*words, folder=tmp_path).returncode
+
+    with ThreadPoolExecutor(ranks) as threads:
+        codes = list(threads.map(code, range(ranks)))
     assert codes == [-signal.SIGKILL] + [0] * (ranks - 1)
     for rank in range(1, ranks):
         seconds, _, outcome = (tmp_path / f"rank{rank}").read_text("utf-8").partition(" ")
