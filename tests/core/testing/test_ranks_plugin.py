@@ -224,9 +224,10 @@ def test_afterwards():
 
 
 @pytest.mark.parametrize("mark", ["ranks()", "ranks(0)", "ranks('2')", "ranks(2, seconds=3)"])
-def test_a_wrong_mark_stops_the_run(project, mark):
-    project.makepyfile(test_case=f"import pytest\n@pytest.mark.{mark}\ndef test_x(): pass\n")
-    result = project.runpytest_inprocess("--collect-only")
+def test_a_wrong_mark_stops_the_run(pytester, mark):
+    pytester.makefile(".ini", pytest=INI)
+    pytester.makepyfile(test_case=f"import pytest\n@pytest.mark.{mark}\ndef test_x(): pass\n")
+    result = pytester.runpytest_inprocess("--collect-only")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*test_x: expected ranks(n, timeout*"])
 
