@@ -29,10 +29,9 @@ from drivetrain_megatron.dropout.chain import Dropout, MaskSource
 from drivetrain_megatron.dropout.draws import AlikeDraws
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.levels import PipelinedModel
-from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
+from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.report import describe
-from drivetrain_megatron.plan.whole_trial import confirmed
-from drivetrain_megatron.recording.calls import batches_for, inputs_for
+from drivetrain_megatron.planning import Planner
 from drivetrain_megatron.state import (
     GlobalShards,
     LocalReader,
@@ -111,7 +110,8 @@ class Megatron(DataParallelCell):
         blocks = repeated_blocks(model)
         # The model is whole for the last time: a pipeline is planned before layers are divided.
         with untouched(model, PLANNING):
-            plan = self._planned(model)
+            planner = Planner(self.run, self.config, self._dropout, self._builder, self._tp)
+            self._tensor, plan = planner.plan(model)
         if self._tensor is not None and plan is not None:
             before = {name: p.nbytes for name, p in named_parameters(model).items()}
             self._dropout.layouts = plan.layouts
@@ -273,18 +273,6 @@ class Megatron(DataParallelCell):
             self._builder.close(self._model)
         for part in (self._inner, self._tp, self._pp):
             part.close()
-
-    def _planned(self, model: nn.Module) -> ModelPlan | None:
-        """Plan masks, stages and layers; return how layers are divided, None on one rank."""
-        examples = batches_for(self.run, model)
-        inputs = inputs_for(self.config, model, examples)
-        self._dropout.find(model, inputs, examples)
-        if self._builder is not None and inputs is not None:  # without any, inputs_for has raised
-            self._builder.plan(model, inputs)
-        if self._tp.size == 1:
-            return None
-        self._tensor = TensorParallel.of(self.config, model, self._tp)
-        return confirmed(model, inputs, self._tensor.plan(model, inputs), self.config)
 
     def _give_values(self, model: nn.Module) -> None:
         """Let a model that was built without values get this rank's share of them."""

@@ -73,18 +73,26 @@ class PipelineBuilder:
         self.copied_buffers: frozenset[str] = frozenset()
 
     def plan(self, model: nn.Module, inputs: ExampleInputs) -> None:
-        """Record the whole model and decide where the stages begin.
+        """Record the whole model and find where the stages may begin.
 
         Raises:
             ConfigError: the model or the configured list does not allow it.
         """
         check_only_reads(inputs.look)
         recording = recording_of(model, inputs.look)
-        cut = chosen_cut(self._config, model, recording, inputs.look)
-        # A cut that was measured differs from rank to rank; the first one's counts.
+        self._planned = recording, chosen_cut(self._config, model, recording, inputs.look)
+        self.blocks = block_order(recording, model)
+
+    def agree(self) -> None:
+        """Let the stages begin on all ranks where they do on rank 0. Collective.
+
+        A cut that was measured differs from rank to rank, also from replica to replica.
+        """
+        if self._planned is None:
+            raise RuntimeError("plan() comes before agree()")
+        recording, cut = self._planned
         (bounds,) = broadcast_object_list([cut.bounds])
         self._planned = recording, StageCut(bounds)
-        self.blocks = block_order(recording, model)
 
     def split(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Reduce the model to this rank's stages, and the optimizers to their parameters."""
