@@ -32,6 +32,7 @@ from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.loss import (
     LossOrigin,
     PromisedLoss,
+    behind_inputs,
     handed_out,
     loss_in,
     mark_elsewhere,
@@ -73,7 +74,8 @@ class AccumulationWindow:
         self._started += 1
         self._stages.act([Action(ActionKind.FORWARD, self._stages.rank, number)])
         self._waiting.append(number)
-        output, origin = handed_out(worker.outputs.pop(number)), LossOrigin()
+        output = behind_inputs(handed_out(worker.outputs.pop(number)), batch)
+        origin = LossOrigin()
         origin.mark(output)
         mark_elsewhere(output, self._stages.last_blocks)
         self._origins.append(origin)

@@ -24,7 +24,13 @@ from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.schedules import make_schedule
 from drivetrain_megatron.pipeline.shares import Weights, shares_of
 from drivetrain_megatron.pipeline.worker import LossOf, find_loss
-from drivetrain_megatron.recording.proxy import OTHER, StageProxy, resolve, slope_of
+from drivetrain_megatron.recording.proxy import (
+    OTHER,
+    OWN_BACKWARD,
+    StageProxy,
+    resolve,
+    slope_of,
+)
 
 _KEY = "drivetrain_megatron.call"
 """Under which a node of autograd's graph keeps the call that it came out of."""
@@ -58,10 +64,7 @@ class LossOrigin:
 
     def _check_running(self, gradient: Tensor) -> None:
         if not self.is_running:
-            raise UsageError(
-                "expected accelerator.backward(loss), found a backward of its own on what a "
-                "pipeline returned: the pipeline runs backward on all stages together"
-            )
+            raise UsageError(OWN_BACKWARD)
 
 
 def handed_out(output: Any) -> Any:
@@ -87,6 +90,37 @@ def mark_elsewhere(output: Any, blocks: range) -> None:
     for leaf in tree_leaves(output):
         if isinstance(leaf, StageProxy) and leaf.requires_grad and not leaf.blocks <= {*blocks}:
             leaf.origins = frozenset({_ELSEWHERE})
+
+
+def behind_inputs(output: Any, batch: MicroBatch) -> Any:
+    """Return an output with a graph that reaches the inputs which want a gradient.
+
+    The graph of the last stage ends where the stage before sends. A script that asks for gradients
+    of the inputs is then told why there are none, instead of that the inputs were not used.
+    """
+    leaves = tree_leaves((batch.args, batch.kwargs))
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def joined(leaf: Any) -> Any:
+        is_real = isinstance(leaf, Tensor) and not isinstance(leaf, StageProxy)
+        if not is_real or not leaf.requires_grad:
+            return leaf
+        return _Joined.apply(leaf, *inputs)  # type: ignore[no-untyped-call]
+
+    return tree_map(joined, output) if inputs and torch.is_grad_enabled() else output
+
+
+class _Joined(torch.autograd.Function):
+    """A copy of the first argument; the others get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.inputs = len(inputs)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *([None] * ctx.inputs)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from drivetrain_megatron.pipeline.batch_trial import Division
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.joining import Dims, join
 from drivetrain_megatron.pipeline.local import LocalStages
-from drivetrain_megatron.pipeline.loss import LossOrigin, mark_elsewhere
+from drivetrain_megatron.pipeline.loss import LossOrigin, behind_inputs, mark_elsewhere
 from drivetrain_megatron.pipeline.worker import LossOf, StageWorker
 from drivetrain_megatron.recording.proxy import StageProxy
 
@@ -100,7 +100,7 @@ class WholeBatch:
             stages.act(stages.forwards(numbers))
             self.output = stages.outline(whole)
         else:
-            self.output = self._real(stages.last, whole, division, outputs)
+            self.output = behind_inputs(self._real(stages.last, whole, division, outputs), whole)
         self.origin = LossOrigin()
         self._nodes = self.origin.mark(self.output)
         mark_elsewhere(self.output, stages.last_blocks)

@@ -146,6 +146,14 @@ def _no_slope(found: str) -> UsageError:
 _SMALL = 64
 """Elements that a real tensor may have to be copied into an expression of values to come."""
 
+OWN_BACKWARD = (
+    "expected accelerator.backward(loss), found a backward of its own on what a pipeline returned "
+    "(loss.backward(), torch.autograd.grad): the pipeline runs backward on all stages together, "
+    "once for each forward, and no stage has a graph of the whole model. So there are no gradients "
+    "of gradients either (create_graph, a gradient penalty): train with such a loss by a strategy "
+    "without stages (pp: 1)"
+)
+
 OTHER = "a real tensor that wants a gradient"
 """Stands among the origins of a proxy for what came from outside of any call."""
 
@@ -236,11 +244,7 @@ class StageProxy(ValuelessTensor):
     @classmethod
     def backward_refused(cls) -> UsageError:
         """Return the error for a backward of one stage alone."""
-        return UsageError(
-            "expected accelerator.backward(loss), found a backward of its own on a loss whose "
-            "values exist on another pipeline stage: the pipeline runs backward on all stages "
-            "together"
-        )
+        return UsageError(OWN_BACKWARD)
 
     @classmethod
     def assignment_refused(cls) -> UsageError:

@@ -76,7 +76,8 @@ class Structure:
         """
         leaves, tree = tree_flatten(result)
         if tree != self.tree:
-            raise changed(block, f"a result with the structure {tree}", f"{self.tree}")
+            found, expected = _in_words(tree), _in_words(self.tree)
+            raise changed(block, f"a result of {found}", f"a result of {expected}")
         chosen = [
             leaf
             for leaf, kind in zip(leaves, self.leaves, strict=True)
@@ -104,6 +105,16 @@ class Structure:
             return arguments[leaf.place] if isinstance(leaf, Passed) else leaf.value
 
         return self.tree.unflatten([fill(leaf) for leaf in self.leaves])
+
+
+def _in_words(tree: TreeSpec) -> str:
+    """Return the structure of a result in one line, such as ``tuple (value, list of 3 values)``."""
+    if tree.is_leaf():
+        return "value"
+    parts, kind = tree.children(), tree.type.__name__
+    if len(parts) > 1 and all(part.is_leaf() for part in parts):
+        return f"{kind} of {len(parts)} values"
+    return f"{kind} ({', '.join(map(_in_words, parts))})"
 
 
 def changed(block: str, found: str, expected: str) -> UsageError:

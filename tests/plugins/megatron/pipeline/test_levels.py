@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
+from drivetrain.testing.conformance.twins import everyone
 
 WIDTH = 8
 
@@ -64,4 +65,24 @@ def test_a_backward_of_the_scripts_own_is_refused():
     with pytest.raises(UsageError, match="found a backward of its own on what a pipeline"):
         mine.sum().backward()
     accelerator.wait_for_everyone()  # the last rank has what the first one sends
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.ranks(2)
+def test_gradients_of_gradients_are_refused_alike_on_all_stages(accumulation):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model.example_inputs = torch.ones(4, 4)
+    accelerator = Accelerator(
+        strategy={"name": "megatron", "pp": 2}, cpu=True, gradient_accumulation_steps=accumulation
+    )
+    model = accelerator.prepare(model)
+    x = torch.ones(4, 4, requires_grad=True)
+    with accelerator.accumulate(model):
+        scores = model(x)
+        with pytest.raises(UsageError, match="a gradient penalty") as error:
+            torch.autograd.grad(scores.sum(), x, create_graph=True)
+    assert len(set(everyone(str(error.value)))) == 1
+    accelerator.backward(scores.sum())  # the refused call leaves all usable
+    everyone(None)
     accelerator.free_memory()
