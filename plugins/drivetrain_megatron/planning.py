@@ -29,8 +29,8 @@ _SHOWN = 300
 """Characters of a rank's reasons in a message."""
 
 
-class Description(NamedTuple):
-    """What ranks tell each other of a plan.
+class ComparedPlan(NamedTuple):
+    """The description of a plan for other ranks.
 
     Attributes:
         facts: lines that must be equal on all ranks.
@@ -78,24 +78,24 @@ class Planner:
 
     def _described(
         self, model: nn.Module, tensor: TensorParallel | None, plan: ModelPlan | None
-    ) -> Description:
+    ) -> ComparedPlan:
         """Describe a plan for other ranks: the blocks of stages, the share of each parameter."""
         blocks = [name for name, _ in self.builder.blocks] if self.builder is not None else []
         if tensor is None or plan is None:
-            return Description(blocks, ())
+            return ComparedPlan(blocks, ())
         facts = tensor.facts(model, plan)
         sizes = {name: parameter.nbytes for name, parameter in named_parameters(model).items()}
         shares = [
             f"{name} {'whole' if known.partition is None else f'divided: {known.partition}'}"
             for name, known in facts.items()
         ]
-        return Description([*blocks, *shares], [*describe(plan, facts, sizes, self.ranks.size)])
+        return ComparedPlan([*blocks, *shares], [*describe(plan, facts, sizes, self.ranks.size)])
 
 
 def same_on_all_ranks(
-    run: Run, make: Callable[[], PlanT], described: Callable[[PlanT], Description]
+    run: Run, make: Callable[[], PlanT], described: Callable[[PlanT], ComparedPlan]
 ) -> PlanT:
-    """Return a plan that every rank makes, if all have made the same one. Collective.
+    """Return a plan of this rank, if all ranks have made the same plan. Collective.
 
     Args:
         run: of the ranks that compare.
@@ -112,7 +112,7 @@ def same_on_all_ranks(
         plans.append(make())
         mine = described(plans[0])
     except Exception as error:  # the other ranks must hear of it before this one ends
-        failure, mine = error, Description(["no plan"], [f"{type(error).__name__}: {error}"])
+        failure, mine = error, ComparedPlan(["no plan"], [f"{type(error).__name__}: {error}"])
     if run.world.size > 1 and communication.differing(mine.facts, doing="the comparison of plans"):
         raise RankMismatchError(_message(communication.gather_object([mine]))) from failure
     if failure is not None:
@@ -120,7 +120,7 @@ def same_on_all_ranks(
     return plans[0]
 
 
-def _message(plans: Sequence[Description]) -> str:
+def _message(plans: Sequence[ComparedPlan]) -> str:
     """Return the first difference between two ranks, and the reasons that differ."""
     first = plans[0]
     rank, other = next((r, plan) for r, plan in enumerate(plans) if plan.facts != first.facts)
@@ -136,5 +136,5 @@ def _message(plans: Sequence[Description]) -> str:
     )
 
 
-def _unlike(one: Description, other: Description) -> str:
+def _unlike(one: ComparedPlan, other: ComparedPlan) -> str:
     return next((line for line in one.facts if line not in other.facts), "nothing more")

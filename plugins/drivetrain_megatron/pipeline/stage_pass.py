@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.other_stages import ProxyPlace
 from drivetrain_megatron.recording.around_blocks import AroundBlocks
 from drivetrain_megatron.recording.crossing import CallPlace, Origin
+from drivetrain_megatron.recording.hooked import run_with_hooks, tell_hooks
 from drivetrain_megatron.recording.phases import Recording
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import CallShapes, Shapes
@@ -76,6 +78,7 @@ class StagePass:
         sent: the tensors for the next stage.
         made: the tensors that cross the bound after own blocks, by index of the block, for those
             that are handed out.
+        collected: the tensors of own blocks that hooks have collected.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class StagePass:
         self.before = ExitStack()
         self.sent: tuple[Tensor, ...] = ()
         self.made: dict[int, tuple[Tensor, ...]] = {}
+        self.collected: list[Tensor] = []
 
     def _bounds_handed_out(self) -> list[int]:
         """Return the own blocks whose crossing tensors are asked for."""
@@ -182,26 +186,33 @@ class StagePass:
         if is_own and self._unseen:
             args, kwargs = tree_map(self._in_sight, (tuple(args), dict(kwargs)))
         leaves = tree_flatten((tuple(args), dict(kwargs)))[0]
+        module, hooked = self._parts.blocks[index], self._shapes.hooked[number]
         if is_own:
-            self._check_arguments(block.name, args, kwargs)
+            _check_arguments(block.name, args, kwargs, self._objects)
+            run = partial(compute, *args, **kwargs)
             with self._code.inside_block():
-                result = compute(*args, **kwargs)
-            tensors = block.output.carried(block.name, result)
+                result, collected = run_with_hooks(block.name, module, hooked, run)
+            tensors = [*block.output.carried(block.name, result), *collected]
+            self.collected += collected
         else:
             if options.own and number == options.own.start - 1:
                 self.before.close()
-            tensors = tuple(self._proxies(number))
+            tensors = self._proxies(number)
         self._code.begin_phase(self._next)
         ends = self._end is not None and self._end.position == CallPlace(self._next)
         if number in self._handed:
             self._check_history(block.name)
         place = CallPlace(self._next)
-        taken = [self._taken(Origin(place, leaf), tensor) for leaf, tensor in enumerate(tensors)]
+        pairs = zip(self._shapes.made(number), tensors, strict=True)
+        taken = [self._taken(Origin(place, leaf), tensor) for leaf, tensor in pairs]
+        if not is_own:
+            with self._code.inside_block():
+                tell_hooks(module, hooked, taken[len(block.like) :], self._parts.device)
         if number in self._marked:
             self._mark(number)
         if ends:
             self._versions = self._current_versions()
-            taken = list(self._proxies(number))
+            taken = self._proxies(number)
         elif is_own:
             return result
         return block.output.build(block.name, taken, leaves)
@@ -259,8 +270,8 @@ class StagePass:
         blocks = self._parts.recording.blocks
         return blocks[number].name if number < len(blocks) else "after the last"
 
-    def _proxies(self, index: int) -> list[StageProxy]:
-        return [self._proxy(meta, index) for meta in self._shapes.outputs[index]]
+    def _proxies(self, index: int) -> list[Tensor]:
+        return [self._proxy(meta, index) for meta in self._shapes.made(index).values()]
 
     def _proxy(self, meta: TensorMeta, block: int) -> StageProxy:
         wanting = meta.requires_grad and self._grad
@@ -307,19 +318,23 @@ class StagePass:
                 "(x = x + y for x += y)"
             )
 
-    def _check_arguments(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for argument, leaf in named_leaves(args, kwargs):
-            if isinstance(leaf, StageProxy):
-                raise UsageError(
-                    f"expected argument {argument!r} of block {name!r} to follow from blocks "
-                    "before it or from the inputs by functions of torch, found a tensor of another "
-                    "pipeline stage that reached it in another way (inside of a custom object, "
-                    "or from an autograd function): let the block before return it, or choose "
-                    "stages that keep both ends together"
-                )
-            if id(leaf) in self._objects:
-                raise UsageError(
-                    f"expected blocks that get tensors, found the caller's {type(leaf).__name__} "
-                    f"as argument {argument!r} of block {name!r}: blocks of other stages cannot "
-                    "fill it. Call the model without it (use_cache=False for a cache)"
-                )
+
+def _check_arguments(
+    name: str, args: Arguments, kwargs: Keywords, objects: Collection[int]
+) -> None:
+    """Check that a block gets values of this stage, and none of the caller's objects (by id)."""
+    for argument, leaf in named_leaves(args, kwargs):
+        if isinstance(leaf, StageProxy):
+            raise UsageError(
+                f"expected argument {argument!r} of block {name!r} to follow from blocks "
+                "before it or from the inputs by functions of torch, found a tensor of another "
+                "pipeline stage that reached it in another way (inside of a custom object, "
+                "or from an autograd function): let the block before return it, or choose "
+                "stages that keep both ends together"
+            )
+        if id(leaf) in objects:
+            raise UsageError(
+                f"expected blocks that get tensors, found the caller's {type(leaf).__name__} "
+                f"as argument {argument!r} of block {name!r}: blocks of other stages cannot "
+                "fill it. Call the model without it (use_cache=False for a cache)"
+            )

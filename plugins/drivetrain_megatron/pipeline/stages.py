@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from drivetrain.errors import UsageError
 from drivetrain.model.substitution import keep_padding
@@ -32,6 +32,7 @@ from drivetrain_megatron.pipeline.other_stages import (
 )
 from drivetrain_megatron.pipeline.stage_pass import ModelParts, PassOptions, StagePass
 from drivetrain_megatron.recording.phases import Recording, block_order
+from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Metas, Shapes
 from drivetrain_megatron.recording.structure import TensorMeta
 
@@ -200,7 +201,10 @@ class Stage:
             stack.enter_context(conductor.watching())
             output = parts.forward(*args, **kwargs)
         conductor.finish()
-        return StageOutput(() if self.is_last else conductor.sent, output, conductor.made)
+        if self.is_last:
+            return StageOutput((), output, conductor.made)
+        output = _as_on_last(output, conductor.collected)
+        return StageOutput(conductor.sent, output, conductor.made)
 
     def _not_before(self, blocks: range) -> list[ProxyPlace]:
         """Return the parameters that stay out of sight until the pass reaches these blocks.
@@ -285,6 +289,17 @@ def split(
         others = _of_other_stages(parts, index, len(owned))
         stages.append(Stage(parts, index, mine, others, _outer_of(parts, index)))
     return Split(parts, tuple(stages), tied)
+
+
+def _as_on_last(output: Any, collected: Sequence[Tensor]) -> Any:
+    """Return an early stage's output with proxies for the tensors that hooks have collected.
+
+    Whatever they collect for the output goes on to the last stage, where a loss is made of it.
+    """
+    collected_ids = {id(tensor) for tensor in collected}
+    return tree_map_only(
+        Tensor, lambda x: StageProxy.of(x) if id(x) in collected_ids else x, output
+    )
 
 
 def _of_other_stages(parts: ModelParts, stage: int, stages: int) -> list[ProxyPlace]:

@@ -7,8 +7,10 @@ Whoever plans reads one look (``drivetrain.model``), and runs nothing. From the 
 ``structure``     the result of a block, as a tree
 ``units``         the modules that count as blocks
 ``crossing``      the tensors that cross each bound between blocks
+``hooked``        tensors inside of blocks that hooks collect
 ``phases``        blocks in order, and which parameters are used where
 ``around_blocks`` functions of torch that the code around blocks calls
+``block_facts``   the facts of the tensors that one block makes
 ``shapes``        the shapes that blocks return for given inputs
 ``guesses``       inputs by the class, the arguments and the layers of a model
 ``first_batch``   inputs from a loader of the script

@@ -7,7 +7,7 @@ After ``h = h + block(h)`` a single tensor crosses, before the sum there are two
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -35,7 +35,10 @@ class CallPlace(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The place where a tensor is made, and its place among the tensors of the result."""
+    """The place where a tensor is made, and its place among the tensors of the result.
+
+    Behind those of a block's result come those that hooks collect inside of it.
+    """
 
     place: CallPlace
     leaf: int
@@ -51,6 +54,7 @@ class Step:
         outputs: tensors that are returned, likewise.
         changed: those that are written into.
         bases: of outputs that show the memory of other tensors, by output.
+        hooked: tensors inside of a block that hooks of the script get.
     """
 
     place: CallPlace
@@ -58,6 +62,12 @@ class Step:
     outputs: Sequence[int | None]
     changed: Sequence[int] = ()
     bases: Sequence[tuple[int, int]] = ()
+    hooked: Sequence[int | None] = ()
+
+    @property
+    def made(self) -> Sequence[int | None]:
+        """All tensors that code after the step may use."""
+        return (*self.outputs, *self.hooked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +106,17 @@ class Crossing:
 MetaOf: TypeAlias = Callable[[int], TensorMeta]
 
 
-def crossings(steps: Sequence[Step], meta_of: MetaOf) -> tuple[Crossing, ...]:
+def crossings(
+    steps: Sequence[Step], meta_of: MetaOf, output: Collection[int | None] = ()
+) -> tuple[Crossing, ...]:
     """Return the crossing after each block, in the order of the blocks' calls.
 
     Args:
         steps: of one forward, in order.
         meta_of: returns the facts of a tensor.
+        output: the tensors in the model's output.
     """
-    return _Sweep(steps, meta_of).run()
+    return _Sweep(steps, meta_of, output).run()
 
 
 def writes_in_place(func: Function, args: Arguments, kwargs: Keywords) -> bool:
@@ -128,7 +141,9 @@ class _Live:
 class _Sweep:
     """Goes once through the steps, with the tensors that are still to be used."""
 
-    def __init__(self, steps: Sequence[Step], meta_of: MetaOf) -> None:
+    def __init__(
+        self, steps: Sequence[Step], meta_of: MetaOf, output: Collection[int | None]
+    ) -> None:
         self._steps, self._meta_of = steps, meta_of
         self._roots: dict[int, int] = {}
         self._last_use: dict[int, int] = {}
@@ -142,6 +157,8 @@ class _Sweep:
                 self._changes[self._root(number)].append(index)
         self._blocks = [i for i, step in enumerate(steps) if not step.place.function]
         self._see_unseen_uses()
+        hooked = {n for step in steps for n in step.hooked if n is not None}
+        self._last_use |= dict.fromkeys(hooked.intersection(output), len(steps))
 
     def run(self) -> tuple[Crossing, ...]:
         found: list[Crossing] = []
@@ -182,7 +199,7 @@ class _Sweep:
     def _advance(self, start: int, stop: int) -> None:
         for index in range(start, stop):
             step = self._steps[index]
-            for leaf, number in enumerate(step.outputs):
+            for leaf, number in enumerate(step.made):
                 if number is not None and number not in step.inputs:
                     self._live[number] = _Live(index, Origin(step.place, leaf))
                     self._known.add(number)

@@ -207,7 +207,8 @@ class _Replay:
         like = self._like(output, call)
         self._blocks.append(Block(call.name, call.names, output, like, work))
         made = {number for each in self._look.inside(call) for number in each.outputs}
-        self._inside |= dict.fromkeys(made - {*call.given} - {*self._names}, call.name)
+        hooked = [number for number in self._collected(call) if number in made]
+        self._inside |= dict.fromkeys(made - {*call.given} - {*self._names} - {*hooked}, call.name)
         handed = [
             leaf.handed
             for leaf, kind in zip(call.returned, output.leaves, strict=True)
@@ -215,7 +216,19 @@ class _Replay:
         ]
         given = [self._dependent(n) for n in call.given if n is not None]
         self._made_in |= dict.fromkeys(handed, self.phase)
-        self._steps.append(Step(CallPlace(self.phase), given, handed))
+        known = [self._dependent(number) for number in hooked]
+        self._steps.append(Step(CallPlace(self.phase), given, handed, hooked=known))
+
+    def _collected(self, call: BlockCall) -> list[int]:
+        """Return the tensors inside of a block that hooks of the script get."""
+        return [
+            number
+            for inner in self._look.modules
+            if inner.hooked
+            and call.operations.start <= inner.operations.start
+            and inner.operations.stop <= call.operations.stop
+            for number in inner.outputs
+        ]
 
     def _follow(self, operations: range, block: BlockCall | None) -> int:
         """Follow operations in one phase, of a block or between blocks; return their work."""
@@ -329,7 +342,8 @@ class _Replay:
             prefix + name: Use((prefix + name,), frozenset(phases), name in self._ambient)
             for name, phases in self._buffer_used.items()
         }
-        crossed = crossings(self._steps, self._meta_of)
+        output = [number for _, number in self._look.output]
+        crossed = crossings(self._steps, self._meta_of, output)
         dependencies = [*self._dependencies.values()]
         dependencies += [
             Dependency(block, block + 1, crossing.obstacle)

@@ -1,22 +1,20 @@
 """The shapes that blocks return for given inputs, known before anything is computed or received."""
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from drivetrain.model.look import tensors_in
-from drivetrain.model.random_values import SEED, filled, random_like
 from drivetrain.model.substitution import without_values
 from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.parts.blocks import BlockHooks
 from drivetrain.parts.torch_calls import Arguments, Function, Keywords, targets
-from drivetrain.runtime import rng
 from drivetrain_megatron.recording.around_blocks import AroundBlocks
+from drivetrain_megatron.recording.block_facts import BlockFacts, BlockRuns, shapes_key
 from drivetrain_megatron.recording.crossing import (
     CallPlace,
     Crossing,
@@ -25,12 +23,12 @@ from drivetrain_megatron.recording.crossing import (
     crossings,
     writes_in_place,
 )
-from drivetrain_megatron.recording.phases import Block, Recording
+from drivetrain_megatron.recording.hooked import HookedCall, tell_hooks
+from drivetrain_megatron.recording.phases import Recording
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.structure import TensorMeta, changed
 
 Metas: TypeAlias = tuple[tuple[TensorMeta, ...], ...]
-ShapeAndDtype: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 class CallShapes(NamedTuple):
@@ -39,10 +37,24 @@ class CallShapes(NamedTuple):
     Attributes:
         outputs: of the tensors that the block returns.
         crossings: the tensors for a stage that begins after the block.
+        hooked: the calls inside of the block whose results hooks collect for the code after it.
     """
 
     outputs: Metas
     crossings: tuple[Crossing, ...]
+    hooked: tuple[tuple[HookedCall, ...], ...]
+
+    def made(self, block: int) -> Mapping[int, TensorMeta]:
+        """Return the facts of the tensors that a block leaves, by their places.
+
+        First those that it returns, then those that hooks collect for the code after it.
+        """
+        inside = {
+            leaf: meta
+            for call in self.hooked[block]
+            for leaf, meta in zip(call.leaves, call.metas, strict=True)
+        }
+        return {**dict(enumerate(self.outputs[block])), **inside}
 
     def left(self, block: int) -> tuple[list[Origin], list[TensorMeta]]:
         """Return the tensors that the rest of a forward may need of a block, and their facts.
@@ -83,7 +95,7 @@ class Shapes:
         self._forward = model.forward
         self._known: dict[Any, CallShapes] = {}
         self._alike: dict[Any, int] = {}
-        self._valued = _Valued(gates.blocks)
+        self._runs = BlockRuns(gates.blocks)
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallShapes:
         """Return the facts of the tensors of each block.
@@ -92,7 +104,7 @@ class Shapes:
             UsageError: a block returns another structure than when it was recorded.
         """
         mode = self._mode()
-        key = (mode, _key(args, kwargs))
+        key = (mode, shapes_key(args, kwargs))
         if key not in self._known:
             if len(self._known) >= _KEPT:
                 self._known.pop(next(iter(self._known)))
@@ -109,22 +121,61 @@ class Shapes:
 
     def _run(self, mode: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallShapes:
         trusted = self._alike.get(mode, 0) >= _TRUSTED
-        seen = _SeenSteps()
-        shaper = _Shaper(self._recording, trusted, self._device, self._valued, seen)
+        shaper = _Shaper(self._recording, trusted, self._device, self._runs)
+        try:
+            crossed = self._around_blocks(shaper, args, kwargs)
+        except _HooksSeen:
+            again = _Shaper(self._recording, trusted, self._device, self._runs, shaper.facts)
+            crossed = self._around_blocks(again, args, kwargs)
+        if not trusted:
+            alike = all(facts.alike for facts in shaper.facts)
+            self._alike[mode] = self._alike.get(mode, 0) + 1 if alike else -(1 << 30)
+        outputs = tuple(facts.metas for facts in shaper.facts)
+        return CallShapes(outputs, crossed, _collected(shaper.facts, crossed))
+
+    def _around_blocks(
+        self, shaper: "_Shaper", args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Crossing, ...]:
+        """Run the code around blocks without values; return the tensors that cross the bounds."""
         with (
             without_values(self._model, StageProxy),
             _copies_hidden(self._model, self._device),
             self._gates.conducted(shaper),
             torch.enable_grad(),
-            seen.code,
+            shaper.seen.code,
         ):
-            self._forward(*args, **kwargs)
+            output = self._forward(*args, **kwargs)
         blocks = self._recording.blocks
-        if len(shaper.metas) < len(blocks):
-            raise changed(blocks[len(shaper.metas)].name, "no call of it", "one call")
-        if not trusted:
-            self._alike[mode] = self._alike.get(mode, 0) + 1 if shaper.alike else -(1 << 30)
-        return CallShapes(tuple(shaper.metas), seen.crossings())
+        if len(shaper.facts) < len(blocks):
+            raise changed(blocks[len(shaper.facts)].name, "no call of it", "one call")
+        return shaper.seen.crossings(output)
+
+
+class _HooksSeen(BaseException):
+    """All blocks have run, and hooks have collected their tensors, some of them several times.
+
+    It is nothing for the model's own code to catch. In another forward no block runs, and each hook
+    is called once with proxies.
+    """
+
+
+def _collected(
+    facts: Sequence[BlockFacts], crossed: Sequence[Crossing]
+) -> tuple[tuple[HookedCall, ...], ...]:
+    """Return the calls of the modules whose results cross a bound, for each block."""
+    origins = {origin for crossing in crossed for origin in crossing.origins}
+    names = [
+        {
+            call.name
+            for call in block.hooked
+            if any(Origin(CallPlace(number), leaf) in origins for leaf in call.leaves)
+        }
+        for number, block in enumerate(facts, start=1)
+    ]
+    return tuple(
+        tuple(call for call in block.hooked if call.name in chosen)
+        for block, chosen in zip(facts, names, strict=True)
+    )
 
 
 class _SeenSteps:
@@ -140,9 +191,10 @@ class _SeenSteps:
         self._numbers: dict[int, int] = {}
         self._tensors: list[ValuelessTensor] = []  # kept, so that identities stay theirs
 
-    def crossings(self) -> tuple[Crossing, ...]:
-        """Return the tensors that cross the bound after each block."""
-        return crossings(self._steps, self._meta_of)
+    def crossings(self, output: Any) -> tuple[Crossing, ...]:
+        """Return the tensors that cross the bound after each block of a forward with an output."""
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        return crossings(self._steps, self._meta_of, {*map(self._number, tensors)})
 
     def called(self, place: CallPlace, func: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Call a function outside of blocks, and note its tensors."""
@@ -165,10 +217,13 @@ class _SeenSteps:
             self._steps.append(Step(place, inputs, outputs, written, bases))
         return result
 
-    def block(self, phase: int, given: Sequence[Any], made: Sequence[Tensor]) -> None:
+    def block(
+        self, phase: int, given: Sequence[Any], made: Sequence[Tensor], hooked: Sequence[Tensor]
+    ) -> None:
         """Note the call of a block: the leaves of its arguments, the tensors it made."""
         inputs = [self._number(leaf) for leaf in given if isinstance(leaf, Tensor)]
-        self._steps.append(Step(CallPlace(phase), inputs, [self._number(x) for x in made]))
+        outputs, collected = [[self._number(x) for x in tensors] for tensors in (made, hooked)]
+        self._steps.append(Step(CallPlace(phase), inputs, outputs, hooked=collected))
         self.code.begin_phase(phase)
 
     def _number(self, tensor: Tensor) -> int | None:
@@ -186,121 +241,57 @@ class _SeenSteps:
         return TensorMeta(tuple(facts.shape), facts.dtype, tensor.requires_grad)
 
 
-class _Valued:
-    """Runs blocks that cannot run on proxies, with random values.
-
-    Blocks of one class are taken to return the same shapes for arguments of the same shapes.
-    """
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._blocks = blocks
-        self._known: dict[Any, Any] = {}
-
-    def result(
-        self,
-        index: int,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Return the result of a block, computed without values if the block can do so."""
-        again = tree_map(_copied, (tuple(args), dict(kwargs)))  # a failed run may fill a cache
-        try:
-            return compute(*args, **kwargs)
-        except Exception:  # it may depend on values
-            block = self._blocks[index]
-            key = type(block), _key(args, kwargs)
-            if key not in self._known:
-                self._known[key] = self._computed(block, compute, *again)
-            return self._known[key]
-
-    def _computed(
-        self,
-        block: nn.Module,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Return the result of a block with random values, as proxies."""
-        values, named = tree_map_only(
-            StageProxy, lambda leaf: random_like(leaf.facts), (args, kwargs)
-        )
-        with rng.fork(SEED), filled(block), torch.no_grad():
-            block.eval()  # nothing is dropped
-            result = compute(*values, **named)
-        return tree_map_only(Tensor, StageProxy.of, result)
-
-
 class _Shaper:
-    """Runs blocks on proxies, or only hands their inputs on."""
+    """Runs blocks on proxies, or only hands their inputs on.
+
+    With the facts of an earlier forward no block runs, and hooks inside of blocks get proxies.
+
+    Attributes:
+        facts: of the blocks that were called.
+        seen: the steps of the forward.
+    """
 
     def __init__(
         self,
         recording: Recording,
         trusted: bool,
         device: torch.device,
-        valued: _Valued,
-        seen: _SeenSteps,
+        runs: BlockRuns,
+        known: Sequence[BlockFacts] | None = None,
     ) -> None:
         self._recording, self._trusted, self._device = recording, trusted, device
-        self._valued, self._seen = valued, seen
-        self.alike = True
-        self.metas: list[tuple[TensorMeta, ...]] = []
+        self._runs, self._known = runs, known
+        self.seen = _SeenSteps()
+        self.facts: list[BlockFacts] = []
 
-    def call(
-        self,
-        index: int,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def call(self, index: int, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Note the output of a block."""
-        block = self._recording.called(len(self.metas), index)
-        with self._seen.code.inside_block():
-            metas, leaves = self._output(
-                block, lambda: self._valued.result(index, compute, args, kwargs), args, kwargs
+        number = len(self.facts)
+        block = self._recording.called(number, index)
+        leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
+        with self.seen.code.inside_block():
+            facts = (
+                self._runs.facts(block, index, compute, args, kwargs, trusted=self._trusted)
+                if self._known is None
+                else self._known[number]
             )
-            self.metas.append(metas)
-            made = [StageProxy.like(m.shape, m.dtype, self._device, m.requires_grad) for m in metas]
+            self.facts.append(facts)
+            made = self._proxies(facts.metas)
+            hooked = self._proxies([meta for call in facts.hooked for meta in call.metas])
             result = block.output.build(block.name, made, leaves)
-        self._seen.block(len(self.metas), leaves, made)
+            if self._known is not None:
+                tell_hooks(self._runs.blocks[index], facts.hooked, hooked, self._device)
+        if self._known is None and self._is_last and any(each.hooked for each in self.facts):
+            raise _HooksSeen
+        self.seen.block(len(self.facts), leaves, made, hooked)
         return result
 
-    def _output(
-        self, block: Block, compute: Callable[[], Any], args: Arguments, kwargs: Keywords
-    ) -> tuple[tuple[TensorMeta, ...], list[Any]]:
-        """Return the facts of the tensors that a block returns, and the leaves of its arguments."""
-        leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
-        as_recorded = len(leaves) == block.output.arguments  # else places are of other arguments
-        places = block.like if as_recorded else [None] * len(block.like)
-        likes = [leaves[place] if place is not None else None for place in places]
-        kept = [(tuple(like.shape), like.dtype) for like in likes if like is not None]
-        if self._trusted and as_recorded:
-            found = kept
-        else:
-            found = self._computed(block, kept, compute)
-            self.alike &= not as_recorded or all(
-                isinstance(like, Tensor) and (tuple(like.shape), like.dtype) == facts
-                for like, facts in zip(likes, found, strict=True)
-            )
-        metas = (
-            TensorMeta(*facts, recorded.requires_grad)
-            for facts, recorded in zip(found, block.output.metas, strict=True)
-        )
-        return tuple(metas), leaves
+    @property
+    def _is_last(self) -> bool:
+        return len(self.facts) == len(self._recording.blocks)
 
-    def _computed(
-        self, block: Block, kept: Sequence[ShapeAndDtype], compute: Callable[[], Any]
-    ) -> list[ShapeAndDtype]:
-        """Return the facts of the tensors that a block returns."""
-        try:
-            result = compute()
-        except Exception:  # not even with values: shapes are as in the recording
-            if len(kept) < len(block.output.metas):
-                raise
-            return list(kept)
-        carried = block.output.carried(block.name, result)
-        return [(tuple(tensor.shape), tensor.dtype) for tensor in carried]
+    def _proxies(self, metas: Sequence[TensorMeta]) -> list[StageProxy]:
+        return [StageProxy.like(m.shape, m.dtype, self._device, m.requires_grad) for m in metas]
 
 
 @contextmanager
@@ -322,21 +313,3 @@ def _copies_hidden(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for module, name, value in copies:
             vars(module)[name] = value
-
-
-def _copied(leaf: Any) -> Any:
-    """Return a copy of an argument, unless it is a tensor or cannot be copied."""
-    if isinstance(leaf, Tensor):
-        return leaf
-    try:
-        return copy.deepcopy(leaf)
-    except Exception:  # a lock, say; whoever calls the block again will meet it
-        return leaf
-
-
-def _key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
-    return str(tree), tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
-        for leaf in leaves
-    )

@@ -98,12 +98,14 @@ class ModuleCall(NamedTuple):
         operations: indices of the operations in it.
         inputs: numbers of the tensors among its arguments.
         outputs: numbers of the returned tensors.
+        hooked: whether forward hooks of the script see the result.
     """
 
     name: str
     operations: range
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    hooked: bool
 
 
 class ReturnedLeaf(NamedTuple):

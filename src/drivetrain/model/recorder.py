@@ -1,7 +1,7 @@
 """Runs a model's forward once without values, and writes every operation down."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from drivetrain.model.seen import SeenTensors
 from drivetrain.model.substitution import Substitutes, without_values
 from drivetrain.model.valueless import ValuelessTensor, WriteRefusedError
 from drivetrain.parts.blocks import BlockHooks, NamedModule, repeated_blocks
+from drivetrain.parts.hooks import hooks_of_script
 from drivetrain.parts.torch_calls import BLANK, LOOKUPS, Arguments, Function, Keywords, targets
 from drivetrain.runtime import rng
 
@@ -61,13 +62,17 @@ def look_at(
         ValuesNeededError: the forward depends on values of hidden states.
     """
     overwritten: set[str] = set()
+    valued: dict[Hashable, Exception] = {}
     while True:
         with without_values(model, kind, overwritten) as substitutes:
             if training is not None:
                 model.train(training)
             try:
                 found = repeated_blocks(model) if blocks is None else blocks
-                return _looked(model, args, kwargs, substitutes, found, kind, isolated)
+                recorder = _Recorder(found, substitutes, kind, isolated, valued)
+                return _looked(model, args, kwargs, substitutes.device, recorder)
+            except _NeedsValues:
+                continue  # from the start: hooks have collected tensors of the failed call
             except WriteRefusedError as error:
                 written = substitutes.buffers_at(error.target)
                 if isolated or not written:
@@ -79,17 +84,14 @@ def _looked(
     model: nn.Module,
     args: Arguments,
     kwargs: Keywords,
-    substitutes: Substitutes,
-    blocks: Sequence[NamedModule],
-    kind: type[ValuelessTensor],
-    isolated: bool,
+    device: torch.device,
+    recorder: "_Recorder",
 ) -> Look:
-    recorder = _Recorder(blocks, substitutes, kind, isolated)
-    given, named = to_device((tuple(args), dict(kwargs)), substitutes.device)
+    given, named = to_device((tuple(args), dict(kwargs)), device)
     forward = model.forward
     with (
         recorder.watching(model),
-        BlockHooks(blocks).conducted(recorder),
+        BlockHooks(recorder.candidates).conducted(recorder),
         recorder,
         torch.enable_grad(),
     ):
@@ -104,10 +106,15 @@ class _Running(NamedTuple):
     start: int
 
 
+class _NeedsValues(BaseException):
+    """A block has failed without values: nothing for the model's own code to catch."""
+
+
 class _Recorder(TorchFunctionMode):
     """Sees every function of torch and every call of a module in one forward.
 
-    ``kind`` and ``isolated`` are those of ``look_at``.
+    ``kind`` and ``isolated`` are those of ``look_at``. Kinds of blocks that fail without values are
+    added, with the first error, to those that get random ones.
     """
 
     def __init__(
@@ -116,11 +123,13 @@ class _Recorder(TorchFunctionMode):
         substitutes: Substitutes,
         kind: type[ValuelessTensor],
         isolated: bool,
+        needing_values: dict[Hashable, Exception],
     ) -> None:
         super().__init__()
-        self._candidates = blocks
+        self.candidates = blocks
         self._substitutes = substitutes
         self._kind, self._isolated = kind, isolated
+        self._needing_values = needing_values
         self._seen = SeenTensors()
         self._operations: list[ModelOperation] = []
         self._modules: list[ModuleCall] = []
@@ -233,11 +242,13 @@ class _Recorder(TorchFunctionMode):
         name, start = self._running.pop()
         given = tuple(self._seen.number(tensor) for tensor in tensors_in((args, kwargs)))
         made = tuple(self._seen.number(tensor) for tensor in tensors_in(output))
-        self._modules.append(ModuleCall(name, range(start, len(self._operations)), given, made))
+        operations = range(start, len(self._operations))
+        hooked = bool(hooks_of_script(module))  # the forward itself may have put them on
+        self._modules.append(ModuleCall(name, operations, given, made, hooked))
 
     def call(self, index: int, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Run a block, with random values if need be, and write its call down."""
-        name, block = self._candidates[index]
+        name, block = self.candidates[index]
         with torch._C.DisableTorchFunction():
             leaves = named_leaves(args, kwargs)
             copied, copied_kwargs = tree_map(self._copied, (tuple(args), dict(kwargs)))
@@ -245,19 +256,17 @@ class _Recorder(TorchFunctionMode):
         self._open.append((len(self._blocks), name))
         self._blocks.append(None)
         start = len(self._operations)
-        ended = len(self._modules), len(self._running), len(self._blocks)
         given = [leaf for _, leaf in leaves]
         try:
-            result = compute(*args, **kwargs)
-        except Exception as error:  # it may depend on values, or write into real tensors
-            del self._operations[start:], self._modules[ended[0] :]
-            del self._running[ended[1] :], self._blocks[ended[2] :]
-            with self._values_for(block, copied, copied_kwargs, given) as (values, named):
-                try:
-                    result = compute(*values, **named)
-                except Exception:
-                    raise error from None
-            given = [leaf for _, leaf in named_leaves(values, named)]
+            if (failure := self._needing_values.get(_kind_of(block))) is None:
+                result = _tried(block, compute, args, kwargs, self._needing_values)
+            else:
+                with self._values_for(block, copied, copied_kwargs, given) as (values, named):
+                    try:
+                        result = compute(*values, **named)
+                    except Exception:
+                        raise failure from None
+                given = [leaf for _, leaf in named_leaves(values, named)]
         finally:
             place, _ = self._open.pop()
         operations = range(start, len(self._operations))
@@ -348,10 +357,29 @@ class _Recorder(TorchFunctionMode):
             self._buffers,
             self._operations,
             self._modules,
-            tuple(name for name, _ in self._candidates),
+            tuple(name for name, _ in self.candidates),
             [block for block in self._blocks if block is not None],
             [(name, self._seen.number_of(leaf)) for name, leaf in named_leaves((output,), {})],
         )
+
+
+def _tried(
+    block: nn.Module,
+    compute: Function,
+    args: Arguments,
+    kwargs: Keywords,
+    needing_values: dict[Hashable, Exception],
+) -> Any:
+    """Run a block without values; if it fails, its kind gets some from now on."""
+    try:
+        return compute(*args, **kwargs)
+    except Exception as error:  # it may depend on values, or write into real tensors
+        needing_values[_kind_of(block)] = error
+        raise _NeedsValues from error
+
+
+def _kind_of(block: nn.Module) -> Hashable:
+    return type(block), tuple(tuple(parameter.shape) for parameter in block.parameters())
 
 
 def _is_reference(value: Any) -> bool:

@@ -409,7 +409,8 @@ def test_shapes_are_known_for_other_inputs_and_remembered():
     found = record(model, (IDS,), {})
     ran = []
     for layer in model.layers:
-        layer.linear.register_forward_hook(lambda *_: ran.append(1))
+        compute = layer.linear.forward
+        layer.linear.forward = lambda x, compute=compute: ran.append(1) or compute(x)
     gates = BlockHooks(block_order(found, model))
     shapes = Shapes(found, model, gates, torch.device("cpu"))
     counts = []
@@ -420,6 +421,35 @@ def test_shapes_are_known_for_other_inputs_and_remembered():
         counts.append(len(ran))
     assert counts == [3, 3, 0, 0, 0]
     assert not isinstance(model.head.weight, StageProxy)
+
+
+class Limited(Layer):
+    """Runs for two rows alone."""
+
+    def forward(self, x):
+        if len(x) != 2:
+            raise RuntimeError("two rows")
+        return super().forward(x)
+
+
+def test_shapes_that_a_block_does_not_tell_are_said_to_be_taken(caplog):
+    model = nn.Sequential(*(Limited() for _ in range(3)))
+    found = record(model, (torch.ones(2, WIDTH),), {})
+    gates = BlockHooks(block_order(found, model))
+    shapes = Shapes(found, model, gates, torch.device("cpu"))
+    outputs = shapes.of((torch.ones(5, WIDTH),), {}).outputs
+    assert [[meta.shape for meta in block] for block in outputs] == [[(5, WIDTH)]] * 3
+    assert "the shapes that block '0' returns are not known" in caplog.text
+    assert "RuntimeError: two rows" in caplog.text
+
+
+def test_a_block_with_another_result_is_refused_in_one_line():
+    found = record(Net(), (IDS,), {}).blocks[0]
+    with pytest.raises(UsageError) as error:
+        found.output.carried("layers.0", (torch.ones(1), [None, None]))
+    expected = "with a result of value, found a result of tuple (value, list of 2 values): "
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 class Needs(nn.Module):
