@@ -5,6 +5,7 @@ import torch
 
 from drivetrain_launch.commands import selfcheck
 from drivetrain_launch.commands.selfcheck import SelfcheckResult, compare
+from forked_programs import run_python
 
 
 @pytest.mark.exhaustive  # the next test runs it as well
@@ -15,17 +16,20 @@ def test_self_check_passes_on_two_ranks(sandbox):
 
 
 def test_self_check_notices_a_strategy_that_does_not_average(sandbox):
-    # A sitecustomize of our own breaks the strategy in every rank.
     broken = sandbox.folder / "broken"
-    broken.mkdir()
-    (broken / "sitecustomize.py").write_text(
-        "import os\n"
-        "if 'RANK' in os.environ:\n"
-        "    import toy_spread\n"
-        "    toy_spread.Toy.backward = lambda self, loss, **options: loss.backward(**options)\n"
+    info = broken / "broken-1.0.dist-info"
+    info.mkdir(parents=True)
+    (broken / "broken.py").write_text(
+        "from toy_spread import Toy\n"
+        "class Broken(Toy):\n"
+        "    def backward(self, loss, **options): loss.backward(**options)\n"
     )
-    path = f"{broken}:{sandbox.environment()['PYTHONPATH']}"
-    done = sandbox.run("test", "--strategy", "toy", "--cpu", env={"PYTHONPATH": path})
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[drivetrain.strategies]\nbroken = broken:Broken\n")
+    env = sandbox.environment()
+    env["PYTHONPATH"] += f":{broken}"
+    words = ("-m", "drivetrain_launch", "test", "--strategy", "broken", "--cpu")
+    done = run_python(*words, folder=sandbox.folder, env=env)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("MISMATCH: 2 ranks on cpu and one process differ by ")
 
