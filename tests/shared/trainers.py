@@ -54,7 +54,8 @@ def record(trainer: Any, folder: Path) -> dict[str, Any]:
     }
     found["best"] = trainer.state.best_metric
     if trainer.args.process_index == 0:
-        found["weights"] = load_file(folder / "export" / "model.safetensors")
+        (exported,) = (folder / "export").glob("*model.safetensors")  # the model, or its adapters
+        found["weights"] = load_file(exported)
     trainer.accelerator.free_memory()
     return found
 
@@ -166,12 +167,34 @@ def train_dpo(
     return record(trainer, folder) | metrics(trainer, "rewards/margins", "logps/chosen")
 
 
+def train_lora(
+    made: Callable[[type], type], folder: Path, ranks: int, **changed: Any
+) -> dict[str, Any]:
+    """Train adapters of peft with TRL's DPOTrainer; the reference is the model without them."""
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    data = [{"prompt": p, "chosen": right, "rejected": wrong} for p, right, wrong in prompts()]
+    trainer = made(trl.DPOTrainer)(
+        tiny_llama(),
+        args=arguments(trl.DPOConfig, folder, ranks, **changed),
+        train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(
+            r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        ),
+    )
+    trainer.train()
+    return record(trainer, folder) | metrics(trainer, "rewards/margins", "logps/chosen")
+
+
 def metrics(trainer: Any, *names: str) -> dict[str, Any]:
     history = trainer.state.log_history
     return {name: [entry[name] for entry in history if name in entry] for name in names}
 
 
-TRAININGS = {"causal": train_causal, "sft": train_sft, "dpo": train_dpo}
+TRAININGS = {"causal": train_causal, "sft": train_sft, "dpo": train_dpo, "lora": train_lora}
 
 
 def train(name: str, made: Callable[[type], type], *args: Any, **options: Any) -> dict[str, Any]:
