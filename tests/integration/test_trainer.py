@@ -96,7 +96,7 @@ def expected(plain, request):
     return plain(parameters["training"], accumulation=parameters["accumulation"])
 
 
-DEFAULT = {("causal", "zero3", 2), ("causal", "pp", 1), ("sft", "fsdp", 1), ("sft", "pp", 2)}
+DEFAULT = {("causal", "zero3", 2), ("causal", "pp", 1), ("causal", "fsdp", 1), ("sft", "pp", 2)}
 DEFAULT |= {("dpo", "zero2", 1), ("dpo", "tp", 1)}
 """Combinations of the default run."""
 

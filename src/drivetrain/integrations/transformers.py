@@ -15,7 +15,6 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_callback import TrainerCallback
 
 from drivetrain.accelerator import Accelerator
 from drivetrain.data import PreparedLoader, skip_first_batches
@@ -88,14 +87,6 @@ class TrainerAccelerator(Accelerator):
         return loader
 
 
-class ClearsGradients(TrainerCallback):
-    """Clears the optimizer's gradients after a step: a Trainer asks the model alone to do so."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Clear the gradients that the strategy keeps in the optimizer."""
-        objects["optimizer"].zero_grad()
-
-
 class StrategyTraining:
     """The methods of a Trainer that a strategy changes; mixed into a class of Trainer."""
 
@@ -106,7 +97,6 @@ class StrategyTraining:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.add_callback(ClearsGradients())  # type: ignore[attr-defined]
         if self.accelerator.cell_size > 1:
             score_by_modules(self.model)
 
