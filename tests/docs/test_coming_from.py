@@ -16,15 +16,17 @@ FOLDER = Path(__file__).parents[2] / "docs/coming-from"
 PAGES = ("accelerate.md", "deepspeed.md", "torchrun.md")
 
 RUN_ALL = """
-import contextlib, io, json, os, pathlib
+import contextlib, io, json, os, pathlib, time
 
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # each script meets at a port of its own
 losses = {}
 for name, port, script in json.loads(pathlib.Path("scripts.json").read_text()):
     os.environ["MASTER_PORT"] = str(port)
-    printed = io.StringIO()
+    printed, names = io.StringIO(), {"__name__": "__main__"}
     with contextlib.redirect_stdout(printed):
-        exec(compile(script, name, "exec"), {"__name__": "__main__"})
+        exec(compile(script, name, "exec"), names)
+    time.sleep(0.2)  # torch's DDP waits forever if it is freed while gloo lets go of the last work
+    del names
     losses[name] = printed.getvalue().split()
 if os.environ["RANK"] == "0":
     pathlib.Path("losses.json").write_text(json.dumps(losses))

@@ -64,6 +64,16 @@ _RENAMED = {
     "WandBTracker": ("drivetrain.tracking.adapters", "WandbTracker"),
     "TrackioTracker": ("drivetrain.tracking.adapters", "TrackioTracker"),
     "MLflowTracker": ("drivetrain.tracking.adapters", "MlflowTracker"),
+    **{
+        name: ("drivetrain.tracking.services", name)
+        for name in (
+            "AimTracker",
+            "ClearMLTracker",
+            "CometMLTracker",
+            "DVCLiveTracker",
+            "SwanLabTracker",
+        )
+    },
 }
 
 _REAL = (

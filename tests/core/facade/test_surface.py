@@ -30,6 +30,7 @@ SURFACE = {
     "distributed_type": "property",
     "dtensors": "(model)",
     "end_training": "()",
+    "fp8_recipe_handler": "property",
     "free_memory": "(*objects)",
     "fsdp_plugin": "property",
     "gather": "(tensor)",

@@ -1,0 +1,114 @@
+"""The trackers of services, each against a module that notes its calls."""
+
+import sys
+
+import pytest
+import torch
+
+from drivetrain.tracking import Trackers
+
+NOTES = """
+calls = []
+
+class Noting:
+    def __init__(self, name, /, *args, **kwargs):
+        self._name = name
+        if name.endswith("Text"):
+            self.text = args[0]
+        else:
+            calls.append((name, *args, *kwargs.items()))
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Noted(f"{self._name}.{name}")
+
+class Noted:
+    def __init__(self, name):
+        self._name = name
+
+    def __call__(self, *args, **kwargs):
+        return None if self._name == "Task.current_task" else Noting(self._name, *args, **kwargs)
+
+    def __getattr__(self, name):
+        return Noted(f"{self._name}.{name}")
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Noted(name)
+"""
+
+VALUES = {"eval_loss": torch.tensor(2.0), "lr": 0.1, "best": {"f1": 0.5}, "note": "warm"}
+
+EXPECTED = {
+    "comet_ml": [
+        ("start", ("project_name", "project"), ("option", 1)),
+        ("start.log_parameters", {"depth": 2}),
+        ("start.log_metrics", {"eval_loss": 2.0, "lr": 0.1, "best.f1": 0.5}, ("step", 3)),
+        ("start.log_other", "note", "warm"),
+        ("start.end",),
+    ],
+    "aim": [
+        ("Run", ("repo", "FOLDER"), ("option", 1)),
+        ("Run.set", "hparams", {"depth": 2}, ("strict", False)),
+        ("Run.track", 2.0, ("name", "eval_loss"), ("step", 3)),
+        ("Run.track", 0.1, ("name", "lr"), ("step", 3)),
+        ("Run.track", 0.5, ("name", "best.f1"), ("step", 3)),
+        ("Run.track", "warm", ("name", "note"), ("step", 3)),
+        ("Run.close",),
+    ],
+    "clearml": [
+        ("Task.init", ("project_name", "project"), ("task_name", "project"), ("option", 1)),
+        ("Task.init.connect_configuration", {"depth": 2}),
+        ("Task.init.get_logger",),
+        (
+            "Task.init.get_logger.report_scalar",
+            *("loss", "eval", ("value", 2.0), ("iteration", 3)),
+        ),
+        ("Task.init.get_logger.report_scalar", "lr", "train", ("value", 0.1), ("iteration", 3)),
+        (
+            "Task.init.get_logger.report_scalar",
+            *("best.f1", "train", ("value", 0.5), ("iteration", 3)),
+        ),
+        ("Task.init.get_logger.report_text", "note: warm", ("print_console", False)),
+        ("Task.init.close",),
+    ],
+    "dvclive": [
+        ("Live", ("exp_name", "project"), ("option", 1)),
+        ("Live.log_params", {"depth": 2}),
+        ("Live.log_metric", "eval_loss", 2.0),
+        ("Live.log_metric", "lr", 0.1),
+        ("Live.log_metric", "best.f1", 0.5),
+        ("Live.next_step",),
+        ("Live.end",),
+    ],
+    "swanlab": [
+        ("init", ("project", "project"), ("option", 1)),
+        ("config.update", {"depth": 2}),
+        ("init.log", VALUES, ("step", 3)),
+        ("init.finish",),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_run_reaches_the_service(name, tmp_path, monkeypatch):
+    (tmp_path / f"{name}.py").write_text(NOTES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    folder = str(tmp_path / "logs")
+    trackers = Trackers(name, logging_dir=folder)
+    trackers.start("project", {"depth": 2}, {name: {"option": 1}})
+    trackers.log(VALUES, 3)
+    trackers.finish()
+    calls = [_plain(call, folder) for call in sys.modules.pop(name).calls]
+    assert calls == EXPECTED[name]
+
+
+def _plain(call, folder):
+    """Return a call with texts in place of Aim's, and a word in place of the folder."""
+    return tuple(
+        ("repo", "FOLDER") if part == ("repo", folder) else getattr(part, "text", part)
+        for part in call
+    )
