@@ -202,6 +202,12 @@ class SwanLabTracker(WandbTracker):
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         import_module(self.module).config.update(dict(values))
 
+    @override
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        text = import_module(self.module).Text
+        shown = {key: text(v) if isinstance(v, str) else v for key, v in values.items()}
+        super().log(shown, step, **options)
+
 
 def divided(values: Mapping[str, Any]) -> tuple[dict[str, float | int], dict[str, str]]:
     """Return the numbers among nested values, and all others as texts, by names with dots."""

@@ -107,8 +107,11 @@ def test_a_run_reaches_the_service(name, tmp_path, monkeypatch):
 
 
 def _plain(call, folder):
-    """Return a call with texts in place of Aim's, and a word in place of the folder."""
-    return tuple(
-        ("repo", "FOLDER") if part == ("repo", folder) else getattr(part, "text", part)
-        for part in call
-    )
+    """Return a call with texts in place of a service's, and a word in place of the folder."""
+    if isinstance(call, dict):
+        return {key: getattr(value, "text", value) for key, value in call.items()}
+    if isinstance(call, tuple):
+        return tuple(_plain(part, folder) for part in call)
+    if call == folder:
+        return "FOLDER"
+    return getattr(call, "text", call)
