@@ -221,19 +221,17 @@ class MlflowTracker(Tracker):
 
     @override
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        parameters = [(name, str(v)[:_LONGEST_PARAMETER]) for name, v in flat(values)]
+        parameters = [(name, str(v)[:_LONGEST_PARAMETER]) for name, v in _flat(values)]
         for start in range(0, len(parameters), _PARAMETERS_PER_CALL):
             self._mlflow.log_params(dict(parameters[start : start + _PARAMETERS_PER_CALL]))
 
     @override
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        numbers = {name: as_number(value) for name, value in flat(values)}
-        metrics = {name: number for name, number in numbers.items() if number is not None}
-        if metrics:
-            self._mlflow.log_metrics(metrics, step=step, **options)
-        tags = {n: str(v)[:_LONGEST_PARAMETER] for n, v in flat(values) if numbers[n] is None}
-        if tags:
-            self._mlflow.set_tags(tags)
+        numbers, others = divided(values)
+        if numbers:
+            self._mlflow.log_metrics(numbers, step=step, **options)
+        if others:
+            self._mlflow.set_tags({k: text[:_LONGEST_PARAMETER] for k, text in others.items()})
 
     @override
     def finish(self) -> None:
@@ -265,10 +263,23 @@ def _writer_class() -> Any:
     )
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested mappings, by names with a dot between the keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def divided(values: Mapping[str, Any]) -> tuple[dict[str, float | int], dict[str, str]]:
+    """Return the numbers among nested values, and all others as texts, by names with dots."""
+    numbers: dict[str, float | int] = {}
+    others: dict[str, str] = {}
+    for key, value in _flat(values):
+        number = as_number(value)
+        if number is None:
+            others[key] = str(value)
+        else:
+            numbers[key] = number
+    return numbers, others

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from drivetrain.tracking.adapters import WandbTracker, flat
-from drivetrain.tracking.trackers import Tracker, as_number
+from drivetrain.tracking.adapters import WandbTracker, divided
+from drivetrain.tracking.trackers import Tracker
 
 _SERIES = ("eval", "test", "train")
 """Beginnings of names, with a ``_`` behind, whose values ClearML draws in one plot."""
@@ -207,16 +207,3 @@ class SwanLabTracker(WandbTracker):
         text = import_module(self.module).Text
         shown = {key: text(v) if isinstance(v, str) else v for key, v in values.items()}
         super().log(shown, step, **options)
-
-
-def divided(values: Mapping[str, Any]) -> tuple[dict[str, float | int], dict[str, str]]:
-    """Return the numbers among nested values, and all others as texts, by names with dots."""
-    numbers: dict[str, float | int] = {}
-    others: dict[str, str] = {}
-    for key, value in flat(values):
-        number = as_number(value)
-        if number is None:
-            others[key] = str(value)
-        else:
-            numbers[key] = number
-    return numbers, others
