@@ -120,6 +120,10 @@ class Ddp(Strategy[DdpConfig]):
         """Yield the tensors that this rank saves; ranks share them out evenly by bytes."""
         return self._state.shards(self._communicator.rank, self._communicator.size)
 
+    def check_load(self, reader: Reader) -> None:
+        """Compare names and shapes."""
+        self._state.check(reader)
+
     def load(self, reader: Reader) -> None:
         """Load everything on every rank, in place."""
         self._state.load(reader)

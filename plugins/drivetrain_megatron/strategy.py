@@ -197,13 +197,22 @@ class Megatron(DataParallelCell):
         copies = self._builder.copied_buffers if self._builder is not None else ()
         return (shard for shard in saved if shard.name not in copies)
 
+    def check_load(self, reader: Reader) -> None:
+        """Compare names and shapes of the whole model, and those of this cell's parts."""
+        self._original.check_loads(reader, self._facts)
+        self._inner.check_load(self._local(reader))
+
     def load(self, reader: Reader) -> None:
         """Load this cell's parts of a checkpoint of the whole model."""
         self._original.check_loads(reader, self._facts)
-        names = {**named_parameters(self._model), **persistent_buffers(self._model)}
         if self._pipeline is not None:
             self._pipeline.stages.outdate()
-        self._inner.load(LocalReader(reader, self._facts, names, self._tp.rank))
+        self._inner.load(self._local(reader))
+
+    def _local(self, reader: Reader) -> LocalReader:
+        """Return a reader of this cell's parts."""
+        names = {**named_parameters(self._model), **persistent_buffers(self._model)}
+        return LocalReader(reader, self._facts, names, self._tp.rank)
 
     @classmethod
     def cost(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:

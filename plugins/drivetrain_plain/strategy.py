@@ -99,6 +99,10 @@ class Plain(Strategy[PlainConfig]):
         """Yield this rank's share of the replicated state."""
         return self._state.shards(self._ranks.rank, self._ranks.size)
 
+    def check_load(self, reader: Reader) -> None:
+        """Compare names and shapes."""
+        self._state.check(reader)
+
     def load(self, reader: Reader) -> None:
         """Load everything on every rank."""
         self._state.load(reader)

@@ -24,10 +24,11 @@ from drivetrain.config import RecomputeConfig
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
 from drivetrain.facade.building import Constructions
-from drivetrain.facade.checkpoints import Decode, Encode, RunCheckpoints
+from drivetrain.facade.checkpoints import RunCheckpoints, check_safe
 from drivetrain.facade.gathering import Gathering
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
+from drivetrain.facade.loading import Decode, Encode
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.options import (
     AutocastKwargs,
@@ -835,11 +836,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
                 are at different steps, or the save before this one failed in the background; on
                 every rank, and an earlier checkpoint is still there.
         """
-        if not safe_serialization:
-            raise UsageError(
-                "expected safe_serialization=True, found False; checkpoints hold no pickles, use "
-                "torch.save yourself where you need one"
-            )
+        check_safe(safe_serialization)
         self.wait_for_checkpoint()
         return self._checkpoints.save(output_dir, overwrite=overwrite, wait=wait)
 
@@ -858,20 +855,42 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Weights that were saved in another dtype are converted, and a warning says how many.
 
         Args:
-            input_dir: the directory; None means the last automatically named one.
+            input_dir: the directory; None means the last automatically named one. If that one is
+                damaged, the one before it is taken, with a warning.
             verify: ``full`` checks the checksum of every file first, ``size`` its size only.
 
         Returns:
             The directory.
 
         Raises:
-            CheckpointError: not a checkpoint, damaged, or of other models; on every rank. Or the
-                save in the background failed.
+            CheckpointError: not a checkpoint, damaged, or of other models; on every rank, and
+                nothing has changed. Or the save in the background failed.
         """
         self.wait_for_checkpoint()
         directory = self._checkpoints.load(input_dir, verify=verify)
         self.wait_for_everyone()
         return directory
+
+    def resume(self, input_dir: str | Path | None = None, *, verify: str = "full") -> bool:
+        """Continue from the newest whole checkpoint, or start anew where there is none. Collective.
+
+        One line after ``prepare`` for a script that may be killed and started again at any time.
+
+        Args:
+            input_dir: the directory of a script that names its checkpoints; None means the last
+                automatically named one, as for ``load_state``.
+            verify: as of ``load_state``.
+
+        Returns:
+            Whether a checkpoint was loaded.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them can be loaded: a run never
+                starts anew beside them. On every rank, and nothing has changed.
+        """
+        self.wait_for_checkpoint()
+        found = self._checkpoints.is_there(input_dir)
+        return found and bool(self.load_state(input_dir, verify=verify))
 
     # --- exports: one model's weights, or one object ---
 

@@ -240,7 +240,7 @@ def _in_row(
 
 
 class Readable:
-    """The part of the contract for a script that reads and changes a prepared model's values.
+    """The part of the contract for reading and changing a prepared model's values.
 
     By default every rank has all of them.
     """
@@ -263,6 +263,14 @@ class Readable:
             module: as ``unwrap`` returns it.
         """
         return self.gathered(list(module.parameters()), modify=False)
+
+    def check_load(self, reader: Reader) -> None:
+        """Refuse a checkpoint that ``load`` would refuse; nothing changes. By default none.
+
+        Raises:
+            CheckpointError: as of ``load``; a run's other models have not been loaded yet.
+        """
+        return
 
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
         """Describe the tensors of the whole model's state dict, alike on every rank. Collective.

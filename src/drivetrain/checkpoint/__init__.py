@@ -5,7 +5,7 @@ strategy. The format is described in ``docs/checkpoint-format.md``.
 """
 
 from drivetrain.checkpoint.background import Background
-from drivetrain.checkpoint.commit import latest, next_name, prune
+from drivetrain.checkpoint.commit import complete, find, latest, next_name, prune, sweep
 from drivetrain.checkpoint.contents import Contents
 from drivetrain.checkpoint.export import ExportPlan, export_checkpoint, plan_export, write_export
 from drivetrain.checkpoint.inspection import Description, describe, find_problems
@@ -26,8 +26,10 @@ __all__ = [
     "Save",
     "StreamedWeights",
     "check_plain",
+    "complete",
     "describe",
     "export_checkpoint",
+    "find",
     "find_problems",
     "latest",
     "load",
@@ -38,5 +40,6 @@ __all__ = [
     "read_export",
     "save",
     "save_checkpoint",
+    "sweep",
     "write_export",
 ]

@@ -1,14 +1,17 @@
 """The life of a checkpoint directory on disk: named, drafted, renamed, removed.
 
-A draft is ``.NAME.tmp-TOKEN`` and becomes ``NAME`` by one rename. An old checkpoint to be replaced
-is first renamed to ``.NAME.old-TOKEN``, and deleted last. The remains of a killed process are
-recognised by these names: an old checkpoint without its successor goes back, everything else is
-swept.
+A draft is ``.NAME.tmp-TOKEN`` and becomes ``NAME`` by one rename. A draft that replaces an old
+checkpoint exchanges names with it, in a single call of Linux, so that ``NAME`` always exists. Where
+the file system has no such call, the old checkpoint is first renamed to ``.NAME.old-TOKEN``, and
+deleted last. The remains of a killed process are recognised by these names: an old checkpoint
+without its successor goes back, everything else is swept.
 
-Automatic names are ``checkpoint_0``, ``checkpoint_1``, ... in one folder. All functions are for one
-rank at a time: rank 0 calls them, and shares the answer.
+Automatic names are ``checkpoint_0``, ``checkpoint_1``, ... in one folder, which belongs to one run:
+a save there sweeps the remains of all names. All functions are for one rank at a time: rank 0 calls
+them, and shares the answer.
 """
 
+import ctypes
 import os
 import re
 import secrets
@@ -21,6 +24,10 @@ from drivetrain.checkpoint.tensorfile import sync_directory
 from drivetrain.errors import CheckpointError
 
 _NAME = re.compile(r"checkpoint_([0-9]+)")
+_HIDDEN = re.compile(r"\.(.+)\.(tmp|old)-[0-9a-f]+")
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Arguments of renameat2(2): paths from the working directory, and two names are exchanged."""
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -63,6 +70,10 @@ def commit(draft: Path, target: Path, token: str, *, overwrite: bool) -> None:
     sync_directory(draft)
     old = _hidden(target, "old", token)
     replaces = overwrite and target.exists()
+    if replaces and exchange(draft, target):
+        sync_directory(target.parent)
+        delete(draft)
+        return
     if replaces:
         target.rename(old)
     try:
@@ -76,6 +87,16 @@ def commit(draft: Path, target: Path, token: str, *, overwrite: bool) -> None:
         delete(old)
 
 
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two directories in one step; False where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None).renameat2  # of Linux, and of glibc 2.28 on
+    except (AttributeError, OSError, TypeError):
+        return False
+    paths = os.fsencode(one), os.fsencode(other)
+    return bool(rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)
+
+
 def recover(target: Path) -> None:
     """Put an old checkpoint back whose replacement was killed between the two renames."""
     if target.exists():
@@ -84,6 +105,12 @@ def recover(target: Path) -> None:
         if is_checkpoint(old):
             old.rename(target)
             return
+
+
+def find(target: Path) -> Path | None:
+    """Return the directory of a checkpoint, back at its place after a kill; None without any."""
+    recover(target)
+    return target if target.exists() else None
 
 
 def retire(target: Path, token: str) -> None:
@@ -96,7 +123,8 @@ def retire(target: Path, token: str) -> None:
 def delete(directory: Path) -> None:
     """Delete a directory, the manifest first: after a kill, the remaining files are no checkpoint.
 
-    Files that cannot be deleted stay as leftovers, which the next save of the same name sweeps.
+    Files that cannot be deleted stay as leftovers, which the next save sweeps: of the same name,
+    and for automatic names of the same folder.
     """
     try:
         (directory / FILE_NAME).unlink(missing_ok=True)
@@ -105,9 +133,30 @@ def delete(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def sweep(root: Path) -> None:
+    """Remove the remains of killed saves and removals of all automatic names in a folder.
+
+    A whole checkpoint that was about to be removed goes back to its name if it is the only one.
+    """
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        match = _HIDDEN.fullmatch(path.name)
+        if not match or not _NAME.fullmatch(match[1]) or not path.is_dir() or path.is_symlink():
+            continue
+        if match[2] == "old" and not any(map(is_checkpoint, _numbered(root).values())):
+            recover(root / match[1])
+        if path.is_dir():
+            delete(path)
+
+
 def next_name(root: Path) -> str:
     """Return the next automatic name in a folder, numbered after the highest that exists."""
     return f"checkpoint_{max(_numbered(root), default=-1) + 1}"
+
+
+def complete(root: Path) -> list[Path]:
+    """Return the complete checkpoints of automatic names in a folder, the highest number first."""
+    numbered = _numbered(root)
+    return [numbered[n] for n in sorted(numbered, reverse=True) if is_checkpoint(numbered[n])]
 
 
 def latest(root: Path) -> Path:
@@ -116,13 +165,12 @@ def latest(root: Path) -> Path:
     Raises:
         CheckpointError: the folder has no complete checkpoint of an automatic name.
     """
-    numbered = _numbered(root)
-    for number in sorted(numbered, reverse=True):
-        if is_checkpoint(numbered[number]):
-            return numbered[number]
-    found = ", ".join(path.name for path in numbered.values()) or "no folder of such a name"
+    found = complete(root)
+    if found:
+        return found[0]
+    names = ", ".join(path.name for path in _numbered(root).values()) or "no folder of such a name"
     raise CheckpointError(
-        f"expected a complete checkpoint named checkpoint_NUMBER in {root}, found {found}; "
+        f"expected a complete checkpoint named checkpoint_NUMBER in {root}, found {names}; "
         "save one first or name the directory to load"
     )
 
@@ -134,9 +182,7 @@ def prune(root: Path, limit: int) -> list[Path]:
     """
     if limit < 1:
         raise CheckpointError(f"expected a limit of at least 1 checkpoint, found {limit}")
-    numbered = _numbered(root)
-    complete = [numbered[n] for n in sorted(numbered) if is_checkpoint(numbered[n])]
-    removed = complete[:-limit]
+    removed = complete(root)[limit:][::-1]
     for path in removed:
         try:
             retire(path, secrets.token_hex(8))

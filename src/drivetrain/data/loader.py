@@ -225,6 +225,14 @@ class PreparedLoader(DataLoader[Any]):
             "dataset": start.dataset_state,
         }
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that ``load_state_dict`` would refuse; nothing changes.
+
+        Raises:
+            CheckpointError: the state is of another version, or counts in other units.
+        """
+        _check(state, self._source.division.unit)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken, with any number of ranks.
 
@@ -233,7 +241,7 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             CheckpointError: the state is of another version, or counts in other units.
         """
-        _check(state, self._source.division.unit)
+        self.check_state(state)
         progress = self._progress
         self._finish(progress.running, advance=False)
         progress.seed = state["seed"]

@@ -4,57 +4,27 @@ State of registered objects is stored as tensors and plain values, or in bytes t
 script writes and reads.
 """
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint
 from drivetrain.checkpoint.agreement import Group, check_same, share, together
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.facade.gradients import WindowGradients
+from drivetrain.facade.loading import Decode, Encode, Registered, StateLoading
 from drivetrain.facade.options import ProjectConfiguration
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects, check_count
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.log import get_logger
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
 from drivetrain.shards import Shard
 
 logger = get_logger(__name__)
-
-Encode = Callable[[Any], bytes]
-Decode = Callable[[bytes], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """An object with ``state_dict()`` and ``load_state_dict()``, and perhaps a codec.
-
-    Attributes:
-        item: the object.
-        encode: makes bytes of its state; None stores tensors and plain values.
-        decode: makes the state of these bytes.
-    """
-
-    item: Any
-    encode: Encode | None = None
-    decode: Decode | None = None
-
-    def encoded(self) -> bytes:
-        """Return the state as the codec writes it, which must be bytes."""
-        data = self.encode(self.item.state_dict()) if self.encode is not None else None
-        if not isinstance(data, bytes):
-            raise CheckpointError(
-                f"expected encode() to return bytes for the state of {type(self.item).__name__}, "
-                f"found {type(data).__name__}"
-            )
-        return data
 
 
 class RunCheckpoints:
@@ -83,6 +53,7 @@ class RunCheckpoints:
         self._world = world
         self.background = checkpoint.Background(world)
         self._registered: list[Registered] = []
+        self._loading = StateLoading(prepared, gradients, self._registered, world)
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
@@ -129,25 +100,29 @@ class RunCheckpoints:
 
     def load(self, input_dir: str | Path | None, *, verify: str) -> str:
         """Load the whole state of a run; see ``load_state``. Collective."""
-        directory = self._last_directory() if input_dir is None else Path(input_dir)
-        models = [entry.model for entry in self._prepared.models]
-        for hook in self._load_hooks.values():
-            hook(models, str(directory))
-        entries = [e for e in self._prepared.models if any(e.model is model for model in models)]
-        doing = f"load {directory}"
-        with checkpoint.open_checkpoint(directory, self._world, verify=verify) as reader:
-            loaded = _owners(reader, self._prepared.models, entries)
-            for i, entry in enumerate(loaded):
-                saved = reader.model(i)
-                saved.partial = entry not in entries
-                together(self._world, doing, partial(entry.strategy.load, saved))
-                entry.load_param_groups(reader.state["groups"][i])
-                changed = entry.converted(saved, self._world)
-                if changed:
-                    logger.warning(f"{directory}: weights of model {i} were converted: {changed}")
-            together(self._world, doing, partial(self._load_state, reader, loaded))
-            self._load_rng(reader)
-        return str(directory)
+        if input_dir is None:
+            reader = self._open_newest(verify)
+        else:
+            reader = checkpoint.open_checkpoint(Path(input_dir), self._world, verify=verify)
+        given = str(reader.directory if input_dir is None else Path(input_dir))
+        with reader:
+            models = [entry.model for entry in self._prepared.models]
+            for hook in self._load_hooks.values():
+                hook(models, given)
+            left = [e for e in self._prepared.models if any(e.model is model for model in models)]
+            self._loading.load(reader, left)
+            self.project.iteration = reader.state["iteration"] + 1
+        return given
+
+    def is_there(self, input_dir: str | Path | None) -> bool:
+        """Whether there is a checkpoint, damaged or not; None: one of any automatic name."""
+        root = self._checkpoint_root() if input_dir is None else Path(input_dir).resolve()
+
+        def find() -> bool:
+            return bool(checkpoint.complete(root) if input_dir is None else checkpoint.find(root))
+
+        found = together(self._world, f"look into {root}", find if self._world.is_main else bool)
+        return share(self._world, found)
 
     def _check_same_step(self) -> None:
         """Raise on every rank when they do not stand between the same two micro-batches."""
@@ -227,16 +202,37 @@ class RunCheckpoints:
 
     def _automatic_directory(self) -> Path:
         root = self._checkpoint_root()
-        name = checkpoint.next_name(root) if self._world.is_main else ""
+        name = together(self._world, f"save in {root}", partial(self._next_name, root))
         directory: Path = root / share(self._world, name)
         self.project.iteration = int(directory.name.rpartition("_")[2])
         return directory
 
-    def _last_directory(self) -> Path:
-        root = self._checkpoint_root()
-        find = partial(checkpoint.latest, root)
-        found = together(self._world, f"load from {root}", find if self._world.is_main else Path)
-        return share(self._world, found)
+    def _next_name(self, root: Path) -> str:
+        if not self._world.is_main:
+            return ""
+        checkpoint.sweep(root)
+        return checkpoint.next_name(root)
+
+    def _open_newest(self, verify: str) -> checkpoint.CheckpointReader:
+        """Open the newest checkpoint of an automatic name that is not damaged. Collective."""
+        root, world = self._checkpoint_root(), self._world
+
+        def find() -> list[Path]:
+            return [checkpoint.latest(root), *checkpoint.complete(root)[1:]]
+
+        paths = together(world, f"load from {root}", find if world.is_main else list)
+        paths = share(world, paths)
+        failures: list[CheckpointError] = []
+        for path in paths:
+            try:
+                reader = checkpoint.open_checkpoint(path, world, verify=verify)
+            except CheckpointError as error:  # the same on every rank
+                failures.append(error)
+                continue
+            for failure in failures:
+                logger.warning(f"{failure}; going on from the one before, {path}")
+            return reader
+        raise failures[0]
 
     def _checkpoint_root(self) -> Path:
         folder = self.project.project_dir
@@ -268,77 +264,21 @@ class RunCheckpoints:
             },
         }
 
-    def _load_state(
-        self, reader: checkpoint.CheckpointReader, loaded: Sequence[PreparedModel]
-    ) -> None:
-        state = reader.state
-        kinds: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
-            ("prepared schedulers", self._prepared.schedulers, state["schedulers"]),
-            ("prepared loaders", self._prepared.loaders, state["loaders"]),
-        )
-        for kind, mine, theirs in kinds:
-            check_count(kind, len(mine), len(theirs))
-            for item, saved in zip(mine, theirs, strict=True):
-                item.load_state_dict(saved)
-        check_count("registered objects", len(self._registered), len(state["objects"]))
-        _load_registered(self._registered, reader, state["objects"])
-        counts = zip(self._prepared.optimizers, state.get("steps", ()), strict=False)
-        for optimizer, steps in counts:
-            optimizer.steps = steps
-        self._gradients.scaler.load_state_dict(state["scaler"])
-        self._gradients.step = state["step"]
-        self.project.iteration = state["iteration"] + 1
-        self._gradients.state.sync_gradients = True
-        for entry in self._prepared.models:
-            entry.forget_gradients()
-        for entry, progress in zip(loaded, state.get("progress", ()), strict=False):
-            entry.strategy.resume(progress)
-
-    def _load_rng(self, reader: checkpoint.CheckpointReader) -> None:
-        """Restore this rank's generators; a rank that was not there gets a seed of its own."""
-        mine = reader.rank_state(self._world.rank)
-        if mine is not None:
-            rng.restore(mine)
-            return
-        first = reader.rank_state(0) or {}
-        digest = hashlib.sha256()
-        for name in sorted(first):
-            digest.update(bytes(first[name].flatten().view(torch.uint8).tolist()))
-        rng.set_seed((int.from_bytes(digest.digest()[:4], "little") + self._world.rank) % 2**32)
-
-
-def _owners(
-    reader: checkpoint.CheckpointReader,
-    prepared: Sequence[PreparedModel],
-    left: Sequence[PreparedModel],
-) -> list[PreparedModel]:
-    """Return the prepared model of each saved model.
-
-    Weights that a hook took out of a checkpoint are loaded by a hook: such a model is recorded by
-    its place in ``prepared``. The others are those that load hooks ``left``, in the same order.
-    """
-    without = reader.state.get("without_weights", {})
-    most = 1 + max(without.values(), default=-1)
-    if most > len(prepared):
-        check_count("prepared models", len(prepared), most)
-    owners = [prepared[i] for i in without.values()]
-    unpopped = [entry for entry in left if entry in owners]
-    if unpopped:
-        raise CheckpointError(
-            f"expected a hook of load_state to load the weights of "
-            f"{type(unpopped[0].module).__name__} and to take it out of models, as a hook of "
-            "save_state took its weights out, found none; register_load_state_pre_hook()"
-        )
-    check_count("prepared models", len(left) + len(owners), reader.models)
-    rest = iter(left)
-    return [prepared[without[i]] if i in without else next(rest) for i in range(reader.models)]
-
 
 def shards_of(entry: PreparedModel, *, weights: bool) -> Iterator[Shard]:
     """Yield a model's shards of this rank: all, or those of its optimizers' state alone."""
     for shard in entry.strategy.shards():
         if weights or shard.state:
             yield shard
+
+
+def check_safe(safe_serialization: bool) -> None:
+    """Refuse to write pickles."""
+    if not safe_serialization:
+        raise UsageError(
+            "expected safe_serialization=True, found False; checkpoints hold no pickles, use "
+            "torch.save yourself where you need one"
+        )
 
 
 def _given(output_dir: str | Path | None) -> Path:
@@ -372,22 +312,3 @@ def _check_registration(
 def _file_name(index: int) -> str:
     """Return the file of one object's encoded state."""
     return f"object-{index:05d}.encoded"
-
-
-def _load_registered(
-    objects: Sequence[Registered], reader: checkpoint.CheckpointReader, states: Sequence[Any]
-) -> None:
-    """Give registered objects their state back; an encoded state needs an object with a codec."""
-    encoded = reader.state.get("encoded", {})
-    for index, (registered, state) in enumerate(zip(objects, states, strict=True)):
-        found = state
-        if index in encoded:
-            if registered.decode is None:
-                raise CheckpointError(
-                    f"expected registered object {index} ({type(registered.item).__name__}) to "
-                    f"have a codec, found none; its state in {encoded[index]} is read only with "
-                    "the one it was written with: register_for_checkpointing(object, encode=..., "
-                    "decode=...)"
-                )
-            found = registered.decode(reader.encoded(encoded[index]))
-        registered.item.load_state_dict(found)

@@ -148,11 +148,16 @@ class PreparedModel:
             for optimizer in self.optimizers
         ]
 
-    def load_param_groups(self, saved: list[list[dict[str, Any]]]) -> None:
-        """Put hyperparameters of ``param_groups`` back into the groups of the optimizers."""
+    def check_param_groups(self, saved: list[list[dict[str, Any]]]) -> None:
+        """Refuse hyperparameters of other optimizers, or of another number of groups."""
         check_count("optimizers of a model", len(self.optimizers), len(saved))
         for optimizer, groups in zip(self.optimizers, saved, strict=True):
             check_count("parameter groups", len(optimizer.param_groups), len(groups))
+
+    def load_param_groups(self, saved: list[list[dict[str, Any]]]) -> None:
+        """Put hyperparameters of ``param_groups`` back into the groups of the optimizers."""
+        self.check_param_groups(saved)
+        for optimizer, groups in zip(self.optimizers, saved, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in values.items():
                     if key in _KERNELS:

@@ -159,7 +159,7 @@ class ReplicatedState:
         Raises:
             CheckpointError: names or shapes differ; nothing was changed.
         """
-        self._check(reader)
+        self.check(reader)
         keys = state_keys(reader)
         with torch.no_grad():
             for name, tensor in weights_in(reader, self._model_tensors()).items():
@@ -193,7 +193,8 @@ class ReplicatedState:
                 if isinstance(value, Tensor):
                     yield name, f"{index}.{key}", value
 
-    def _check(self, reader: Reader) -> None:
+    def check(self, reader: Reader) -> None:
+        """Raise a CheckpointError if names or shapes of a checkpoint differ."""
         expected = {
             (name, ""): tuple(tensor.shape) for name, tensor in self._model_tensors().items()
         }

@@ -72,12 +72,8 @@ class ShardedState:
             for slot in bound.held:
                 yield from self._optimizer_shards(index, bound, slot)
 
-    def load(self, reader: Reader) -> None:
-        """Load this rank's share, and read nothing else.
-
-        Raises:
-            CheckpointError: names or shapes differ; nothing was changed.
-        """
+    def check(self, reader: Reader) -> None:
+        """Raise a CheckpointError if names or shapes of a checkpoint differ."""
         expected = {(name, ""): tuple(t.shape) for name, t in self._whole().items()}
         expected |= {(name, ""): slot.shape for name, slot in self._slots.items()}
         held = {(i, name) for i, bound in enumerate(self._optimizers) for name in bound.slots}
@@ -87,6 +83,15 @@ class ShardedState:
             for name, slot in bound.slots.items():
                 for key in keys.get((name, index), []):
                     _check_state(reader, slot, index, key)
+
+    def load(self, reader: Reader) -> None:
+        """Load this rank's share, and read nothing else.
+
+        Raises:
+            CheckpointError: names or shapes differ; nothing was changed.
+        """
+        self.check(reader)
+        keys = state_keys(reader)
         with torch.no_grad():
             for name, tensor in weights_in(reader, self._whole()).items():
                 tensor.copy_(reader.read(name))

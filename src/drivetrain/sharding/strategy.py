@@ -297,6 +297,10 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.placement.wait_for_steps()
         return self._state().shards()
 
+    def check_load(self, reader: Reader) -> None:
+        """Compare names and shapes."""
+        self._state().check(reader)
+
     def load(self, reader: Reader) -> None:
         """Load this rank's ranges; those of the others arrive when they are needed."""
         self.take_replaced()

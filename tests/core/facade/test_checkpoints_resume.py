@@ -1,6 +1,8 @@
 """A run that was saved and loaded goes on as if nothing had happened, on other ranks too."""
 
+import io
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,133 @@ def test_automatic_names_and_limit(tmp_path):
     assert again.load_state().endswith("checkpoint_2")
     again.save_state()
     assert (tmp_path / "checkpoints" / "checkpoint_3").exists()
+
+
+def automatic(folder):
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    return Accelerator(cpu=True, project_config=project)
+
+
+def test_a_save_sweeps_what_a_kill_left_of_other_names(tmp_path):
+    accelerator = automatic(tmp_path)
+    build(accelerator)
+    accelerator.save_state()
+    folder = tmp_path / "checkpoints"
+    (folder / ".checkpoint_7.old-0123456789abcdef").mkdir()
+    (folder / ".checkpoint_8.tmp-0123456789abcdef").mkdir()
+    accelerator.save_state()
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_1"]
+
+
+def flip_a_byte(directory):
+    path = next(directory.glob("model-0-weights-*"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def weights_of(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.ranks(2)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path):
+    accelerator = automatic(tmp_path)
+    parts = build(accelerator)
+    accelerator.save_state()
+    train(accelerator, parts, 2)
+    older = weights_of(parts[0])
+    accelerator.save_state()
+    train(accelerator, parts, 2)
+    newest = tmp_path / "checkpoints" / "checkpoint_2"
+    accelerator.save_state()
+    if accelerator.is_main_process:
+        flip_a_byte(newest)
+    accelerator.wait_for_everyone()
+    again = automatic(tmp_path)
+    fresh = build(again)
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("drivetrain").addHandler(handler)
+    assert again.resume()
+    logging.getLogger("drivetrain").removeHandler(handler)
+    assert all(map(torch.equal, older, weights_of(fresh[0])))
+    if again.is_main_process:
+        assert "checkpoint_2/model-0-weights" in said.getvalue()
+        assert "checkpoint_1" in said.getvalue().rpartition("going on from")[2]
+    with pytest.raises(CheckpointError, match="expected sha256"):
+        again.load_state(newest)
+    again.wait_for_everyone()
+    if again.is_main_process:
+        flip_a_byte(tmp_path / "checkpoints" / "checkpoint_0")
+        flip_a_byte(tmp_path / "checkpoints" / "checkpoint_1")
+    again.wait_for_everyone()
+    with pytest.raises(CheckpointError, match="checkpoint_2/model-0-weights"):
+        again.resume()  # never from the start, beside checkpoints
+    accelerator.free_memory()
+    again.free_memory()
+
+
+def test_resume_starts_anew_where_there_is_nothing(tmp_path):
+    accelerator = automatic(tmp_path)
+    parts = build(accelerator)
+    assert not accelerator.resume()
+    assert not accelerator.resume(tmp_path / "last")
+    train(accelerator, parts, 1)
+    accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_0").rename(tmp_path / ".last.old-0123456789abcdef")
+    assert accelerator.resume(tmp_path / "last"), "a kill between two renames"
+    with pytest.raises(UsageError, match="project_dir"):
+        Accelerator(cpu=True).resume()
+
+
+class Counter:
+    """Counts its loads."""
+
+    loads = 0
+
+    def state_dict(self):
+        return {"loads": 0}
+
+    def load_state_dict(self, state):
+        self.loads += 1
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp", "megatron"])
+@pytest.mark.parametrize("lacking", ["object", "scheduler", "loader", "second model", "unit"])
+def test_a_refused_load_changes_nothing(tmp_path, strategy, lacking):
+    def start(*, whole):
+        accelerator = Accelerator(cpu=True, strategy=strategy)
+        torch.manual_seed(0 if whole else 1)
+        first = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.Adam(first.parameters(), lr=0.1 if whole else 0.5)
+        first, optimizer = accelerator.prepare(first, optimizer)
+        second = nn.Sequential(nn.Linear(2, 2 if whole or lacking != "second model" else 3))
+        accelerator.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
+        data = TensorDataset(torch.ones(4, 2))
+        by_batch = {"batch_sampler": [[0], [1]]} if lacking == "unit" and whole else {}
+        counter = Counter()
+        if whole or lacking != "object":
+            accelerator.register_for_checkpointing(counter)
+        if whole or lacking != "scheduler":
+            accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        if whole or lacking != "loader":
+            accelerator.prepare(DataLoader(data, **by_batch))
+        return accelerator, first, optimizer, counter
+
+    first, *_ = start(whole=True)
+    first.save_state(tmp_path / "ck")
+    second, model, optimizer, counter = start(whole=False)
+    with second.gathered(model):
+        before = weights_of(model)
+    with pytest.raises(CheckpointError):
+        second.load_state(tmp_path / "ck")
+    with second.gathered(model):
+        assert all(map(torch.equal, before, weights_of(model)))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+    assert not counter.loads
+    first.free_memory()
+    second.free_memory()
 
 
 def test_existing_directory_is_refused_and_kept(tmp_path):
