@@ -5,6 +5,7 @@ hand, or to a collaborator in ``drivetrain.facade``, and never ask which strateg
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -29,7 +30,7 @@ from drivetrain.facade.gathering import Gathering
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.loading import Decode, Encode
-from drivetrain.facade.observer import Observer
+from drivetrain.facade.observer import Observer, Observers
 from drivetrain.facade.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -56,11 +57,11 @@ from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.processes import Processes, StaysInProcess
 from drivetrain.runtime import words
-from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy
+from drivetrain.telemetry.report import RunReport
 from drivetrain.tracking import Trackers
 from drivetrain.verify.recorder import launched_observer
 
@@ -93,6 +94,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         world: this process among all processes.
         precision: the dtypes of the run.
         traffic: the ledger of the bytes that this rank has sent.
+        report: the figures of the run; ``report(**figures)`` adds figures of the script's own.
         scaler: the loss scale of fp16.
         gradient_state: where the run stands in its accumulation window.
         handlers: the option objects of ``kwargs_handlers``.
@@ -153,11 +155,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         announce_unused(handlers, self.config)
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.handlers = handlers
-        self.gradient_state = GradientState(
-            self.config.run.accumulation,
-            sync_with_dataloader=plugin.sync_with_dataloader,
-            sync_each_batch=plugin.sync_each_batch,
-        )
+        self.gradient_state = plugin.window(self.config.run.accumulation)
         self.device_placement = device_placement
         self.even_batches = self.config.run.data.even_batches
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -194,6 +192,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         self._trackers = Trackers(
             log_with, logging_dir=self.logging_dir, is_main=self.is_main_process
         )
+        self.report = RunReport(self.config, self.run, self.scaler, self.project_dir)
+        weakref.finalize(self, self.report.finish)  # also where the script forgets to end it
 
     def observe(self, observer: Observer) -> None:
         """Let an observer, such as a ``drivetrain.verify.Recorder``, follow each training step.
@@ -201,15 +201,11 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Args:
             observer: told of the events of all models; the last one that was given counts.
         """
-        observer.attach(self._prepared, self._weights, self._runs)
-        self._gradients.observer = observer
+        self._gradients.observer = Observers(self.report.observer, observer)
+        self._gradients.observer.attach(self._prepared, self._weights, self._runs)
 
     def __repr__(self) -> str:
-        return (
-            f"Accelerator(strategy={self.config.strategy!r}, {self.mesh!r}, "
-            f"rank {self.process_index} of {self.num_processes} on {self.device}, "
-            f"precision {self.precision})"
-        )
+        return f"Accelerator({self._runs!r})"
 
     # --- the run as it was resolved ---
 
@@ -837,8 +833,9 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
                 every rank, and an earlier checkpoint is still there.
         """
         check_safe(safe_serialization)
-        self.wait_for_checkpoint()
-        return self._checkpoints.save(output_dir, overwrite=overwrite, wait=wait)
+        with self.report.section("checkpoint"):
+            self.wait_for_checkpoint()
+            return self._checkpoints.save(output_dir, overwrite=overwrite, wait=wait)
 
     def wait_for_checkpoint(self) -> None:
         """Return when the save in the background is complete; at once when there is none.
@@ -868,6 +865,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         """
         self.wait_for_checkpoint()
         directory = self._checkpoints.load(input_dir, verify=verify)
+        self.report.resumed(directory)
         self.wait_for_everyone()
         return directory
 
@@ -1024,6 +1022,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             CheckpointError: the save in the background failed; all the rest is done.
         """
         try:
+            self.report.finish()
             self._trackers.finish()
             self.free_memory()
         finally:

@@ -21,11 +21,17 @@ class Entry:
 
 
 class Traffic:
-    """A ledger of collectives by (axis, operation); safe to write from several threads."""
+    """A ledger of collectives by (axis, operation); safe to write from several threads.
+
+    Attributes:
+        waited_s: seconds that threads of the program have waited for collectives, on all axes.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], Entry] = {}
+        self._waits: dict[str, float] = {}
         self._lock = threading.Lock()
+        self.waited_s = 0.0
 
     def add(self, axis: str, operation: str, nbytes: int) -> None:
         """Record a collective at its submission: the payload bytes that this rank sends.
@@ -42,6 +48,21 @@ class Traffic:
         """Write down how long one collective took, when it is over."""
         with self._lock:
             self._entries.setdefault((axis, operation), Entry()).seconds += seconds
+
+    def waited(self, axis: str, seconds: float) -> None:
+        """Record how long the program stood still for a collective of an axis.
+
+        A collective that is over when the program asks for its result costs no waiting. Where a
+        device's stream waits instead of the program, the time is not seen here.
+        """
+        with self._lock:
+            self._waits[axis] = self._waits.get(axis, 0.0) + seconds
+            self.waited_s += seconds
+
+    def waits(self) -> dict[str, float]:
+        """Return the seconds waited so far by axis."""
+        with self._lock:
+            return dict(self._waits)
 
     def entries(self) -> Mapping[tuple[str, str], Entry]:
         """Return a copy of the sums so far."""
@@ -63,3 +84,20 @@ class Traffic:
         """Forget everything."""
         with self._lock:
             self._entries.clear()
+            self._waits.clear()
+            self.waited_s = 0.0
+
+    def __repr__(self) -> str:
+        entries = sorted(self.entries().items())
+        if not entries:
+            return "Traffic: nothing sent yet"
+        waits = self.waits()
+        rows = [("axis", "operation", "calls", "bytes sent", "seconds")]
+        rows += [
+            (axis, name, f"{each.calls:,}", f"{each.bytes:,}", f"{each.seconds:.3f}")
+            for (axis, name), each in entries
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += [f"waited {seconds:.3f} s on axis {axis}" for axis, seconds in waits.items()]
+        return "\n".join(lines)

@@ -6,6 +6,7 @@ NCCL knows no tags, and lets a message wait for all earlier ones of its group: t
 a group of its own. Sends do not wait; a tensor that is sent lives until the send is through.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -258,11 +259,13 @@ class Link:
         Raises:
             CollectiveError: it failed.
         """
+        start = time.perf_counter()
         with self._telling(message):
             if self._groups:
                 work.wait()  # the device waits, and this process goes on; NCCL watches the time
             else:
                 work.wait(self._timeout)
+        self._traffic.waited(self._axis.name, time.perf_counter() - start)
 
     @contextmanager
     def _telling(self, message: Message) -> Iterator[None]:

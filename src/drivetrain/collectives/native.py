@@ -1,7 +1,9 @@
 """Collectives by ``torch.distributed`` itself: NCCL and every backend that is good at them."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +61,7 @@ class NativeHandle:
         result: what the scale is applied to.
         scale: the factor.
         describe: turns an exception into the error to raise.
+        waited: is told the seconds of the wait.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class NativeHandle:
         result: Tensor,
         scale: float,
         describe: Callable[[BaseException], CollectiveError],
+        waited: Callable[[float], None],
     ) -> None:
         self._work = work
         self._result: Tensor | None = result
         self._scale = scale
         self._describe = describe
+        self._waited = waited
 
     def wait(self) -> None:
         """Let the current stream, or on the CPU this thread, wait for the result.
@@ -81,10 +86,12 @@ class NativeHandle:
         """
         if self._result is None:
             return
+        start = time.perf_counter()
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._describe(error) from error
+        self._waited(time.perf_counter() - start)
         if self._scale != 1.0:
             self._result.mul_(self._scale)
         self._result = None
@@ -213,7 +220,8 @@ class NativeCommunicator(Communicator):
                 work = launch()
             except RuntimeError as error:
                 raise describe(error) from error
-        return NativeHandle(work, result, scale, describe)
+        waited = partial(self.traffic.waited, self.axis.name)
+        return NativeHandle(work, result, scale, describe, waited)
 
 
 def _even(parts: list[Tensor]) -> bool:

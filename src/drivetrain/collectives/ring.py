@@ -14,6 +14,7 @@ the all-gather at once.
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,7 +190,8 @@ class RingCommunicator(Communicator):
 
         # The source of a broadcast goes on by itself: others need not come for that.
         needs_all = request.operation != "broadcast"
-        task = CollectiveTask(timed, describe, watch if needs_all else None)
+        waited = partial(self.traffic.waited, self.axis.name)
+        task = CollectiveTask(timed, describe, watch if needs_all else None, waited)
         self._worker.submit(task)
         return task
 

@@ -37,17 +37,20 @@ class CollectiveTask:
         run: does the work, on the communication thread.
         describe: turns an exception into the error that the submitter sees.
         watch: makes a watch over a wait that takes long; None where a rank may wait for long.
+        waited: is told the seconds of each wait for an unfinished task.
     """
 
-    __slots__ = ("_describe", "_error", "_finished", "_inference", "_run", "_watch")
+    __slots__ = ("_describe", "_error", "_finished", "_inference", "_run", "_waited", "_watch")
 
     def __init__(
         self,
         run: Callable[[], None],
         describe: Callable[[BaseException], CollectiveError],
         watch: Callable[[], Watch] | None = None,
+        waited: Callable[[float], None] | None = None,
     ) -> None:
         self._watch = watch
+        self._waited = waited
         self._run: Callable[[], None] | None = run
         self._describe = describe
         # Tensors made in inference mode can be written to in inference mode alone, a thread's own.
@@ -63,10 +66,14 @@ class CollectiveTask:
         Raises:
             CollectiveError: it failed, or an earlier one did.
         """
-        if self._watch is None:
-            self._finished.acquire()
-        elif not self._finished.acquire(timeout=LONG_WAIT_S):
-            self._wait_long(self._watch())
+        if not self._finished.acquire(blocking=False):
+            start = time.perf_counter()
+            if self._watch is None:
+                self._finished.acquire()
+            elif not self._finished.acquire(timeout=LONG_WAIT_S):
+                self._wait_long(self._watch())
+            if self._waited is not None:
+                self._waited(time.perf_counter() - start)
         self._finished.release()
         if self._error is not None:
             raise self._error

@@ -139,6 +139,11 @@ class RunConfig:
         help="True ends the run at the first loss or gradient that is infinite or NaN, and names "
         "step, rank and parameter; costs a wait for the device per step.",
     )
+    report: bool | None = option(
+        None,
+        help="Whether the run records its figures and draws report.html in the folder run of its "
+        "project_dir; unset is true where there is a project_dir.",
+    )
     seed: int | None = option(
         None,
         help="Seed of the shuffle order; unset takes that of the loader's own generator, or else "

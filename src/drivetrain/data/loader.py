@@ -28,6 +28,8 @@ class Delivery:
         non_blocking: copy asynchronously.
         observer: the accumulation window, which ends with a loader's epoch.
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
+        fetching: is told the user's loader before each batch is read.
+        exhausted: is told when there was none.
         delivered: turns each batch, on its device, into the one that the script gets.
     """
 
@@ -36,6 +38,8 @@ class Delivery:
     non_blocking: bool = False
     observer: GradientState | None = None
     rng_types: tuple[str, ...] = ()
+    fetching: Callable[[DataLoader[Any]], None] | None = None
+    exhausted: Callable[[], None] | None = None
     delivered: Callable[[Any], Any] | None = None
 
 
@@ -262,12 +266,16 @@ class PreparedLoader(DataLoader[Any]):
         iteration = Iteration(self, self._progress.epoch)
         self._begin(iteration)
         try:
+            self._fetch()
             for step in self._source.steps(self._start()):
                 self._note(step)
                 share = step.shares[0]
                 if share is not None:
                     yield self._deliver(share.batch)
                     self._check_running(iteration)
+                    self._fetch()
+            if self._delivery.exhausted is not None:
+                self._delivery.exhausted()
         finally:
             self._finish(iteration)
 
@@ -299,6 +307,10 @@ class PreparedLoader(DataLoader[Any]):
         progress.start = step.start
         progress.remainder = step.remainder
         progress.ends = progress.ends or (share is not None and share.last)
+
+    def _fetch(self) -> None:
+        if self._delivery.fetching is not None:
+            self._delivery.fetching(self._user)
 
     def _deliver(self, batch: Any) -> Any:
         delivery = self._delivery

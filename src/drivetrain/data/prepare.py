@@ -33,6 +33,8 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
     device: torch.device | None,
     observer: GradientState | None = None,
     rng_types: Sequence[str] = (),
+    fetching: Callable[[DataLoader[Any]], None] | None = None,
+    exhausted: Callable[[], None] | None = None,
     delivered: Callable[[Any], Any] | None = None,
 ) -> PreparedLoader:
     """Divide a loader over the data-parallel axis.
@@ -47,6 +49,8 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         device: where batches go; None leaves them where they are.
         observer: is told when epochs start and end.
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
+        fetching: is told the loader before each batch is read.
+        exhausted: is told when there was none.
         delivered: turns each batch, on its device, into the one that the script gets.
 
     Raises:
@@ -61,6 +65,8 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         non_blocking=config.non_blocking,
         observer=observer,
         rng_types=tuple(rng_types),
+        fetching=fetching,
+        exhausted=exhausted,
         delivered=delivered,
     )
     chosen = seed if config.data_seed is None else config.data_seed

@@ -106,6 +106,7 @@ class WindowGradients:
         if self._is_plain(weight):
             scaled.backward(**options)  # type: ignore[no-untyped-call]
             return
+        self.observer.before_backward()
         strategy = self._prepared.running().strategy
         strategy.backward(scaled, **options)
         strategy.publish(loss)
@@ -128,7 +129,15 @@ class WindowGradients:
             return None
         if self._is_plain():
             return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-        entries = self._prepared.owners_of(given)
+        self.observer.before_update()
+        norm = self._clip_norm(self._prepared.owners_of(given), given, max_norm, norm_type)
+        self.observer.clipped(norm)
+        return norm
+
+    def _clip_norm(
+        self, entries: list[PreparedModel], given: list[Tensor], max_norm: float, norm_type: float
+    ) -> Tensor:
+        """Clip the gradients of models to one norm."""
         for entry in entries:
             self._see_gradients(entry)
         chosen = [_subset(entry, given) for entry in entries]
@@ -173,6 +182,7 @@ class WindowGradients:
         Raises:
             UsageError: the model has parameters that came after ``prepare``.
         """
+        self.observer.before_update()
         entries = self._prepared.trained_by(optimizer)
         for entry in entries:
             entry.check_parameters()

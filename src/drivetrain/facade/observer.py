@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from drivetrain.config import Resolved
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
@@ -34,6 +35,12 @@ class Observer:
     def after_prepare(self, entry: PreparedModel) -> None:
         """See a prepared model."""
 
+    def fetching(self, loader: DataLoader[Any]) -> None:
+        """See that the script asks a prepared loader for a batch."""
+
+    def exhausted(self) -> None:
+        """See that the loader which was asked had no more batch."""
+
     def delivered(self, batch: Any) -> Any:
         """Return a batch of a prepared loader as the script gets it."""
         return batch
@@ -41,11 +48,111 @@ class Observer:
     def handed_over(self, args: Any, kwargs: Mapping[str, Any], targets: Any) -> None:
         """See a batch that goes to the strategy, without a call of the model."""
 
+    def before_forward(self, entry: PreparedModel) -> None:
+        """See that a prepared model is about to compute, with gradients."""
+
+    def before_backward(self) -> None:
+        """See that a backward is about to run."""
+
     def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """See the loss of one backward, with its value on every rank."""
 
     def gradients(self, entry: PreparedModel) -> None:
         """See a model's gradients, averaged and unscaled, before they are clipped or used."""
 
+    def before_update(self) -> None:
+        """See that gradients are about to be unscaled, clipped or used."""
+
+    def clipped(self, norm: Tensor) -> None:
+        """See the global norm of the gradients before they were clipped, 0-d, on every rank."""
+
     def after_step(self) -> None:
-        """See that an optimizer has stepped."""
+        """See that an optimizer has stepped, or left out a step."""
+
+
+class Observers(Observer):
+    """Several observers, told one after the other.
+
+    Args:
+        observers: the first is told first; batches and choices pass through all of them.
+    """
+
+    def __init__(self, *observers: Observer) -> None:
+        self._all = observers
+
+    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
+        """Hand out the objects of the run."""
+        for each in self._all:
+            each.attach(prepared, weights, runs)
+
+    def choice(self, choice: StrategyChoice | None) -> StrategyChoice | None:
+        """Return a model's strategy, as the last observer says."""
+        for each in self._all:
+            choice = each.choice(choice)
+        return choice
+
+    def before_prepare(self, model: nn.Module) -> None:
+        """Show a model as the script made it."""
+        for each in self._all:
+            each.before_prepare(model)
+
+    def after_prepare(self, entry: PreparedModel) -> None:
+        """Show a prepared model."""
+        for each in self._all:
+            each.after_prepare(entry)
+
+    def fetching(self, loader: DataLoader[Any]) -> None:
+        """Tell that a batch is asked for."""
+        for each in self._all:
+            each.fetching(loader)
+
+    def exhausted(self) -> None:
+        """Tell that there was no more batch."""
+        for each in self._all:
+            each.exhausted()
+
+    def delivered(self, batch: Any) -> Any:
+        """Return the batch, as the last observer says."""
+        for each in self._all:
+            batch = each.delivered(batch)
+        return batch
+
+    def handed_over(self, args: Any, kwargs: Mapping[str, Any], targets: Any) -> None:
+        """Show a batch that goes to the strategy."""
+        for each in self._all:
+            each.handed_over(args, kwargs, targets)
+
+    def before_forward(self, entry: PreparedModel) -> None:
+        """Tell that a model is about to compute."""
+        for each in self._all:
+            each.before_forward(entry)
+
+    def before_backward(self) -> None:
+        """Tell that a backward is about to run."""
+        for each in self._all:
+            each.before_backward()
+
+    def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Show the loss of one backward."""
+        for each in self._all:
+            each.after_backward(loss, weight)
+
+    def gradients(self, entry: PreparedModel) -> None:
+        """Show a model's gradients."""
+        for each in self._all:
+            each.gradients(entry)
+
+    def before_update(self) -> None:
+        """Tell that gradients are about to be used."""
+        for each in self._all:
+            each.before_update()
+
+    def clipped(self, norm: Tensor) -> None:
+        """Show the global norm."""
+        for each in self._all:
+            each.clipped(norm)
+
+    def after_step(self) -> None:
+        """Tell that an optimizer has stepped."""
+        for each in self._all:
+            each.after_step()

@@ -12,6 +12,7 @@ import torch
 from drivetrain.config import Resolved
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
+from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.scaler import ScaleRule
 
 logger = get_logger(__name__)
@@ -56,6 +57,14 @@ class GradientAccumulationPlugin:
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
+
+    def window(self, num_steps: int) -> GradientState:
+        """Return the accumulation window of a run with so many micro-batches per step."""
+        return GradientState(
+            num_steps,
+            sync_with_dataloader=self.sync_with_dataloader,
+            sync_each_batch=self.sync_each_batch,
+        )
 
 
 @dataclass(slots=True)

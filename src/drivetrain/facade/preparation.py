@@ -197,6 +197,8 @@ class Preparation:
             device=run.world.device if placed else None,
             observer=self._gradients.state,
             rng_types=rng_types,
+            fetching=self._gradients.observer.fetching,
+            exhausted=self._gradients.observer.exhausted,
             delivered=self._gradients.observer.delivered,
         )
         self._prepared.loaders.append(prepared)
@@ -253,6 +255,7 @@ class Preparation:
     def _note_forward(self, entry: PreparedModel, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
             self._prepared.last_run = entry
+            self._gradients.observer.before_forward(entry)
             self._uneven.announce(entry, module.training)
 
     def _compute_in_precision(self, model: nn.Module) -> None:

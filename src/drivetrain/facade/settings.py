@@ -107,6 +107,13 @@ class Runs:
         resolved = resolve_strategy(choice, self.config)
         return resolved, self._lay_out(resolved)
 
+    def __repr__(self) -> str:
+        world = self.default.world
+        return (
+            f"strategy={self.config.strategy!r}, {self.default.mesh!r}, rank {world.rank} of "
+            f"{world.size} on {world.device}, precision {self.default.precision}"
+        )
+
     def _lay_out(self, resolved: Resolved) -> Run:
         """Lay the world out as the strategy asks; equal layouts share their process groups."""
         kind, options = find_strategy(resolved.strategy, resolved.strategy_config)

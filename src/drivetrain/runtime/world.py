@@ -121,6 +121,11 @@ class World:
         return self.local_rank == 0
 
 
+def restarts() -> int:
+    """Return how often the launcher has started this run again after a failure."""
+    return _integer("TORCHELASTIC_RESTART_COUNT", 0)
+
+
 def launched_config() -> str:
     """Return the path of the launcher's configuration, "" without a launcher."""
     return os.environ.get(CONFIG_VARIABLE, "")

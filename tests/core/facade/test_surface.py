@@ -118,6 +118,7 @@ ATTRIBUTES = {
     "gradient_state",
     "handlers",
     "precision",
+    "report",
     "rng_types",
     "scaler",
     "step_scheduler_with_optimizer",

@@ -1,0 +1,136 @@
+"""The file in which one rank notes its steps: JSON lines, appended, never rewritten.
+
+The first line says which rank wrote the file; events, such as a resumed checkpoint, stand between
+the records. A file that ends in the middle of a line, as after a kill, is read up to there.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from drivetrain.errors import ConfigError
+from drivetrain.telemetry.figures import StepFigures, merged
+
+FINE_LINES = 1000
+"""Lines with one step each; after as many lines, each further line stands for twice as many steps.
+
+So a million steps are eleven thousand lines. Short steps late in a long run are seen as means."""
+
+COARSEST_S = 60.0
+"""A line covers no more time than this, however many steps it may stand for."""
+
+FLUSH_S = 2.0
+"""Lines reach the file at least this often, while steps are taken: others may follow the run."""
+
+
+class Journal:
+    """Writes the records of one rank.
+
+    Args:
+        path: the file; made, with its folder, when the first line is written.
+        header: facts about the rank.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path = path
+        self._header = header
+        self._file: TextIO | None = None
+        self._lines = 0
+        self._stride = 1
+        self._begun: StepFigures | None = None
+        self._flushed_at = time.monotonic()
+
+    def add(self, figures: StepFigures) -> None:
+        """Note a step.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._begun = figures if self._begun is None else merged(self._begun, figures)
+        if self._begun.steps >= self._stride or self._begun.seconds >= COARSEST_S:
+            self._write_begun()
+        if time.monotonic() - self._flushed_at >= FLUSH_S:
+            self.flush()
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Note an event, after the steps before it.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._write_begun()
+        self._write(json.dumps({"event": event, "time": time.time(), **facts}))
+        self.flush()
+
+    def flush(self) -> None:
+        """Let readers see the lines written so far."""
+        self._flushed_at = time.monotonic()
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._write_begun()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write_begun(self) -> None:
+        if self._begun is None:
+            return
+        self._write(self._begun.to_json())
+        self._begun = None
+        self._lines += 1
+        if self._lines % FINE_LINES == 0:
+            self._stride *= 2
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(self._header) + "\n")
+        self._file.write(line + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class RankJournal:
+    """The contents of one rank's file.
+
+    Attributes:
+        header: facts about the rank; empty where the file has no first line.
+        records: in the order of writing.
+        events: each with the number of records before it.
+        torn: lines that are no JSON, as the last one of a killed process.
+    """
+
+    header: Mapping[str, Any] = field(default_factory=dict)
+    records: tuple[StepFigures, ...] = ()
+    events: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    torn: int = 0
+
+
+def read_journal(path: Path) -> RankJournal:
+    """Read a rank's file, as far as it is whole; a run may be writing it.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    header: Mapping[str, Any] = {}
+    records: list[StepFigures] = []
+    events: list[tuple[int, Mapping[str, Any]]] = []
+    torn = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+            if "rank" in values:
+                header = values
+            elif "event" in values:
+                events.append((len(records), values))
+            else:
+                records.append(StepFigures.from_json(line))
+        except (ValueError, TypeError, ConfigError):
+            torn += 1
+    return RankJournal(header, tuple(records), tuple(events), torn)

@@ -1,0 +1,295 @@
+"""Follows the events of training steps on one rank, and makes a record of each optimizer step.
+
+A step lasts until the next one begins: the script's own work after ``optimizer.step()`` belongs to
+the step that it follows.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from drivetrain.cost import ModelSpec
+from drivetrain.facade.observer import Observer
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.settings import Runs
+from drivetrain.facade.weights import WholeWeights
+from drivetrain.model.look import tensors_in
+from drivetrain.runtime.scaler import LossScaler
+from drivetrain.telemetry.clock import StepClock
+from drivetrain.telemetry.figures import StepFigures
+from drivetrain.telemetry.late import LateNumbers
+from drivetrain.traffic import Traffic
+
+MEMORY_PAUSE_S = 0.2
+"""An accelerator's allocator is asked no more often: its statistics take longer than the rest."""
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_LOSS, _NORM, _LR, _OWN = "loss {}", "grad_norm", "lr", "own "
+
+
+class StepRecorder(Observer):
+    """Makes records; does not communicate, and waits for no device.
+
+    Args:
+        traffic: the ledger of this rank.
+        scaler: the loss scale of fp16.
+        deliver: gets each record, in order; late where numbers come from a device.
+        fail: is told what made a record impossible; then there are no more.
+
+    Attributes:
+        prepared: everything that the Accelerator has prepared.
+        clock: the sections of the step at hand.
+        models: the facts of each prepared model, as the script made it.
+        step: number of the last recorded step.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        scaler: LossScaler,
+        deliver: Callable[[StepFigures], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self.prepared = PreparedObjects()
+        self.clock = StepClock(lambda: traffic.waited_s)
+        self.models: list[ModelSpec] = []
+        self.step = 0
+        self._traffic = traffic
+        self._scaler = scaler
+        self._deliver = deliver
+        self._fail = fail
+        self._late: deque[tuple[StepFigures, LateNumbers, list[float]]] = deque()
+        self._training: set[int] = set()
+        self._loader = 0
+        self._stepped = False
+        self._memory: Mapping[str, int] = {}
+        self._memory_at = -MEMORY_PAUSE_S
+        self._sent: Mapping[tuple[str, str], int] = {}
+        self._waits: Mapping[str, float] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the values of the step before."""
+        self._losses: list[Tensor] = []
+        self._weights: list[float] = []
+        self._norm: Tensor | None = None
+        self._lr: float | Tensor | None = None
+        self._own: dict[str, float | Tensor] = {}
+        self._arrived = self._samples = self._tokens = self._skipped = 0
+        self._pending = (0, 0)
+
+    # --- the events ---
+
+    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
+        """Take the objects of the run."""
+        self.prepared, self._device = prepared, runs.default.world.device
+
+    def before_prepare(self, model: nn.Module) -> None:
+        """Note the sizes of a model."""
+        self.models.append(replace(ModelSpec.of(model), module=None))
+
+    def fetching(self, loader: DataLoader[Any]) -> None:
+        """Enter the data section; that of evaluation for a loader that no backward has followed."""
+        self._turn()
+        self._loader = id(loader)
+        trains = not self._training or self._loader in self._training
+        self.clock.enter("data" if trains else "evaluation")
+
+    def exhausted(self) -> None:
+        """Leave the section of the loader."""
+        self.clock.enter("other")
+
+    def delivered(self, batch: Any) -> Any:
+        """Count a batch, which a backward may follow."""
+        self._pending = _size(batch)
+        if self.clock.section == "data":
+            self.clock.enter("other")
+        return batch
+
+    def handed_over(self, args: Any, kwargs: Mapping[str, Any], targets: Any) -> None:
+        """Count a batch that came from no prepared loader; the strategy computes."""
+        self._turn()
+        if self._pending == (0, 0):
+            self._pending = _size(kwargs or args)
+        self.clock.enter("forward")
+
+    def before_forward(self, entry: PreparedModel) -> None:
+        """Enter the forward."""
+        self._turn()
+        self.clock.enter("forward")
+
+    def before_backward(self) -> None:
+        """Enter the backward."""
+        self._turn()
+        self.clock.enter("backward")
+
+    def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Keep the loss of a micro-batch; its value is read later."""
+        self._losses.append(loss.detach())
+        self._weights.append(1.0 if weight is None else float(weight))
+        samples, tokens = self._pending
+        self._samples, self._tokens = self._samples + samples, self._tokens + tokens
+        self._pending = (0, 0)
+        if self._loader:
+            self._training.add(self._loader)
+        self.clock.enter("other")
+
+    def before_update(self) -> None:
+        """Enter the section of the optimizer."""
+        self.clock.enter("optimizer")
+
+    def clipped(self, norm: Tensor) -> None:
+        """Keep the norm; its value is read later."""
+        self._norm = norm.detach()
+
+    def after_step(self) -> None:
+        """Note the learning rate of the step, and whether it was skipped."""
+        self.clock.enter("other")
+        optimizers = self.prepared.optimizers
+        self._lr = next((each.param_groups[0].get("lr") for each in optimizers), None)
+        self._skipped = int(any(each.step_was_skipped for each in optimizers))
+        self._stepped = True
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Context whose time belongs to one section, whatever was there before."""
+        before = self.clock.section
+        self.clock.enter(name)
+        try:
+            yield
+        finally:
+            self.clock.enter(before or "other")
+
+    def add(self, figures: Mapping[str, float | Tensor]) -> None:
+        """Add the script's own figures to the step at hand."""
+        self._own.update(figures)
+
+    def finish(self) -> None:
+        """Deliver the last step, and all that waits for a device."""
+        self._turn()
+        self._deliver_all(wait=True)
+
+    # --- the record ---
+
+    def _turn(self) -> None:
+        """Complete the record of a step that has ended, where the next one begins."""
+        if not self._stepped:
+            return
+        self._stepped = False
+        number = max((each.steps for each in self.prepared.optimizers), default=self.step + 1)
+        if number == self.step:  # another optimizer of the same step
+            return
+        self.step = number
+        try:
+            self._record()
+        except Exception as error:  # whatever a script gave: its training goes on
+            self._late.clear()
+            self._fail(error)
+        self._begin()
+        self._deliver_all(wait=False)
+
+    def _record(self) -> None:
+        """Keep the record of the step at hand until its values are there."""
+        numbers: dict[str, float | Tensor] = {
+            _LOSS.format(i): loss for i, loss in enumerate(self._losses)
+        }
+        named = {_NORM: self._norm, _LR: self._lr}
+        numbers |= {name: value for name, value in named.items() if value is not None}
+        late = LateNumbers(numbers | {_OWN + name: each for name, each in self._own.items()})
+        self._late.append((self._counted(), late, self._weights))
+
+    def _counted(self) -> StepFigures:
+        """Return the record of the step without the values that may come late."""
+        seconds, sections = self.clock.cut()
+        sent, waits = self._traffic.sent(), self._traffic.waits()
+        figures = StepFigures(
+            step=self.step,
+            time=time.time(),
+            seconds=seconds,
+            sections=sections,
+            waiting=_growth(self._waits, waits),
+            loss_scale=self._scaler.get_scale() if self._scaler.is_enabled() else None,
+            samples=self._samples,
+            tokens=self._tokens,
+            skipped=self._skipped,
+            memory=self._measured_memory(),
+            sent={"/".join(key): count for key, count in _growth(self._sent, sent).items()},
+        )
+        self._sent, self._waits = sent, waits
+        return figures
+
+    def _deliver_all(self, *, wait: bool) -> None:
+        """Deliver the records whose values are there; ``wait`` for the others as well."""
+        try:
+            while self._late and (wait or self._late[0][1].ready()):
+                self._deliver_first()
+        except Exception as error:
+            self._late.clear()
+            self._fail(error)
+
+    def _deliver_first(self) -> None:
+        figures, late, weights = self._late.popleft()
+        numbers = late.read()
+        losses = [numbers[_LOSS.format(i)] for i in range(len(weights))]
+        whole = sum(weights)
+        own = {
+            name.removeprefix(_OWN): value
+            for name, value in numbers.items()
+            if name.startswith(_OWN)
+        }
+        self._deliver(
+            replace(
+                figures,
+                loss=sum(map(float.__mul__, losses, weights)) / whole if whole else None,
+                grad_norm=numbers.get(_NORM),
+                lr=numbers.get(_LR),
+                samples=int(own.pop("samples", figures.samples)),
+                tokens=int(own.pop("tokens", figures.tokens)),
+                own=own,
+            )
+        )
+
+    def _measured_memory(self) -> Mapping[str, int]:
+        if self._device.type == "cpu":
+            return {"resident": _resident()}
+        now = time.monotonic()
+        if now - self._memory_at >= MEMORY_PAUSE_S:
+            self._memory_at = now
+            self._memory = {
+                "resident": _resident(),
+                "device": torch.accelerator.memory_allocated(self._device),
+                "device_peak": torch.accelerator.max_memory_allocated(self._device),
+            }
+        return self._memory
+
+
+def _resident() -> int:
+    """Return the bytes of this process in memory."""
+    file = os.open("/proc/self/statm", os.O_RDONLY)
+    try:
+        return int(os.read(file, 128).split()[1]) * _PAGE
+    finally:
+        os.close(file)
+
+
+def _growth(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return by how much sums have grown; a ledger that was cleared has grown from nothing."""
+    growth = {key: count - before.get(key, 0) for key, count in after.items()}
+    return {key: each if each > 0 else after[key] for key, each in growth.items() if each}
+
+
+def _size(batch: Any) -> tuple[int, int]:
+    """Return the rows of a batch, and its tokens where it says which of its tensors these are."""
+    words = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if isinstance(words, Tensor) and words.dim():
+        return words.shape[0], words.numel()
+    first = next((tensor for tensor in tensors_in(batch) if tensor.dim()), None)
+    return (0 if first is None else first.shape[0]), 0

@@ -1,0 +1,162 @@
+"""The report of a run, as the script holds it: ``accelerator.report``."""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from torch import Tensor
+
+from drivetrain import communication
+from drivetrain.config import Resolved
+from drivetrain.errors import UsageError
+from drivetrain.facade.observer import Observer
+from drivetrain.log import get_logger
+from drivetrain.runtime.scaler import LossScaler
+from drivetrain.strategy import Run
+from drivetrain.telemetry.facts import facts_of, header_of
+from drivetrain.telemetry.figures import StepFigures
+from drivetrain.telemetry.folder import RUN, StartFolder, new_start
+from drivetrain.telemetry.journal import Journal
+from drivetrain.telemetry.recorder import StepRecorder
+
+logger = get_logger(__name__)
+
+
+class RunReport:
+    """Keeps the figures of a run, and writes them where the run has a folder.
+
+    A failure here never ends the training: it is said once, and recording stops.
+
+    Args:
+        config: the resolved configuration; ``report`` switches recording off.
+        run: the run of its strategy.
+        scaler: the loss scale of fp16.
+        project_dir: where the folder ``run`` goes; None keeps the newest figures in memory alone.
+
+    Attributes:
+        folder: this start of the script in the run's folder; None where nothing is written.
+        observer: follows the steps.
+    """
+
+    def __init__(
+        self, config: Resolved, run: Run, scaler: LossScaler, project_dir: str | Path | None
+    ) -> None:
+        asked = config.run.report
+        if asked and project_dir is None:
+            raise UsageError(
+                "expected a project_dir for the report that report: true asks for, found none; "
+                "pass project_dir to the Accelerator, or leave report out"
+            )
+        self._config, self._run = config, run
+        self._enabled = asked is not False
+        self._newest: StepFigures | None = None
+        self._listeners: list[Callable[[StepFigures], None]] = []
+        self._finished = False
+        self.folder: StartFolder | None = None
+        self._journal: Journal | None = None
+        self._recorder = StepRecorder(run.traffic, scaler, self._take, self._stop)
+        self.observer: Observer = self._recorder if self._enabled else Observer()
+        if self._enabled:
+            # Ranks start at different moments: rank 0's name is that of all, whatever folder they
+            # were given, since nothing may be asked for on some ranks alone.
+            name, *_ = communication.broadcast_object_list([new_start()])
+            if project_dir is not None:
+                self.folder = StartFolder(Path(project_dir) / RUN / name)
+                self._journal = Journal(self.folder.journal(run.world.rank), header_of(run))
+
+    def __call__(self, **figures: float | Tensor) -> None:
+        """Add figures of the script to the step at hand, such as ``report(accuracy=0.9)``.
+
+        They are drawn by their names. ``samples`` and ``tokens`` take the place of the counts that
+        are made of the rank's batches.
+
+        Args:
+            figures: numbers, or tensors with one element, which are read later.
+
+        Raises:
+            UsageError: a value of another kind.
+        """
+        for name, value in figures.items():
+            fits = value.numel() == 1 if isinstance(value, Tensor) else _is_number(value)
+            if not fits:
+                raise UsageError(
+                    f"expected a number or a tensor with one element for report({name}=...), "
+                    f"found {_kind(value)}; texts go to accelerator.log()"
+                )
+        if self._enabled:
+            self._recorder.add(figures)
+
+    def latest(self) -> StepFigures | None:
+        """Return the newest record of this rank; None before the first step has ended.
+
+        A step ends when the next begins, and values of an accelerator come some steps later.
+        """
+        return self._newest
+
+    def listen(self, listener: Callable[[StepFigures], None]) -> None:
+        """Let a function have each record of this rank from now on; it must be quick."""
+        self._listeners.append(listener)
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """Context whose time counts for a section of the step, such as ``checkpoint``."""
+        return self._recorder.section(name)
+
+    def resumed(self, source: str) -> None:
+        """Note that the run goes on from a checkpoint."""
+        self._note("resumed", source=source)
+
+    def finish(self) -> None:
+        """Write all that is known; may be called more than once."""
+        if self._finished:
+            return
+        self._finished = True
+        self._recorder.finish()
+        if self._newest is not None:
+            error = getattr(sys, "last_value", None)  # of the script, when it ends by an error
+            if error is None:
+                self._note("ended")
+            else:
+                self._note("failed", error=f"{type(error).__name__}: {error}"[:500])
+        if self._journal is not None:
+            self._journal.close()
+
+    def _note(self, event: str, **facts: str) -> None:
+        if self._journal is None:
+            return
+        try:
+            self._journal.note(event, **facts)
+        except OSError as error:
+            self._stop(error)
+
+    def _take(self, figures: StepFigures) -> None:
+        """Keep a record, and hand it on."""
+        first = self._newest is None
+        self._newest = figures
+        if self.folder is not None and first and self._run.world.is_main:
+            prepared, models = self._recorder.prepared.models, self._recorder.models
+            facts = facts_of(self._config, self._run, prepared, models)
+            self.folder.write_facts({"started": time.time(), **facts})
+        if self._journal is not None:
+            self._journal.add(figures)
+        for listener in self._listeners:
+            listener(figures)
+
+    def _stop(self, error: Exception) -> None:
+        """Write no more; the newest record is still there."""
+        self._journal = None
+        self._listeners.clear()
+        logger.warning(
+            f"the figures of the run are not recorded from here on: {type(error).__name__}: "
+            f"{error}; report: false keeps the recorder out"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _kind(value: object) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"{type(value).__name__}{shape}"

@@ -1,0 +1,247 @@
+"""The figures of a run: each step on each rank, and the numbers of the run stay as they are."""
+
+import gc
+import logging
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator, GradScalerKwargs
+from drivetrain.errors import UsageError
+from drivetrain.telemetry.folder import starts_of
+
+
+def start(folder=None, *, strategy="ddp", config=None, rows=8, **options):
+    accelerator = Accelerator(
+        cpu=True, project_dir=folder, config={"strategy": strategy} | (config or {}), **options
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(rows, 2)), batch_size=2)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def train(accelerator, model, optimizer, loader, *, clip=True):
+    """Train an epoch, and return the losses."""
+    losses = []
+    for (rows,) in loader:
+        with accelerator.accumulate(model):
+            loss = model(rows).square().mean()
+            accelerator.backward(loss)
+            if clip:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def records(folder, rank=0):
+    return starts_of(folder)[-1].journals()[rank].records
+
+
+def test_every_step_is_recorded(tmp_path):
+    accelerator, model, optimizer, loader = start(tmp_path)
+    losses = train(accelerator, model, optimizer, loader)
+    assert accelerator.report.latest().step == 4
+    accelerator.end_training()
+    found = records(tmp_path)
+    assert [each.step for each in found] == [1, 2, 3, 4]
+    assert [each.loss for each in found] == pytest.approx(losses)
+    assert [each.lr for each in found] == [0.1] * 4
+    assert [each.samples for each in found] == [2] * 4
+    assert all(each.grad_norm > 0 and each.memory["resident"] > 1e6 for each in found)
+    for each in found:
+        parts = sum(each.sections.values()) + sum(each.waiting.values())
+        assert parts == pytest.approx(each.seconds, rel=1e-3)
+        assert {"data", "forward", "backward", "optimizer"} <= set(each.sections)
+    facts = starts_of(tmp_path)[-1].facts()
+    (described,) = facts["models"]
+    assert (described["parameters"], facts["ranks"]) == (17, 1)
+    origins = {each["key"]: each["origin"] for each in facts["configuration"]}
+    assert origins["launch.device"].startswith("code: Accelerator(cpu=")
+    assert origins["seed"] == "default"
+
+
+def test_a_window_is_one_step_and_its_loss_a_mean(tmp_path):
+    accelerator, model, optimizer, loader = start(tmp_path, gradient_accumulation_steps=2)
+    losses = train(accelerator, model, optimizer, loader)
+    accelerator.end_training()
+    first, second = records(tmp_path)
+    assert (first.step, first.samples, second.step) == (1, 4, 2)
+    assert first.loss == pytest.approx(sum(losses[:2]) / 2)
+    assert second.loss == pytest.approx(sum(losses[2:]) / 2)
+
+
+def test_tokens_are_counted_and_weights_weigh(tmp_path):
+    accelerator, model, optimizer, _ = start(tmp_path, gradient_accumulation_steps=2)
+    words = [{"input_ids": torch.ones(2, length, dtype=torch.long)} for length in (3, 5)]
+    loader = accelerator.prepare(DataLoader(words, batch_size=None))
+    values = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(batch["input_ids"].float().mean() * torch.ones(1, 2)).square().mean()
+            weight = batch["input_ids"].numel()
+            accelerator.backward(loss * weight / 3, weight=weight)
+            values.append((loss.item() * weight / 3, weight))
+            optimizer.step()
+    accelerator.end_training()
+    (only,) = records(tmp_path)
+    assert (only.tokens, only.samples) == (16, 4)
+    assert only.loss == pytest.approx(sum(a * b for a, b in values) / 16)
+
+
+def test_figures_of_the_script_belong_to_their_step(tmp_path):
+    accelerator, model, optimizer, loader = start(tmp_path)
+    for number, (rows,) in enumerate(loader):
+        accelerator.backward(model(rows).square().mean())
+        optimizer.step()
+        accelerator.report(accuracy=torch.tensor([number / 10]), tokens=100 + number)
+    accelerator.end_training()
+    found = records(tmp_path)
+    assert [each.own["accuracy"] for each in found] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert [each.tokens for each in found] == [100, 101, 102, 103]
+    for wrong in ("much", torch.ones(2), None):
+        with pytest.raises(UsageError, match=r"expected a number .* for report\(size="):
+            accelerator.report(size=wrong)
+
+
+def test_evaluation_and_checkpoints_have_sections_of_their_own(tmp_path):
+    accelerator, model, optimizer, loader = start(tmp_path)
+    held_out = accelerator.prepare(DataLoader(TensorDataset(torch.randn(4, 2))))
+    train(accelerator, model, optimizer, loader)
+    for _ in held_out:
+        time.sleep(0.01)
+    accelerator.save_state(tmp_path / "saved")
+    train(accelerator, model, optimizer, loader)
+    accelerator.end_training()
+    first = records(tmp_path)[4]
+    assert first.sections["evaluation"] >= 0.03
+    assert first.sections["checkpoint"] > 0
+    assert first.sections["data"] < 0.03
+
+
+def test_a_skipped_step_is_told(tmp_path):
+    accelerator, model, optimizer, loader = start(
+        tmp_path, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)]
+    )
+    handle = model[1].weight.register_hook(lambda grad: grad * float("inf"))
+    train(accelerator, model, optimizer, loader, clip=False)
+    handle.remove()
+    accelerator.end_training()
+    assert [each.skipped for each in records(tmp_path)] == [1, 1, 1, 1]
+    assert records(tmp_path)[0].loss_scale is not None
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path):
+    accelerator, *objects = start(tmp_path)
+    train(accelerator, *objects)
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.end_training()
+    accelerator, *objects = start(tmp_path)
+    accelerator.load_state(tmp_path / "saved")
+    train(accelerator, *objects)
+    accelerator.end_training()
+    assert len(starts_of(tmp_path)) == 2
+    assert [each.step for each in records(tmp_path)] == [5, 6, 7, 8]
+    events = [event["event"] for _, event in starts_of(tmp_path)[-1].journals()[0].events]
+    assert events == ["resumed", "ended"]
+
+
+def test_without_a_folder_the_newest_record_is_there_and_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    accelerator, *objects = start()
+    heard = []
+    accelerator.report.listen(lambda figures: heard.append(figures.step))
+    train(accelerator, *objects)
+    assert (accelerator.report.latest().step, heard) == (4, [1, 2, 3, 4])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_false_records_nothing(tmp_path):
+    accelerator, *objects = start(tmp_path, config={"report": False})
+    train(accelerator, *objects)
+    accelerator.report(accuracy=1.0)
+    accelerator.end_training()
+    assert accelerator.report.latest() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_true_needs_a_folder():
+    with pytest.raises(UsageError, match=r"expected a project_dir .* pass project_dir"):
+        start(config={"report": True})
+
+
+def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path, caplog):
+    (tmp_path / "run").write_text("a file", encoding="utf-8")
+    accelerator, *objects = start(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert len(train(accelerator, *objects)) == 4
+        train(accelerator, *objects)
+    assert sum("not recorded" in record.message for record in caplog.records) == 1
+    accelerator.end_training()
+
+
+def test_a_forgotten_accelerator_is_let_go_and_its_file_closed(tmp_path):
+    accelerator, *objects = start(tmp_path)
+    train(accelerator, *objects)
+    gone = weakref.ref(accelerator)
+    del accelerator, objects
+    gc.collect()
+    assert gone() is None
+    assert len(records(tmp_path)) == 4
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_numbers_and_the_bytes_of_a_run_stay_the_same(tmp_path, strategy):
+    seen = []
+    for config in ({"report": False}, {}):
+        accelerator, model, *objects = start(tmp_path, strategy=strategy, config=config, rows=16)
+        before = accelerator.traffic.total()
+        losses = train(accelerator, model, *objects)
+        seen.append((losses, accelerator.traffic.total() - before))
+        accelerator.wait_for_everyone()
+        sent = accelerator.traffic.sent()
+        accelerator.report.finish()
+        accelerator.free_memory()
+    assert seen[0] == seen[1]
+    mine = records(tmp_path, torch.distributed.get_rank())
+    assert [each.loss for each in mine] == pytest.approx(seen[0][0])
+    assert sum(sum(each.sent.values()) for each in mine) == sum(sent.values())
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_waits_for_another_says_so(tmp_path):
+    accelerator, model, optimizer, loader = start(tmp_path, rows=16)
+    for (rows,) in loader:
+        if accelerator.process_index == 1:
+            time.sleep(0.03)
+        accelerator.backward(model(rows).square().mean())
+        optimizer.step()
+    accelerator.report.finish()
+    waited = [each.waiting.get("dp", 0.0) for each in records(tmp_path, accelerator.process_index)]
+    if accelerator.process_index == 0:
+        assert min(waited[1:]) > 0.02
+    else:
+        assert max(waited[1:]) < 0.02
+    accelerator.free_memory()
+
+
+def test_the_ledger_can_be_printed():
+    accelerator, *_ = start()
+    assert repr(accelerator.traffic) == "Traffic: nothing sent yet"
+    accelerator.traffic.add("dp", "all_reduce", 4096)
+    accelerator.traffic.took("dp", "all_reduce", 0.25)
+    accelerator.traffic.waited("dp", 0.125)
+    lines = str(accelerator.traffic).splitlines()
+    assert [line.split() for line in lines] == [
+        ["axis", "operation", "calls", "bytes", "sent", "seconds"],
+        ["dp", "all_reduce", "1", "4,096", "0.250"],
+        ["waited", "0.125", "s", "on", "axis", "dp"],
+    ]
