@@ -42,6 +42,22 @@ class Delivery:
     exhausted: Callable[[], None] | None = None
     delivered: Callable[[Any], Any] | None = None
 
+    def fetch(self, loader: DataLoader[Any]) -> None:
+        """Tell that a batch is about to be read."""
+        if self.fetching is not None:
+            self.fetching(loader)
+
+    def exhaust(self) -> None:
+        """Tell that there was no batch."""
+        if self.exhausted is not None:
+            self.exhausted()
+
+    def deliver(self, batch: Any) -> Any:
+        """Return a batch, on its device, as the script gets it."""
+        if self.device is not None:
+            batch = send_to_device(batch, self.device, non_blocking=self.non_blocking)
+        return batch if self.delivered is None else self.delivered(batch)
+
 
 @dataclass(slots=True)
 class Progress:
@@ -266,16 +282,15 @@ class PreparedLoader(DataLoader[Any]):
         iteration = Iteration(self, self._progress.epoch)
         self._begin(iteration)
         try:
-            self._fetch()
+            self._delivery.fetch(self._user)
             for step in self._source.steps(self._start()):
                 self._note(step)
                 share = step.shares[0]
                 if share is not None:
-                    yield self._deliver(share.batch)
+                    yield self._delivery.deliver(share.batch)
                     self._check_running(iteration)
-                    self._fetch()
-            if self._delivery.exhausted is not None:
-                self._delivery.exhausted()
+                    self._delivery.fetch(self._user)
+            self._delivery.exhaust()
         finally:
             self._finish(iteration)
 
@@ -307,16 +322,6 @@ class PreparedLoader(DataLoader[Any]):
         progress.start = step.start
         progress.remainder = step.remainder
         progress.ends = progress.ends or (share is not None and share.last)
-
-    def _fetch(self) -> None:
-        if self._delivery.fetching is not None:
-            self._delivery.fetching(self._user)
-
-    def _deliver(self, batch: Any) -> Any:
-        delivery = self._delivery
-        if delivery.device is not None:
-            batch = send_to_device(batch, delivery.device, non_blocking=delivery.non_blocking)
-        return batch if delivery.delivered is None else delivery.delivered(batch)
 
     def _check_running(self, iteration: Iteration) -> None:
         if self._progress.running is not iteration:
