@@ -1,1 +1,1 @@
-"""What a run measures of itself: a record for each optimizer step and rank, and where they lie."""
+"""The figures of a run: a record for each optimizer step and rank, and the files of all records."""

@@ -94,7 +94,7 @@ def _environment(world: World) -> dict[str, str]:
 
 
 def _described(entry: PreparedModel, spec: ModelSpec) -> dict[str, Any]:
-    """Return a model's size, and what its strategy promises to hold and send."""
+    """Return a model's size, and the bytes that its strategy promises to hold and send."""
     strategy = entry.strategy
     facts: dict[str, Any] = {
         "name": type(entry.module).__name__,

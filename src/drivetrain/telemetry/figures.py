@@ -17,7 +17,7 @@ SECTIONS = ("data", "forward", "backward", "optimizer", "checkpoint", "evaluatio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFigures:
-    """What one rank measured over an optimizer step, or over several steps in a row.
+    """The figures of one rank over an optimizer step, or over several steps in a row.
 
     All times are of the host: where a device computes, the host waits for the device only where
     the script reads a value.

@@ -47,7 +47,7 @@ class StartFolder:
         return self.path / f"rank-{rank}.jsonl"
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write what is known about the run, complete or not at all.
+        """Write the facts of the run, complete or not at all.
 
         Raises:
             OSError: the file cannot be written.
@@ -58,7 +58,7 @@ class StartFolder:
         draft.replace(self.path / FACTS)
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known about the run; empty where the file is missing or torn."""
+        """Return the facts of the run; empty where the file is missing or torn."""
         try:
             found = json.loads((self.path / FACTS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -66,7 +66,7 @@ class StartFolder:
         return found if isinstance(found, dict) else {}
 
     def journals(self) -> dict[int, RankJournal]:
-        """Return what each rank has written so far, by rank."""
+        """Return the journal of each rank as written so far, by rank."""
         found = {}
         for path in self.path.glob("rank-*.jsonl"):
             number = path.stem.removeprefix("rank-")

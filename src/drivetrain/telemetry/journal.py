@@ -72,7 +72,7 @@ class Journal:
             self._file.flush()
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the steps left over, and close the file."""
         self._write_begun()
         if self._file is not None:
             self._file.close()
