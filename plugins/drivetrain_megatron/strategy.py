@@ -94,6 +94,14 @@ class Megatron(DataParallelCell):
         """Return the pipeline stage of each tensor, and whether the ranks of tp divide it."""
         return self._whole.described(module, self._facts)
 
+    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the blocks of this rank's stages; without a pipeline, the parts of the model."""
+        if self._builder is None or self._pipeline is None:
+            return super().units(module)
+        workers = self._pipeline.stages.workers.values()
+        mine = {index for worker in workers for index in worker.stage.blocks}
+        return {name: b for index, (name, b) in enumerate(self._builder.blocks) if index in mine}
+
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Keep the source: parameters get this rank's share of their values once they are cut."""
         self._source = SharedSource(source, model)

@@ -39,7 +39,6 @@ from drivetrain.facade.options import (
     ProfileKwargs,
     ProjectConfiguration,
     announce_unused,
-    profiler_of,
     project_of,
 )
 from drivetrain.facade.preparation import Preparation, is_scheduler
@@ -56,6 +55,7 @@ from drivetrain.facade.settings import (
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.processes import Processes, StaysInProcess
+from drivetrain.profiling.session import profiled
 from drivetrain.runtime import words
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
@@ -653,17 +653,22 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         """Whether the last step of any optimizer was skipped because of an infinite gradient."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """Context that profiles with ``torch.profiler`` and writes a Chrome trace per rank."""
+    def profile(
+        self, profile_handler: ProfileKwargs | None = None
+    ) -> AbstractContextManager[torch.profiler.profile]:
+        """Context that profiles with ``torch.profiler``; collective where a folder is given.
+
+        The trace has ranges for collectives, for waits, for the forward and backward of the parts
+        of prepared models, and for pipeline stages.
+
+        Args:
+            profile_handler: options; None takes those of ``kwargs_handlers``.
+
+        Yields:
+            torch's profiler.
+        """
         options = profile_handler or self.handlers.profile
-        with profiler_of(options) as profiler:
-            yield profiler
-        if options.output_trace_dir is not None:
-            folder = Path(options.output_trace_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"profile_{self.process_index}.json"))
-            self.wait_for_everyone()
+        return profiled(options, self._prepared, self.run)
 
     # --- metrics, and other words among the ranks ---
 

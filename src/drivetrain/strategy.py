@@ -18,6 +18,7 @@ from drivetrain.building import WeightSource, fill, meta_tensors
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import UsageError
+from drivetrain.parts.blocks import model_units
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -120,7 +121,19 @@ class Verifiable:
         return {}
 
 
-class Strategy(Readable, Verifiable, ABC, Generic[ConfigT]):
+class Profiled:
+    """The part of the contract for profiles."""
+
+    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the modules of this rank's computation in their order, by name.
+
+        Args:
+            module: as ``unwrap`` returns it.
+        """
+        return model_units(module)
+
+
+class Strategy(Readable, Verifiable, Profiled, ABC, Generic[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh.
 
     Attributes:

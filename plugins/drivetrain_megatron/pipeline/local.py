@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
+from drivetrain.ranges import STAGE, named_range
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.dropout.chain import Dropout
 from drivetrain_megatron.pipeline.batches import MicroBatch
@@ -87,6 +88,13 @@ class Interpreter:
         given = self._arrivals.pop(message).wait() if message is not None else ()
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         start = time.perf_counter()
+        with named_range(STAGE, f"{action.stage}: {action.kind.name.lower()} {micro_batch}"):
+            self._compute(action, stage, given)
+        return Span(action, start, time.perf_counter())
+
+    def _compute(self, action: Action, stage: StageWorker, given: Sequence[Tensor]) -> None:
+        """Run an action whose inputs are there; its results are sent."""
+        micro_batch = action.micro_batch
         if action.kind is ActionKind.FORWARD:
             outputs = stage.forward(micro_batch, given)
             if action.stage + 1 < self._count:
@@ -97,7 +105,6 @@ class Interpreter:
             half = action.kind is ActionKind.INPUT
             run = stage.backward_input if half else stage.backward
             run(micro_batch, given, self._sender(action))
-        return Span(action, start, time.perf_counter())
 
     def _sender(self, action: Action) -> Send:
         def send(gradients: Sequence[Tensor]) -> None:

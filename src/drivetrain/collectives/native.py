@@ -21,6 +21,7 @@ from drivetrain.collectives.communicator import (
 from drivetrain.collectives.handles import Finished, Handle
 from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.errors import CollectiveError
+from drivetrain.ranges import collective_range
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
 
@@ -215,7 +216,8 @@ class NativeCommunicator(Communicator):
             )
 
         self.traffic.add(self.axis.name, request.operation, self._sent_bytes(request, flat))
-        with torch.no_grad():
+        name = (request.operation, number, label, self.axis.name)
+        with torch.no_grad(), collective_range(*name):
             try:
                 work = launch()
             except RuntimeError as error:

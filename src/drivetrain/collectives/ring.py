@@ -44,6 +44,7 @@ from drivetrain.collectives.volume import (
 )
 from drivetrain.collectives.worker import CollectiveTask, CommunicationThread
 from drivetrain.errors import CollectiveError
+from drivetrain.ranges import collective_range
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
 
@@ -173,9 +174,10 @@ class RingCommunicator(Communicator):
 
         def timed() -> None:
             start = time.perf_counter()
-            self._neighbors.begin(request, number, label, flat)
-            run()
-            self._neighbors.end()
+            with collective_range(request.operation, number, label, self.axis.name):
+                self._neighbors.begin(request, number, label, flat)
+                run()
+                self._neighbors.end()
             self.traffic.took(self.axis.name, request.operation, time.perf_counter() - start)
 
         def watch() -> OperationWatch:

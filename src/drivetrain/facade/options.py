@@ -155,7 +155,9 @@ class ProfileKwargs:
         with_stack: record source lines.
         with_flops: estimate floating point operations.
         with_modules: record the module hierarchy.
-        output_trace_dir: folder for ``profile_RANK.json`` in Chrome's trace format.
+        output_trace_dir: folder for ``profile_RANK.json`` in Chrome's trace format, for the trace
+            of all ranks, ``trace.json.gz``, and for the largest costs; on a disk that all hosts
+            share.
     """
 
     activities: list[str] | None = None
@@ -339,4 +341,6 @@ def profiler_of(options: ProfileKwargs) -> torch.profiler.profile:
         with_stack=options.with_stack,
         with_flops=options.with_flops,
         with_modules=options.with_modules,
+        # Collectives run in threads of their own.
+        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
     )

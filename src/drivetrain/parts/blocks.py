@@ -39,6 +39,32 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
     return list(distinct.values())
 
 
+def model_units(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the parts of a model in their order, by the names of its modules.
+
+    These are the repeated blocks, and the largest modules beside them that hold parameters. Where
+    nothing repeats, they are the model's children; a model without children is one part.
+    """
+    plain = uncompiled(model)
+    blocks = {id(block) for _, block in repeated_blocks(model)}
+    found: dict[int, NamedModule] = {}
+    for name, part in _parts(plain, "", blocks):
+        found.setdefault(id(part), (clean_name(name), part))
+    return dict(found.values())
+
+
+def _parts(module: nn.Module, prefix: str, blocks: set[int]) -> Iterator[NamedModule]:
+    for name, child in module.named_children():
+        opened = any(id(inner) in blocks for inner in child.modules())
+        opened = opened or isinstance(child, _NEVER_CALLED)
+        if id(child) not in blocks and opened:
+            yield from _parts(child, f"{prefix}{name}.", blocks)
+        elif next(child.parameters(), None) is not None:
+            yield prefix + name, child
+    if not prefix and next(module.children(), None) is None:
+        yield type(module).__name__, module
+
+
 def _search(module: nn.Module, prefix: str) -> list[NamedModule]:
     children = [
         (prefix + name, child) for name, child in module._modules.items() if child is not None

@@ -16,3 +16,8 @@ def hooks_of_script(module: nn.Module) -> dict[int, Callable[..., Any]]:
         for number, hook in module._forward_hooks.items()
         if not str(getattr(hook, "__module__", "")).startswith("drivetrain")
     }
+
+
+def is_compiled_call(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` compiled the calls of a module, hooks and forward."""
+    return module.__dict__.get("_compiled_call_impl") is not None

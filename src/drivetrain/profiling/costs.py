@@ -1,0 +1,206 @@
+"""The largest costs of a profile: where the time of a step went, by operation and by wait.
+
+The program's own thread is cut into the operations that it ran, each without the operations inside,
+its waits for other ranks, and the rest, which is Python. Kernels of devices and collectives in the
+background go on beside it; their rows say so.
+"""
+
+import re
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from drivetrain.profiling.events import Event
+from drivetrain.ranges import COLLECTIVE, STEP, WAIT
+
+SHOWN = 10
+"""Rows of the table."""
+
+_STEPS = (STEP, "ProfilerStep#")
+_NUMBER = re.compile(r" #\d+")
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_PYTHON = "Python, and what no operation tells"
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    """One cost, per step.
+
+    Attributes:
+        kind: ``operation``, ``wait``, ``python``, ``device`` or ``background``.
+        name: of the operation, the collective or the kernel.
+        calls: how often, the mean over ranks.
+        ms: milliseconds, the mean over ranks.
+        least_ms: on the rank that spent least.
+        most_ms: on the rank that spent most.
+        share: of the step, from 0 to 1; rows beside the program's thread overlap with others.
+    """
+
+    kind: str
+    name: str
+    calls: float
+    ms: float
+    least_ms: float
+    most_ms: float
+    share: float
+
+
+@dataclass(slots=True)
+class RankCosts:
+    """The sums over one rank's trace.
+
+    Attributes:
+        steps: how many steps are marked in it; without any it counts as one.
+        seconds: from the first event of the program's thread to its last, or of all steps.
+        sums: calls and seconds by kind and name.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    sums: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of a step."""
+        return self.per_step(1e3 * self.seconds)
+
+    def per_step(self, value: float) -> float:
+        """Return the part of a sum that is one step's."""
+        return value / max(self.steps, 1)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        rows = [[*key, *value] for key, value in self.sums.items()]
+        return {"steps": self.steps, "seconds": self.seconds, "sums": rows}
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> "RankCosts":
+        """Undo ``plain``."""
+        sums = {(kind, name): (calls, s) for kind, name, calls, s in plain["sums"]}
+        return cls(plain["steps"], plain["seconds"], sums)
+
+
+class CostTally:
+    """Collects the events of one rank's trace, 32 bytes for each.
+
+    Args:
+        program: number of the program's own thread; None where the trace does not tell.
+    """
+
+    def __init__(self, program: int | None) -> None:
+        self._program = program
+        self._starts, self._ends = array("d"), array("d")
+        self._names: dict[str, int] = {}
+        self._kinds = array("l")
+        self._steps = 0
+        self._span = [float("inf"), float("-inf")]
+        self._beside: dict[tuple[str, str], tuple[int, float]] = {}
+
+    def add(self, event: Event) -> None:
+        """Look at an event."""
+        if event["ph"] != "X":
+            return
+        name, seconds = str(event["name"]), event.get("dur", 0.0) / 1e6
+        if event.get("cat") in _DEVICE:
+            self._note("device", name, seconds)
+        elif event["tid"] == self._program:
+            self._add_own(name, event.get("cat"), event["ts"], event.get("dur", 0.0))
+        elif name.startswith(COLLECTIVE):
+            self._note("background", _NUMBER.sub("", name.removeprefix(COLLECTIVE)), seconds)
+
+    def costs(self) -> RankCosts:
+        """Return the sums."""
+        found = RankCosts(self._steps, 0.0, dict(self._beside))
+        if self._span[1] > self._span[0]:
+            found.seconds = (self._span[1] - self._span[0]) / 1e6
+        names, sums = list(self._names), found.sums
+        covered = 0.0
+        for index, microseconds in self._own_times():
+            name = names[index]
+            kind = "wait" if name.startswith(WAIT) else "operation"
+            key = (kind, _NUMBER.sub("", name))
+            calls, before = sums.get(key, (0, 0.0))
+            sums[key] = (calls + 1, before + microseconds / 1e6)
+            covered += microseconds / 1e6
+        sums[("python", _PYTHON)] = (max(found.steps, 1), max(0.0, found.seconds - covered))
+        return found
+
+    def _add_own(self, name: str, category: Any, start: float, duration: float) -> None:
+        if name.startswith(_STEPS):
+            self._steps += 1
+        elif category not in ("cpu_op", "user_annotation"):
+            return
+        self._span = [min(self._span[0], start), max(self._span[1], start + duration)]
+        if category == "cpu_op" or name.startswith(WAIT):  # other ranges only name a time
+            self._starts.append(start)
+            self._ends.append(start + duration)
+            self._kinds.append(self._names.setdefault(name, len(self._names)))
+
+    def _note(self, kind: str, name: str, seconds: float) -> None:
+        calls, before = self._beside.get((kind, name), (0, 0.0))
+        self._beside[kind, name] = (calls + 1, before + seconds)
+
+    def _own_times(self) -> Iterable[tuple[int, float]]:
+        """Yield each operation with its time without that of the operations inside."""
+        order = sorted(range(len(self._starts)), key=lambda i: (self._starts[i], -self._ends[i]))
+        inside: list[tuple[int, float]] = []  # the operations around, and their own time so far
+        for index in order:
+            start, end = self._starts[index], self._ends[index]
+            while inside and self._ends[inside[-1][0]] <= start:
+                done, own = inside.pop()
+                yield self._kinds[done], own
+            if inside:
+                around, own = inside[-1]
+                inside[-1] = (around, own - (min(end, self._ends[around]) - start))
+            inside.append((index, end - start))
+        for done, own in inside:
+            yield self._kinds[done], own
+
+
+def largest(ranks: Sequence[RankCosts], most: int = SHOWN) -> list[CostRow]:
+    """Return the largest costs per step, over ranks."""
+    keys = dict.fromkeys(key for rank in ranks for key in rank.sums)
+    step_ms = sum(rank.step_ms for rank in ranks) / len(ranks)
+    rows = []
+    for kind, name in keys:
+        found = [rank.sums.get((kind, name), (0, 0.0)) for rank in ranks]
+        ms = [rank.per_step(1e3 * s) for (_, s), rank in zip(found, ranks, strict=True)]
+        calls = [rank.per_step(count) for (count, _), rank in zip(found, ranks, strict=True)]
+        mean = sum(ms) / len(ranks)
+        share = mean / step_ms if step_ms else 0.0
+        rows.append(CostRow(kind, name, sum(calls) / len(ranks), mean, min(ms), max(ms), share))
+    return sorted(rows, key=lambda row: row.ms, reverse=True)[:most]
+
+
+def table(rows: Sequence[CostRow], ranks: Sequence[RankCosts]) -> str:
+    """Return the costs as a table of text."""
+    step_ms = sum(rank.step_ms for rank in ranks) / len(ranks)
+    steps = ranks[0].steps
+    what = f"a step, the mean of {steps}," if steps else "the part that was profiled"
+    lines = [
+        f"{what} takes {step_ms:.1f} ms on {len(ranks)} ranks, with the profiler's own work; the "
+        "largest costs:",
+        f"{'ms/step':>9} {'share':>6} {'calls':>8} {'least..most over ranks':>22}  what",
+    ]
+    for row in rows:
+        span = f"{row.least_ms:.1f}..{row.most_ms:.1f} ms"
+        lines.append(
+            f"{row.ms:>9.2f} {row.share:>6.1%} {row.calls:>8.1f} {span:>22}  "
+            f"{_WORDS[row.kind]}{row.name}"
+        )
+    return "\n".join(lines)
+
+
+def plain_rows(rows: Sequence[CostRow]) -> list[dict[str, Any]]:
+    """Return the costs as JSON has them."""
+    return [asdict(row) for row in rows]
+
+
+_WORDS = {
+    "operation": "",
+    "wait": "",
+    "python": "",
+    "device": "on the device: ",
+    "background": "in the background: ",
+}

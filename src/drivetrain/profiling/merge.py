@@ -1,0 +1,244 @@
+"""One Chrome trace of all ranks: each rank is a process with its name, on rank 0's clock.
+
+Every rank rewrites its own trace (``write_part``), and rank 0 joins the parts (``join_parts``). A
+part is a gzip member, and members one after another are a gzip file: nothing is decompressed to
+join, and no rank holds more of a trace in memory than a megabyte of text.
+"""
+
+import gzip
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.profiling.events import Event, TraceReader
+from drivetrain.ranges import BACKWARD
+
+FACTS = "drivetrain"
+"""Key under which a rank's trace has the facts of ``RankPlace``."""
+
+MERGED_BYTES = 1 << 30
+"""Text of a merged trace at most, about as much as viewers open; the shortest operations of ranks
+that would exceed their part of it are left out."""
+
+_ROWS_OF_A_RANK = 100
+"""Numbers of processes of a merged trace that a rank has: one for itself, and for each device."""
+
+_UNITS_ROW = 1
+"""Number of the row of units in backward: they begin and end inside of autograd's own ranges."""
+
+_TRIMMED = {"cpu_op", "python_function", "cuda_runtime", "cuda_driver"}
+_FLOWS = {"s", "t", "f"}
+_LEAST_US = 1e-3
+_LEVEL = 4
+"""gzip's effort: a trace shrinks to a tenth, at a fifth of the time that the parser takes."""
+
+_MESSAGES = "gloo:"
+_MICRO = 1000.0
+_FOREIGN = {"Spans", "Traces", ""}
+"""Processes of a trace that are none: marks of the profiler itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Facts about a rank, which its trace lacks.
+
+    Attributes:
+        rank: its number.
+        name: the name of its row.
+        ahead_ns: how far its clock is ahead of rank 0's.
+        begun_ns: time 0 of the merged trace, on the clock of rank 0.
+        accuracy_ns: by how much clocks may differ after all.
+        threads: names of threads by the numbers of the system.
+    """
+
+    rank: int
+    name: str
+    ahead_ns: int
+    begun_ns: int
+    accuracy_ns: int
+    threads: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The processes and threads of one rank; only rows with events get a name."""
+
+    place: RankPlace
+    named: list[Event] = field(default_factory=list)
+    used: set[tuple[Any, Any]] = field(default_factory=set)
+    own: Any = None
+
+    def learn(self, event: Event) -> None:
+        """Take a row's name."""
+        self.named.append(event)
+        if event["name"] == "process_labels" and event["args"].get("labels") == "CPU":
+            self.own = event["pid"]
+
+    def number(self, pid: Any) -> int:
+        """Return the number of a process: the rank itself, or one of its devices."""
+        first = self.place.rank * _ROWS_OF_A_RANK
+        return first if pid == self.own else first + 1 + int(pid) % (_ROWS_OF_A_RANK - 1)
+
+    def names(self) -> Iterator[Event]:
+        """Yield the names of rows with events, the rank's own row first."""
+        for pid in dict.fromkeys(pid for pid, _ in sorted(self.used, key=str)):
+            device = "" if pid == self.own else f", device {pid}"
+            yield self._fact("process_name", pid, 0, {"name": f"{self.place.name}{device}"})
+            yield self._fact("process_sort_index", pid, 0, {"sort_index": self.number(pid)})
+        for pid, tid in sorted(self.used, key=str):
+            if tid == _UNITS_ROW:
+                yield self._fact("thread_name", pid, tid, {"name": "units in backward"})
+                yield self._fact("thread_sort_index", pid, tid, {"sort_index": -2})
+        for event in self.named:
+            pid, tid = event["pid"], event["tid"]
+            if (pid, tid) in self.used and event["name"] == "thread_name":
+                main = pid == self.own and pid == tid
+                known = self.place.threads.get(str(tid), event["args"]["name"])
+                yield self._fact("thread_name", pid, tid, {"name": "program" if main else known})
+                yield self._fact("thread_sort_index", pid, tid, {"sort_index": -1 if main else 0})
+
+    def _fact(self, name: str, pid: Any, tid: Any, args: Mapping[str, Any]) -> Event:
+        return {"ph": "M", "name": name, "pid": self.number(pid), "tid": tid, "args": args}
+
+
+def write_part(
+    trace: Path,
+    part: Path,
+    place: RankPlace,
+    *,
+    ranks: int,
+    most: int = MERGED_BYTES,
+    see: Callable[[Event], None] | None = None,
+) -> float:
+    """Rewrite a rank's trace as its part of the merged one.
+
+    Args:
+        trace: as torch's profiler wrote it.
+        part: the file to write.
+        place: of the rank.
+        ranks: how many there are.
+        most: bytes of text of the merged trace at most.
+        see: is shown each event as it was.
+
+    Returns:
+        Below which duration, in microseconds, operations were left out; 0 for none.
+    """
+    sizes: Counter[float] = Counter()
+    written = _write(trace, part, _Rewriting(place, ranks, 0.0, see), sizes)
+    limit = most // ranks
+    if written <= limit:
+        return 0.0
+    shortest = shortest_kept(sizes, limit - (written - sizes.total()))
+    _write(trace, part, _Rewriting(place, ranks, shortest), Counter())
+    return shortest
+
+
+def join_parts(parts: Sequence[Path], path: Path, facts: Mapping[str, Any]) -> None:
+    """Join the parts of ranks to one trace.
+
+    Args:
+        parts: the files of ``write_part``; removed.
+        path: of the merged trace, a gzip file.
+        facts: further entries of the trace.
+    """
+    whole = path.with_name(f".{path.name}")
+    with whole.open("wb") as file:
+        file.write(gzip.compress(b'{"displayTimeUnit": "ms", "traceEvents": [\n'))
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, file)
+        # The list must not end with a comma: an event without a row ends it.
+        last = {"ph": "M", "name": "end", "pid": 0, "tid": 0, "args": {}}
+        end = f'{json.dumps(last)}\n], "{FACTS}": {json.dumps(facts)}}}\n'
+        file.write(gzip.compress(end.encode()))
+    whole.replace(path)
+    for part in parts:
+        part.unlink()
+
+
+def shortest_kept(sizes: Mapping[float, int], most: int) -> float:
+    """Return below which duration, in microseconds, events have to go so that the others fit.
+
+    Args:
+        sizes: bytes of text by duration; a key stands for all durations up to twice as long.
+        most: bytes of all at most.
+    """
+    left = most
+    for duration in sorted(sizes, reverse=True):
+        left -= sizes[duration]
+        if left < 0:
+            return 2 * duration
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewriting:
+    """How the events of one rank are rewritten; see ``write_part``."""
+
+    place: RankPlace
+    ranks: int
+    shortest_us: float
+    see: Callable[[Event], None] | None = None
+    messages: list[int] = field(default_factory=lambda: [0])
+
+    def events(self, reader: TraceReader) -> Iterator[Event]:
+        """Yield the events of a trace with the merged trace's numbers and times."""
+        rows, place = _Rows(self.place), self.place
+        base_ns = reader.facts.get("baseTimeNanoseconds", 0)
+        moved_us = (base_ns - place.ahead_ns - place.begun_ns) / _MICRO
+        for event in reader:
+            if self.see is not None:
+                self.see(event)
+            if event["ph"] == "M":
+                rows.learn(event)
+            elif self._keeps(event):
+                moved = self._moved(event, rows, moved_us)
+                if str(event["name"]).startswith(_MESSAGES):
+                    yield from self._apart(moved)
+                else:
+                    yield moved
+        yield from rows.names()
+
+    def _apart(self, event: Event) -> Iterator[Event]:
+        """Yield the begin and the end of a message: it outlasts its call."""
+        self.messages[0] += 1
+        number = self.messages[0] * self.ranks + self.place.rank
+        both = {**event, "cat": "message", "id": number}
+        end = both["ts"] + both.pop("dur")
+        yield {**both, "ph": "b"}
+        yield {**both, "ph": "e", "ts": end}
+
+    def _keeps(self, event: Event) -> bool:
+        if event["pid"] in _FOREIGN:
+            return False
+        if self.shortest_us and event["ph"] in _FLOWS:
+            return False
+        return event.get("cat") not in _TRIMMED or event.get("dur", 0.0) >= self.shortest_us
+
+    def _moved(self, event: Event, rows: _Rows, moved_us: float) -> Event:
+        if str(event["name"]).startswith(BACKWARD):
+            event["tid"] = _UNITS_ROW
+        rows.used.add((event["pid"], event["tid"]))
+        event["pid"] = rows.number(event["pid"])
+        event["ts"] = round(event["ts"] + moved_us, 3)
+        if event["ph"] in _FLOWS:
+            event["id"] = int(event["id"]) * self.ranks + self.place.rank
+        return event
+
+
+def _write(trace: Path, part: Path, rewriting: _Rewriting, sizes: Counter[float]) -> int:
+    """Write a part; count the bytes of events that might be left out, by duration."""
+    written = 0
+    with gzip.open(part, "wt", encoding="utf-8", compresslevel=_LEVEL) as file:
+        for event in rewriting.events(TraceReader(trace)):
+            line = json.dumps(event, separators=(",", ":")) + ",\n"
+            written += len(line)
+            if event.get("cat") in _TRIMMED:
+                sizes[2.0 ** math.floor(math.log2(max(event["dur"], _LEAST_US)))] += len(line)
+            file.write(line)
+    return written
