@@ -68,8 +68,7 @@ class Megatron(DataParallelCell):
         self._draws = AlikeDraws(self._tp, world.device)
         self._source: SharedSource | None = None
         self._handles: list[RemovableHandle] = []
-        builds = config.pp > 1
-        self._builder = PipelineBuilder(config, run, self._pp, self._tp) if builds else None
+        self._builder = PipelineBuilder(config, run, self._pp, self._tp) if config.pp > 1 else None
         self._pipeline: PipelinedModel | None = None
         self._synchronizing = True
         if unwise := advice(run.mesh):
@@ -96,11 +95,7 @@ class Megatron(DataParallelCell):
 
     def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the blocks of this rank's stages; without a pipeline, the parts of the model."""
-        if self._builder is None or self._pipeline is None:
-            return super().units(module)
-        workers = self._pipeline.stages.workers.values()
-        mine = {index for worker in workers for index in worker.stage.blocks}
-        return {name: b for index, (name, b) in enumerate(self._builder.blocks) if index in mine}
+        return self._pipeline.units if self._pipeline is not None else super().units(module)
 
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Keep the source: parameters get this rank's share of their values once they are cut."""

@@ -138,6 +138,8 @@ class PipelineBuilder:
         stages = LocalStages(self._split, inner, parts, self._run.world.device)
         pipeline = PipelinedModel(model, stages, self._config, windowed, self._trace())
         self._pipeline = pipeline
+        mine = {index for worker in stages.workers.values() for index in worker.stage.blocks}
+        pipeline.units = {name: b for i, (name, b) in enumerate(self.blocks) if i in mine}
         for optimizer in self._optimizers:
             self.follow(optimizer)
 

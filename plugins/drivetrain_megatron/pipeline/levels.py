@@ -132,6 +132,7 @@ class PipelinedModel:
     Attributes:
         shares_outputs: whether outputs of training get their values on every stage at once, which
             takes all forwards before the first backward.
+        units: the blocks of this rank's stages, by name.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class PipelinedModel:
         self._said: set[str] = set()
         self._level = ""
         self.shares_outputs = False
+        self.units: Mapping[str, nn.Module] = {}
 
     # --- forward ---
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError, ConfigError
+from drivetrain.ranges import WAIT, named_range
 from drivetrain.runtime.mesh import Axis
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
@@ -260,7 +261,7 @@ class Link:
             CollectiveError: it failed.
         """
         start = time.perf_counter()
-        with self._telling(message):
+        with self._telling(message), named_range(WAIT, message):
             if self._groups:
                 work.wait()  # the device waits, and this process goes on; NCCL watches the time
             else:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -63,6 +64,7 @@ class NativeHandle:
         scale: the factor.
         describe: turns an exception into the error to raise.
         waited: is told the seconds of the wait.
+        waiting: makes a context for the wait.
     """
 
     def __init__(
@@ -72,12 +74,14 @@ class NativeHandle:
         scale: float,
         describe: Callable[[BaseException], CollectiveError],
         waited: Callable[[float], None],
+        waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._work = work
         self._result: Tensor | None = result
         self._scale = scale
         self._describe = describe
         self._waited = waited
+        self._waiting = waiting
 
     def wait(self) -> None:
         """Let the current stream, or on the CPU this thread, wait for the result.
@@ -89,7 +93,8 @@ class NativeHandle:
             return
         start = time.perf_counter()
         try:
-            self._work.wait()
+            with self._waiting():
+                self._work.wait()
         except RuntimeError as error:
             raise self._describe(error) from error
         self._waited(time.perf_counter() - start)
@@ -223,7 +228,8 @@ class NativeCommunicator(Communicator):
             except RuntimeError as error:
                 raise describe(error) from error
         waited = partial(self.traffic.waited, self.axis.name)
-        return NativeHandle(work, result, scale, describe, waited)
+        waiting = partial(collective_range, *name, waits=True)
+        return NativeHandle(work, result, scale, describe, waited, waiting)
 
 
 def _even(parts: list[Tensor]) -> bool:

@@ -170,11 +170,12 @@ class RingCommunicator(Communicator):
         if request.elements(flat) == 0:
             return Finished()
         number, label = self._number(), request.label or caller()
+        name = (request.operation, number, label, self.axis.name)
         self.traffic.add(self.axis.name, request.operation, self._sent_bytes(request, flat))
 
         def timed() -> None:
             start = time.perf_counter()
-            with collective_range(request.operation, number, label, self.axis.name):
+            with collective_range(*name):
                 self._neighbors.begin(request, number, label, flat)
                 run()
                 self._neighbors.end()
@@ -193,7 +194,8 @@ class RingCommunicator(Communicator):
         # The source of a broadcast goes on by itself: others need not come for that.
         needs_all = request.operation != "broadcast"
         waited = partial(self.traffic.waited, self.axis.name)
-        task = CollectiveTask(timed, describe, watch if needs_all else None, waited)
+        waiting = partial(collective_range, *name, waits=True)
+        task = CollectiveTask(timed, describe, watch if needs_all else None, waited, waiting)
         self._worker.submit(task)
         return task
 

@@ -4,6 +4,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -38,9 +39,19 @@ class CollectiveTask:
         describe: turns an exception into the error that the submitter sees.
         watch: makes a watch over a wait that takes long; None where a rank may wait for long.
         waited: is told the seconds of each wait for an unfinished task.
+        waiting: makes a context for such a wait.
     """
 
-    __slots__ = ("_describe", "_error", "_finished", "_inference", "_run", "_waited", "_watch")
+    __slots__ = (
+        "_describe",
+        "_error",
+        "_finished",
+        "_inference",
+        "_run",
+        "_waited",
+        "_waiting",
+        "_watch",
+    )
 
     def __init__(
         self,
@@ -48,9 +59,11 @@ class CollectiveTask:
         describe: Callable[[BaseException], CollectiveError],
         watch: Callable[[], Watch] | None = None,
         waited: Callable[[float], None] | None = None,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._watch = watch
         self._waited = waited
+        self._waiting = waiting
         self._run: Callable[[], None] | None = run
         self._describe = describe
         # Tensors made in inference mode can be written to in inference mode alone, a thread's own.
@@ -68,10 +81,11 @@ class CollectiveTask:
         """
         if not self._finished.acquire(blocking=False):
             start = time.perf_counter()
-            if self._watch is None:
-                self._finished.acquire()
-            elif not self._finished.acquire(timeout=LONG_WAIT_S):
-                self._wait_long(self._watch())
+            with self._waiting():
+                if self._watch is None:
+                    self._finished.acquire()
+                elif not self._finished.acquire(timeout=LONG_WAIT_S):
+                    self._wait_long(self._watch())
             if self._waited is not None:
                 self._waited(time.perf_counter() - start)
         self._finished.release()

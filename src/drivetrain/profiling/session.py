@@ -7,10 +7,12 @@ all ranks (``trace.json.gz``), and the largest costs (``costs.txt``, ``costs.jso
 import json
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+
+import torch
 
 from drivetrain.communication import wait_for_everyone
 from drivetrain.errors import UsageError
