@@ -41,8 +41,9 @@ from drivetrain.facade.options import (
     announce_unused,
     project_of,
 )
+from drivetrain.facade.preemption import Preemption
 from drivetrain.facade.preparation import Preparation, is_scheduler
-from drivetrain.facade.prepared import PreparedObjects, restore_forward
+from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import (
     Arguments,
@@ -171,8 +172,9 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         scaled = scaling.enabled and self.precision.needs_scaling
         self.scaler = LossScaler(scaling, enabled=scaled)
         self._prepared = PreparedObjects()
+        self._preemption = Preemption(self.world, self.gradient_state, self.save_state)
         self._gradients = WindowGradients(
-            self._prepared, self.gradient_state, self.scaler, self._runs
+            self._prepared, self.gradient_state, self.scaler, self._runs, self._preemption
         )
         self._uneven = UnevenInputs(self._prepared, self.gradient_state, self.scaler, self.world)
         self._constructions = Constructions(self.device)
@@ -189,6 +191,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         self._gathering = Gathering(self._runs, self.gradient_state)
         self._weights = WholeWeights(self._prepared, self.world)
         self._checkpoints = RunCheckpoints(self._prepared, self._gradients, project, self.world)
+        self._preemption.listen(project)
         self._trackers = Trackers(
             log_with, logging_dir=self.logging_dir, is_main=self.is_main_process
         )
@@ -477,11 +480,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             keep_fp32_wrapper: False gives forward back as it was before prepare().
             keep_torch_compile: False returns the module inside a compiled one.
         """
-        for entry in self._prepared.models:
-            if entry.model is model:
-                model = entry.module
-        if not keep_fp32_wrapper:
-            restore_forward(model)
+        model = self._prepared.unwrapped(model, keep_fp32_wrapper)
         return extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile)
 
     # --- the loop ---
@@ -761,6 +760,18 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         """
         return self._weights.inference(model)
 
+    # --- a scheduler's notice ---
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a scheduler has told the run to end soon, by SIGTERM or SIGUSR1.
+
+        The notice of one rank is enough, and all ranks learn of it after the same step. A script
+        that reads this decides itself what happens; otherwise, with automatic names of checkpoints,
+        the run saves and ends with exit code 75 when the training loop asks for the next batch.
+        """
+        return self._preemption.asked()
+
     # --- checkpoints: the whole state of the run ---
 
     def register_for_checkpointing(
@@ -942,9 +953,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             UsageError: nothing is left to write.
             CheckpointError: weights on the meta device, or the directory cannot be written.
         """
-        self._weights.save(
-            model, save_directory, max_shard_size, safe_serialization, only_trainable
-        )
+        options = max_shard_size, safe_serialization, only_trainable
+        self._weights.save(model, save_directory, *options)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Save an object from the main process only.
@@ -1031,6 +1041,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             self._trackers.finish()
             self.free_memory()
         finally:
+            self._preemption.close()
             if self._owns_group and dist.is_initialized():
                 words.leave()
 

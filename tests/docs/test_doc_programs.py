@@ -97,6 +97,29 @@ def test_block_of_the_precision_page(python):
     python(f"{README}\nmodel, optimizer, loader = build()\n{schedule}\n{text}\n{after}\n")
 
 
+def test_blocks_of_the_page_about_faults(python, tmp_path):
+    start, loop, *_ = blocks("docs/faults.md")
+    program = f"""{README}
+import os, signal
+model, optimizer, loader = build()
+{start}
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator.preempted  # from here on it is the script that hears the notice
+
+def train_step(batch):
+    accelerator.backward(loss_function(model(batch[0]), batch[1]))
+    optimizer.step()
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+try:
+{"".join("    " + line + chr(10) for line in loop.splitlines())}
+except SystemExit as end:
+    assert end.code == 75
+"""
+    python(program)
+    assert (tmp_path / "runs/mine/checkpoints/checkpoint_0/manifest.json").is_file()
+
+
 def test_blocks_of_the_large_models_page(python):
     python("".join(blocks("docs/large-models.md")))
 

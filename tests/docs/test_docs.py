@@ -14,6 +14,7 @@ import yaml
 import drivetrain
 from drivetrain import errors, registry
 from drivetrain.config import RunConfig, options_of
+from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group, run
 from drivetrain_launch.commands.options import FLAGS
@@ -217,7 +218,7 @@ def test_table_of_exit_codes_holds_every_error():
     }
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     raised = {kind.exit_code for kind in kinds if issubclass(kind, errors.DrivetrainError)}
-    assert codes == raised | {0, 1, KILLED, INCOMPARABLE, INTERRUPTED, 143}
+    assert codes == raised | {0, 1, KILLED, INCOMPARABLE, PREEMPTED, INTERRUPTED, 143}
 
 
 def test_imports_of_the_migration_page_exist():

@@ -12,7 +12,7 @@ from drivetrain.data.order import forward_epoch
 from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import send_to_device
-from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.runtime.gradient_state import ActiveLoader, GradientState
 from drivetrain.runtime.rng import synchronize_rng_states
 
 STATE_VERSION = 1
@@ -31,6 +31,7 @@ class Delivery:
         fetching: is told the user's loader before each batch is read.
         exhausted: is told when there was none.
         delivered: turns each batch, on its device, into the one that the script gets.
+        between: called when the script asks for another batch, before that is read.
     """
 
     rank: int = 0
@@ -41,6 +42,7 @@ class Delivery:
     fetching: Callable[[DataLoader[Any]], None] | None = None
     exhausted: Callable[[], None] | None = None
     delivered: Callable[[Any], Any] | None = None
+    between: Callable[[ActiveLoader], None] | None = None
 
     def fetch(self, loader: DataLoader[Any]) -> None:
         """Tell that a batch is about to be read."""
@@ -289,6 +291,8 @@ class PreparedLoader(DataLoader[Any]):
                 if share is not None:
                     yield self._delivery.deliver(share.batch)
                     self._check_running(iteration)
+                    if self._delivery.between is not None:
+                        self._delivery.between(self)
                     self._delivery.fetch(self._user)
             self._delivery.exhaust()
         finally:

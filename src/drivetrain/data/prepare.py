@@ -15,7 +15,7 @@ from drivetrain.data.map_source import MapSource, seed_of_main
 from drivetrain.data.order import EpochOrder, generators
 from drivetrain.data.steps import BatchSource
 from drivetrain.errors import UsageError
-from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.runtime.gradient_state import ActiveLoader, GradientState
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
 
@@ -36,6 +36,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
     fetching: Callable[[DataLoader[Any]], None] | None = None,
     exhausted: Callable[[], None] | None = None,
     delivered: Callable[[Any], Any] | None = None,
+    between: Callable[[ActiveLoader], None] | None = None,
 ) -> PreparedLoader:
     """Divide a loader over the data-parallel axis.
 
@@ -52,6 +53,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         fetching: is told the loader before each batch is read.
         exhausted: is told when there was none.
         delivered: turns each batch, on its device, into the one that the script gets.
+        between: called when the script asks for another batch, before that is read.
 
     Raises:
         UsageError: the loader cannot be divided; the message says how to change it.
@@ -68,6 +70,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         fetching=fetching,
         exhausted=exhausted,
         delivered=delivered,
+        between=between,
     )
     chosen = seed if config.data_seed is None else config.data_seed
     progress = Progress(seed=_drawn_seed(loader, world) if chosen is None else chosen)

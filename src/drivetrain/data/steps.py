@@ -8,6 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain.data.division import OrderDivision
+from drivetrain.data.workers import outliving_notices
+from drivetrain.runtime.world import is_launched
 
 
 class OrderIdentity(NamedTuple):
@@ -105,4 +107,6 @@ def reader_of(
     if loader.num_workers:
         settings["multiprocessing_context"] = loader.multiprocessing_context
         settings["prefetch_factor"] = loader.prefetch_factor
+        if is_launched():
+            settings["worker_init_fn"] = outliving_notices(loader.worker_init_fn)
     return DataLoader(dataset, **{**settings, **changes})

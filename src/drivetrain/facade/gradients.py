@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.errors import UsageError
 from drivetrain.facade.finite import FiniteCheck
 from drivetrain.facade.observer import Observer
+from drivetrain.facade.preemption import Preemption
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.facade.window import EarlierGradients, WindowMean
@@ -33,6 +34,7 @@ class WindowGradients:
         state: the accumulation window.
         scaler: the loss scale of fp16.
         runs: gradients are averaged over the axis ``dp`` of the default one.
+        preemption: is told of each step.
 
     Attributes:
         step: micro-batch of the window, from 1; kept in checkpoints.
@@ -40,9 +42,15 @@ class WindowGradients:
     """
 
     def __init__(
-        self, prepared: PreparedObjects, state: GradientState, scaler: LossScaler, runs: Runs
+        self,
+        prepared: PreparedObjects,
+        state: GradientState,
+        scaler: LossScaler,
+        runs: Runs,
+        preemption: Preemption,
     ) -> None:
         self.state = state
+        self.preemption = preemption
         self.scaler = scaler
         self.step = 0
         self.observer = Observer()
@@ -200,6 +208,7 @@ class WindowGradients:
     def after_step(self) -> None:
         """Tell the observer that an optimizer has stepped, or left out a step."""
         self.observer.after_step()
+        self.preemption.after_step()
 
     def _is_plain(self, weight: float | Tensor | None = None) -> bool:
         """Whether no model is prepared, and none needs to be: autograd's gradients are right."""

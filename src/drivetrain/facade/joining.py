@@ -56,12 +56,14 @@ class UnevenInputs:
             for loader in self._prepared.loaders:
                 loader.even_batches = even_batches
         self._joined, self._last_round = self._prepared.chosen(models), ()
+        self._state.uneven = True
         try:
             yield
             if self._world.size > 1:
                 self._stand_in()
         finally:
             self._joined = ()
+            self._state.uneven = False
             for loader, even in zip(self._prepared.loaders, before, strict=True):
                 loader.even_batches = even
 

@@ -200,6 +200,7 @@ class Preparation:
             fetching=self._gradients.observer.fetching,
             exhausted=self._gradients.observer.exhausted,
             delivered=self._gradients.observer.delivered,
+            between=self._gradients.preemption.between_batches,
         )
         self._prepared.loaders.append(prepared)
         return prepared

@@ -225,6 +225,15 @@ class PreparedObjects:
         """Whether a model was prepared here."""
         return any(entry.model is model or entry.module is model for entry in self.models)
 
+    def unwrapped(self, model: nn.Module, keep_forward: bool) -> nn.Module:
+        """Return the user's module of a prepared model; with the forward as it was, if asked."""
+        for entry in self.models:
+            if entry.model is model:
+                model = entry.module
+        if not keep_forward:
+            restore_forward(model)
+        return model
+
     def model(self, model: nn.Module) -> PreparedModel:
         """Return the entry of a model, as ``prepare`` returned it or as the script made it.
 

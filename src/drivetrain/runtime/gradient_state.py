@@ -29,6 +29,7 @@ class GradientState:
     Attributes:
         divides_by_length: divide the gradients of a window by its real length, also where the
             loader ends it early; False divides by ``num_steps``.
+        uneven: whether ranks may take different numbers of steps now.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class GradientState:
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
         self.divides_by_length = True
+        self.uneven = False
         self.sync_gradients = True
         self.micro_batch = 0
         self._loaders: list[ActiveLoader] = []

@@ -131,6 +131,11 @@ def launched_config() -> str:
     return os.environ.get(CONFIG_VARIABLE, "")
 
 
+def is_launched() -> bool:
+    """Whether a launcher started this process, and hands a scheduler's notice on to it."""
+    return bool(launched_config() or os.environ.get("TORCHELASTIC_RUN_ID"))
+
+
 def reader_mark(config: Path) -> Path:
     """Return the file by which a rank tells the launcher that the configuration was read."""
     return config.with_suffix(".read")

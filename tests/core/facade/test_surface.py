@@ -46,6 +46,7 @@ SURFACE = {
     "is_main_process": "property",
     "join_uneven_inputs": "(joinables, even_batches=None)",
     "load_state": "(input_dir=None, *, verify='full')",
+    "preempted": "property",
     "resume": "(input_dir=None, *, verify='full')",
     "local_main_process_first": "()",
     "local_process_index": "property",

@@ -1,0 +1,72 @@
+"""A scheduler's notice that the run must end soon: SIGTERM or SIGUSR1, heard as a flag.
+
+Schedulers send SIGTERM, or SIGUSR1 some time before a limit, and kill later. Whoever listens
+finishes the step at hand and saves; a second SIGTERM, a while after the first, ends the process.
+"""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+
+PREEMPTED = 75
+"""Exit code of a run that has saved after a notice, and asks to be started again (EX_TEMPFAIL)."""
+
+SAME_NOTICE_S = 2.0
+"""A rank may hear one notice twice, from the scheduler and from the launcher, within this time."""
+
+
+class Notice:
+    """The notice that this process has heard, if any.
+
+    Attributes:
+        heard: name of the signal, "" as long as there was none.
+    """
+
+    def __init__(self) -> None:
+        self.heard = ""
+        self._first = 0.0
+        self._process = os.getpid()
+        self._parent = os.getppid()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """Handle the signals for which the script has no handler of its own.
+
+        Several listeners of a process hear the same signal. Only the main thread can listen; from
+        another one nothing changes.
+        """
+        if threading.current_thread() is not threading.main_thread() or self._before:
+            return
+        for number in NOTICES:
+            before = signal.getsignal(number)
+            if before is signal.SIG_DFL or isinstance(getattr(before, "__self__", None), Notice):
+                self._before[number] = before
+                signal.signal(number, self._hear)
+
+    def close(self) -> None:
+        """Give the signals the actions back that they had."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._hear:
+                signal.signal(number, before)
+        self._before = {}
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        again = bool(self.heard) and now - self._first > SAME_NOTICE_S
+        in_child = os.getpid() != self._process
+        # The kernel sends SIGTERM when the launcher is gone: then nobody waits for a checkpoint.
+        orphaned = os.getppid() != self._parent
+        if number == signal.SIGTERM and (again or in_child or orphaned):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if not self.heard and not in_child:
+            self.heard, self._first = signal.Signals(number).name, now
+        before = self._before.get(signal.Signals(number))
+        if callable(before):
+            before(number, frame)
