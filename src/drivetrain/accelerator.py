@@ -56,7 +56,7 @@ from drivetrain.facade.settings import (
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.processes import Processes, StaysInProcess
-from drivetrain.profiling.session import profiled
+from drivetrain.profiling.follower import StepProfiler
 from drivetrain.runtime import words
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
@@ -196,7 +196,9 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             log_with, logging_dir=self.logging_dir, is_main=self.is_main_process
         )
         self.report = RunReport(self.config, self.run, self.scaler, self.project_dir)
-        weakref.finalize(self, self.report.finish)  # also where the script forgets to end it
+        self._profiler = StepProfiler(self.config, self.handlers.profile, self.project_dir)
+        for end in (self.report.finish, self._profiler.end):
+            weakref.finalize(self, end)  # also where the script forgets to end it
 
     def observe(self, observer: Observer) -> None:
         """Let an observer, such as a ``drivetrain.verify.Recorder``, follow each training step.
@@ -204,7 +206,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Args:
             observer: told of the events of all models; the last one that was given counts.
         """
-        self._gradients.observer = Observers(self.report.observer, observer)
+        self._gradients.observer = Observers(self.report.observer, self._profiler, observer)
         self._gradients.observer.attach(self._prepared, self._weights, self._runs)
 
     def __repr__(self) -> str:
@@ -667,7 +669,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             torch's profiler.
         """
         options = profile_handler or self.handlers.profile
-        return profiled(options, self._prepared, self.run)
+        return self._profiler.profiled(options)
 
     # --- metrics, and other words among the ranks ---
 
@@ -1038,6 +1040,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         """
         try:
             self.report.finish()
+            self._profiler.end()
             self._trackers.finish()
             self.free_memory()
         finally:

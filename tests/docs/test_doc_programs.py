@@ -151,7 +151,13 @@ def test_blocks_of_the_page_about_watching(python, tmp_path):
     settings, *values = (tmp_path / "runs/mine/my-project.jsonl").read_text().splitlines()
     assert '"lr": 0.1' in settings
     assert all('"loss": ' in line for line in values)
-    assert (tmp_path / "runs/mine/trace/profile_0.json").is_file()
+
+
+def test_block_of_the_page_about_profiles(python, tmp_path):
+    (program,) = blocks("docs/profiling.md")
+    python(program)
+    files = {path.name for path in (tmp_path / "runs/mine/trace").iterdir()}
+    assert files == {"profile_0.json", "trace.json.gz", "costs.txt", "costs.json"}
 
 
 def test_notebook_block_of_the_cli_page(python):

@@ -100,7 +100,7 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(sandbox):
     assert rows["accumulation", "4"].endswith("run.yaml:1")
     assert rows["launch.nproc_per_node", "3"].endswith("--nproc-per-node 3")
     assert rows["precision", "bf16"].endswith("--precision bf16")
-    assert "29 more keys at their default: drivetrain config show" in done.stdout
+    assert "31 more keys at their default: drivetrain config show" in done.stdout
     assert "Mesh: dp=3 (1 x 3 ranks)" in done.stdout
     assert "0, 1, 2" in done.stdout
     # 1e9 fp32 elements: 4e9 bytes of parameters, twice that of Adam's state.
@@ -131,6 +131,7 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(sandbox):
         (["--set", "lunch.nnodes=2", "x.py"], "--set lunch.nnodes=2: unknown key lunch; did you"),
         (["--set", "seed=1.5", "x.py"], "seed: expected a valid integer, found 1.5"),
         (["--nproc-per-node", "two", "x.py"], "expected a valid integer or 'auto', found 'two'"),
+        (["--profile", "5:5", "x.py"], "expected a number of steps, such as 5, or the begin and"),
         (["--log-dir", "x.py", "x.py"], "launch.log_dir: expected a folder that exists or can be"),
         (["."], "cannot run the script '.': it is a folder;"),
         (["--wrong-option", "x.py"], "No such option"),

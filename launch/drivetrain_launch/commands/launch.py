@@ -14,6 +14,7 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
+from drivetrain.profiling.window import StepWindow
 from drivetrain_launch.commands.options import (
     FLAGS,
     GroupedCommand,
@@ -122,6 +123,8 @@ def command(
             f"--standalone is for one host, found launch.nnodes: {resolved.run.launch.nnodes}; "
             "leave one of them out"
         )
+    if resolved.run.profile.steps != "":
+        StepWindow.parse(resolved.run.profile.steps)
     if dry_run:
         from drivetrain_launch.commands.preview import preview
 
@@ -231,6 +234,9 @@ def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:
     limit = threads(settings, ranks, cores=cores())
     if limit is not None:
         variables["OMP_NUM_THREADS"] = limit
+    if resolved.run.profile.steps != "":
+        # Two lines of torch's profiler for each rank, which say nothing to a user.
+        variables["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
     code = run_ranks(
         HostJob(
             arguments=arguments,

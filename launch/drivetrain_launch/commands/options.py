@@ -64,6 +64,7 @@ FLAGS = (
     Flag("Several hosts", "launch.nnodes", ("--nnodes", "--num-machines")),
     Flag("Several hosts", "launch.node_rank", ("--node-rank", "--machine-rank")),
     Flag("Several hosts", "launch.rdzv_endpoint", ("--rdzv-endpoint",), metavar="HOST:PORT"),
+    Flag("Output", "profile.steps", ("--profile",), metavar="STEPS"),
     Flag("Output", "launch.log_dir", ("--log-dir",), metavar=FOLDER),
 )
 

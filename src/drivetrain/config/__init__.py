@@ -26,6 +26,7 @@ from drivetrain.config.schema import (
     DataConfig,
     DtypesConfig,
     LaunchConfig,
+    ProfileConfig,
     RecomputeConfig,
     RunConfig,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "Layer",
     "NestedStrategy",
     "Option",
+    "ProfileConfig",
     "RecomputeConfig",
     "Resolved",
     "RunConfig",

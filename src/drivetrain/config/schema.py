@@ -113,6 +113,22 @@ class RecomputeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig:
+    """Which steps of a run are profiled."""
+
+    steps: int | str = option(
+        "",
+        help="Steps to profile on all ranks: 5 takes five after two that warm up, 10:15 skips ten "
+        "and takes the next five; empty profiles nothing.",
+    )
+    dir: str = option(
+        "",
+        help="Folder for traces and tables, on a disk that all hosts share; a number is added "
+        "where it is in use. Empty: profile, in the project_dir if there is one.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """One run, without its strategy section, which the strategy's own plugin declares."""
 
@@ -143,6 +159,9 @@ class RunConfig:
         None,
         help="Whether the run records its figures and draws report.html in the folder run of its "
         "project_dir; unset is true where there is a project_dir.",
+    )
+    profile: ProfileConfig = section(
+        ProfileConfig, help="Which steps are profiled, and where the profile goes."
     )
     seed: int | None = option(
         None,

@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from drivetrain.profiling.events import Event
-from drivetrain.ranges import COLLECTIVE, STEP, WAIT
+from drivetrain.ranges import COLLECTIVE, WAIT
 
 SHOWN = 10
 """Rows of the table."""
 
-_STEPS = (STEP, "ProfilerStep#")
 _NUMBER = re.compile(r" #\d+")
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _PYTHON = "Python, and what no operation tells"
@@ -51,7 +50,7 @@ class RankCosts:
     """The sums over one rank's trace.
 
     Attributes:
-        steps: how many steps are marked in it; without any it counts as one.
+        steps: how many steps it has; 0 where that is not known, and it counts as one.
         seconds: from the first event of the program's thread to its last, or of all steps.
         sums: calls and seconds by kind and name.
     """
@@ -86,14 +85,15 @@ class CostTally:
 
     Args:
         program: number of the program's own thread; None where the trace does not tell.
+        steps: how many steps the trace has; 0 where that is not known.
     """
 
-    def __init__(self, program: int | None) -> None:
+    def __init__(self, program: int | None, steps: int = 0) -> None:
         self._program = program
+        self._steps = steps
         self._starts, self._ends = array("d"), array("d")
         self._names: dict[str, int] = {}
         self._kinds = array("l")
-        self._steps = 0
         self._span = [float("inf"), float("-inf")]
         self._beside: dict[tuple[str, str], tuple[int, float]] = {}
 
@@ -127,9 +127,7 @@ class CostTally:
         return found
 
     def _add_own(self, name: str, category: Any, start: float, duration: float) -> None:
-        if name.startswith(_STEPS):
-            self._steps += 1
-        elif category not in ("cpu_op", "user_annotation"):
+        if category not in ("cpu_op", "user_annotation"):
             return
         self._span = [min(self._span[0], start), max(self._span[1], start + duration)]
         if category == "cpu_op" or name.startswith(WAIT):  # other ranges only name a time

@@ -69,13 +69,14 @@ class _Rows:
     """The processes and threads of one rank; only rows with events get a name."""
 
     place: RankPlace
-    named: list[Event] = field(default_factory=list)
+    named: dict[tuple[Any, Any], str] = field(default_factory=dict)
     used: set[tuple[Any, Any]] = field(default_factory=set)
     own: Any = None
 
     def learn(self, event: Event) -> None:
         """Take a row's name."""
-        self.named.append(event)
+        if event["name"] == "thread_name":
+            self.named[event["pid"], event["tid"]] = event["args"]["name"]
         if event["name"] == "process_labels" and event["args"].get("labels") == "CPU":
             self.own = event["pid"]
 
@@ -91,16 +92,17 @@ class _Rows:
             yield self._fact("process_name", pid, 0, {"name": f"{self.place.name}{device}"})
             yield self._fact("process_sort_index", pid, 0, {"sort_index": self.number(pid)})
         for pid, tid in sorted(self.used, key=str):
-            if tid == _UNITS_ROW:
-                yield self._fact("thread_name", pid, tid, {"name": "units in backward"})
-                yield self._fact("thread_sort_index", pid, tid, {"sort_index": -2})
-        for event in self.named:
-            pid, tid = event["pid"], event["tid"]
-            if (pid, tid) in self.used and event["name"] == "thread_name":
-                main = pid == self.own and pid == tid
-                known = self.place.threads.get(str(tid), event["args"]["name"])
-                yield self._fact("thread_name", pid, tid, {"name": "program" if main else known})
-                yield self._fact("thread_sort_index", pid, tid, {"sort_index": -1 if main else 0})
+            name, order = self._name(pid, tid)
+            yield self._fact("thread_name", pid, tid, {"name": name})
+            yield self._fact("thread_sort_index", pid, tid, {"sort_index": order})
+
+    def _name(self, pid: Any, tid: Any) -> tuple[str, int]:
+        """Return the name of a row, and its place: units, then the program, then the others."""
+        if tid == _UNITS_ROW:
+            return "units in backward", -2
+        if pid == self.own == tid:
+            return "program", -1
+        return self.place.threads.get(str(tid), self.named.get((pid, tid), f"thread {tid}")), 0
 
     def _fact(self, name: str, pid: Any, tid: Any, args: Mapping[str, Any]) -> Event:
         return {"ph": "M", "name": name, "pid": self.number(pid), "tid": tid, "args": args}

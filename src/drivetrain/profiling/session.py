@@ -7,12 +7,10 @@ all ranks (``trace.json.gz``), and the largest costs (``costs.txt``, ``costs.jso
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
 
 from drivetrain.communication import wait_for_everyone
 from drivetrain.errors import UsageError
@@ -23,6 +21,7 @@ from drivetrain.profiling.clocks import ClockComparison, compare_clocks
 from drivetrain.profiling.costs import CostTally, RankCosts, largest, plain_rows, table
 from drivetrain.profiling.merge import FACTS, RankPlace, join_parts, write_part
 from drivetrain.profiling.units import UnitRanges
+from drivetrain.ranges import is_profiled
 from drivetrain.strategy import Run
 
 logger = get_logger(__name__)
@@ -45,6 +44,7 @@ class ProfileSession:
 
     Attributes:
         profiler: torch's own.
+        steps: how many optimizer steps were taken until the end; 0 while that is not known.
     """
 
     def __init__(self, options: ProfileKwargs, prepared: PreparedObjects, run: Run) -> None:
@@ -55,6 +55,7 @@ class ProfileSession:
         self._run = run
         self._clock = ClockComparison(0, 0, 0)
         self._units = ExitStack()
+        self.steps = 0
 
     @property
     def trace(self) -> Path:
@@ -62,7 +63,16 @@ class ProfileSession:
         return self._folder / f"profile_{self._run.world.rank}.json"
 
     def start(self) -> None:
-        """Start the profiler. Collective where there is a folder."""
+        """Start the profiler. Collective where there is a folder.
+
+        Raises:
+            UsageError: another profile is under way, or the folder cannot be made.
+        """
+        if is_profiled():
+            raise UsageError(
+                "expected one profile at a time, found torch's profiler at work; leave out "
+                "--profile, or the profile of the script"
+            )
         if self.folder is not None:
             self._make_folder(self.folder)
             self._clock = compare_clocks(self._run.world)
@@ -96,7 +106,7 @@ class ProfileSession:
             )
             return False
         program = threading.main_thread().native_id
-        tally = CostTally(program)
+        tally = CostTally(program, self.steps)
         ranks = self._run.world.size
         shortest = write_part(self.trace, self._part(), place, ranks=ranks, see=tally.add)
         found = {"shortest_us": shortest, **tally.costs().plain()}
@@ -200,26 +210,6 @@ class ProfileSession:
             accuracy_ns=self._clock.accuracy_ns,
             threads=threads,
         )
-
-
-@contextmanager
-def profiled(
-    options: ProfileKwargs, prepared: PreparedObjects, run: Run
-) -> Iterator[torch.profiler.profile]:
-    """Context of a profile; see ``Accelerator.profile``."""
-    session = ProfileSession(options, prepared, run)
-    session.start()
-    try:
-        yield session.profiler
-    except BaseException:
-        session.stop(together=False)
-        raise
-    session.stop(together=True)
-    if session.folder is not None:
-        written = session.write()
-        wait_for_everyone()
-        if written and run.world.is_main:
-            session.merge()
 
 
 def _size(nbytes: float) -> str:

@@ -84,7 +84,7 @@ def test_a_trace_too_large_for_viewers_loses_its_shortest_operations(tmp_path):
 
 
 def test_costs_are_own_times_waits_and_the_rest():
-    tally = CostTally(program=7)
+    tally = CostTally(program=7, steps=2)
     for event in [
         operation("step 0", 0, 10_000, category="user_annotation"),
         operation("aten::linear", 1000, 4000),

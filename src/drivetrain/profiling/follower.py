@@ -1,0 +1,208 @@
+"""Follows the steps of a run, marks them in profiles, and profiles the configured ones.
+
+A step ends where the next one begins, or where the run ends; its evaluation and its checkpoint
+belong to it. All ranks begin and end a profile at the same event.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+from torch.utils.data import DataLoader
+
+from drivetrain.communication import broadcast_object_list, wait_for_everyone
+from drivetrain.config import Resolved
+from drivetrain.errors import CollectiveError
+from drivetrain.facade.observer import Observer
+from drivetrain.facade.options import ProfileKwargs
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.settings import Runs
+from drivetrain.facade.weights import WholeWeights
+from drivetrain.log import get_logger
+from drivetrain.profiling.session import PARTS_S, ProfileSession
+from drivetrain.profiling.window import StepWindow
+from drivetrain.ranges import STEP, is_profiled
+
+logger = get_logger(__name__)
+
+FOLDER = "profile"
+"""Name of a profile's folder, unless the configuration has another."""
+
+
+class StepProfiler(Observer):
+    """Marks the steps of profiles, and makes the profile that the configuration asks for.
+
+    Args:
+        config: the resolved configuration.
+        options: of torch's profiler, for the profile of the configuration.
+        project_dir: where its folder goes; None for the working directory.
+    """
+
+    def __init__(
+        self, config: Resolved, options: ProfileKwargs, project_dir: str | Path | None
+    ) -> None:
+        asked = config.run.profile
+        self._window = StepWindow.parse(asked.steps) if asked.steps != "" else None
+        self._folder = Path(asked.dir or Path(project_dir or ".") / FOLDER)
+        self._options = options
+        self._taken = self._counted = 0
+        self._stepped = False
+        self._session: ProfileSession | None = None  # of the configuration's profile
+        self._begun_at = 0
+        self._step: record_function | None = None
+
+    # --- a profile of the script's ---
+
+    @contextmanager
+    def profiled(self, options: ProfileKwargs) -> Iterator[torch.profiler.profile]:
+        """Context of a profile; see ``Accelerator.profile``."""
+        session = self._started(options)
+        try:
+            yield session.profiler
+        except BaseException:
+            self._stop(session, together=False)
+            raise
+        self._stop(session, together=True)
+        if session.folder is not None:
+            self._finish(session)
+
+    # --- the events of the run ---
+
+    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
+        """Take the objects of the run."""
+        self._prepared, self._run = prepared, runs.default
+
+    def fetching(self, loader: DataLoader[Any]) -> None:
+        """See that a batch is asked for."""
+        self._turn()
+
+    def handed_over(self, args: Any, kwargs: Mapping[str, Any], targets: Any) -> None:
+        """See that a strategy is about to compute."""
+        self._turn()
+
+    def before_forward(self, entry: PreparedModel) -> None:
+        """See that a model is about to compute."""
+        self._turn()
+
+    def after_step(self) -> None:
+        """Note that an optimizer has stepped; another one may belong to the same step."""
+        self._stepped = True
+
+    def end(self) -> None:
+        """End the profile with the run, and name missing steps. May be called more than once."""
+        if self._window is None:
+            return
+        self._count()
+        window, self._window = self._window, None
+        session, self._session = self._session, None
+        if getattr(sys, "last_value", None) is not None:  # the script's own error is what counts
+            return
+        main = self._run.world.is_main
+        if session is None:
+            if main:
+                logger.warning(f"{_NOTHING.format(window=window, taken=self._taken)}")
+            return
+        self._stop(session, together=False)
+        # Other ranks may have ended: nobody is waited for but by looking at their files.
+        if session.write() and main:
+            session.merge(wait_s=PARTS_S)
+        if main and self._taken < window.last:
+            logger.warning(
+                f"the run ended after {self._taken} steps, and {window} were to be profiled: the "
+                f"profile has the first {self._taken - window.skipped} of them"
+            )
+
+    # --- turns ---
+
+    def _turn(self) -> None:
+        """Begin a step, if the last event ended the one before."""
+        ended = self._count()
+        window = self._window
+        if window is not None:
+            if self._session is None and self._taken >= window.skipped:
+                self._session = self._started(self._options_here())
+                return
+            if self._session is not None and self._taken >= window.last:
+                session, self._session, self._window = self._session, None, None
+                self._stop(session, together=True)
+                self._finish(session)
+        if ended and is_profiled():
+            self._mark()
+
+    def _count(self) -> bool:
+        """Count a step if it has ended; return whether it has."""
+        if not self._stepped:
+            return False
+        self._stepped = False
+        number = max((each.steps for each in self._prepared.optimizers), default=0)
+        if number == self._counted:  # another optimizer of the same step
+            return False
+        self._counted = number
+        self._taken += 1
+        return True
+
+    def _mark(self) -> None:
+        self._unmark()
+        self._step = record_function(f"{STEP}{self._taken + 1}")
+        self._step.__enter__()  # type: ignore[no-untyped-call]
+
+    def _unmark(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+    # --- sessions ---
+
+    def _started(self, options: ProfileKwargs) -> ProfileSession:
+        session = ProfileSession(options, self._prepared, self._run)
+        session.start()
+        self._count()
+        self._begun_at = self._taken
+        if is_profiled():
+            self._mark()
+        return session
+
+    def _stop(self, session: ProfileSession, *, together: bool) -> None:
+        self._unmark()
+        self._count()
+        session.steps = self._taken - self._begun_at
+        with suppress(CollectiveError):
+            session.stop(together=together)
+
+    def _finish(self, session: ProfileSession) -> None:
+        written = session.write()
+        wait_for_everyone()
+        if written and self._run.world.is_main:
+            session.merge()
+
+    def _options_here(self) -> ProfileKwargs:
+        """Return the options with a new folder, the same on all ranks."""
+        (name,) = broadcast_object_list([str(_unused(self._folder))])
+        return ProfileKwargs(
+            activities=self._options.activities,
+            record_shapes=self._options.record_shapes,
+            profile_memory=self._options.profile_memory,
+            with_stack=self._options.with_stack,
+            with_flops=self._options.with_flops,
+            with_modules=self._options.with_modules,
+            output_trace_dir=name,
+        )
+
+
+_NOTHING = (
+    "nothing was profiled: {window} were asked for, and the run ended after {taken}; ask for "
+    "earlier steps, such as --profile 0:1"
+)
+
+
+def _unused(folder: Path) -> Path:
+    """Return a folder, or the first of its name and a number, that holds nothing."""
+    number, found = 1, folder
+    while found.exists() and (not found.is_dir() or any(found.iterdir())):
+        number += 1
+        found = folder.with_name(f"{folder.name}-{number}")
+    return found
