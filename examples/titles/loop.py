@@ -36,6 +36,7 @@ class Course:
         stale: validations since then.
         seconds: time of the steps, without validations.
         sent: bytes that this rank sent in the steps.
+        memory: most bytes of this rank's process, or of its device, after a step.
     """
 
     step: int = 0
@@ -43,6 +44,7 @@ class Course:
     stale: int = 0
     seconds: float = 0.0
     sent: int = 0
+    memory: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,6 +87,10 @@ def optimizer_steps(
                 optimizer.zero_grad()
             course.seconds += time.perf_counter() - started
             course.sent += accelerator.traffic.total() - sent
+            newest = accelerator.report.latest()
+            if newest is not None:
+                now = newest.memory.get("device_peak", newest.memory.get("resident", 0))
+                course.memory = max(course.memory, now)
             if accelerator.sync_gradients:
                 course.step += 1
                 yield partial(accelerator.metric_mean, loss.detach(), int(counted))

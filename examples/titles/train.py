@@ -11,7 +11,6 @@ scores (result.json), titles side by side (samples.md), the adapter (adapter) an
 
 import argparse
 import json
-import resource
 import sys
 import warnings
 from collections.abc import Sequence
@@ -130,10 +129,10 @@ def adapted(base: str | Path, args: argparse.Namespace) -> Any:
     return model
 
 
-def fine_tune(accelerator: Accelerator, args: argparse.Namespace, task: Task) -> Course:
+def fine_tune(
+    accelerator: Accelerator, args: argparse.Namespace, task: Task, course: Course
+) -> Course:
     """Train the adapters until steps or patience end, and go back to the best of them."""
-    course = Course()
-    accelerator.register_for_checkpointing(course)
     last, best = (Path(args.output) / "checkpoints" / name for name in ("last", "best"))
     if accelerator.resume(last):
         accelerator.print(f"fine-tuning goes on at step {course.step}")
@@ -147,6 +146,7 @@ def fine_tune(accelerator: Accelerator, args: argparse.Namespace, task: Task) ->
         found = held_out_loss(accelerator, task.parts.model, task.validation)
         accelerator.print(f"step {course.step}: held-out loss {found:.4f}")
         accelerator.log({"held-out loss": found}, step=course.step)
+        accelerator.report(held_out_loss=found)
         course.stale = 0 if found < course.best else course.stale + 1
         course.best = min(found, course.best)
         if not course.stale:
@@ -244,14 +244,16 @@ def run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     counts = [len(part) for part in (pairs.train, pairs.validation, pairs.test)]
     accelerator.print("pairs: {:,} train, {:,} validation, {:,} test".format(*counts))
     accelerator.init_trackers("titles", vars(args))
-    base = args.model or pretrained(accelerator, args, pairs)
+    course = Course()
+    accelerator.register_for_checkpointing(course)  # once: each checkpoint has its state
+    base = args.model or pretrained(accelerator, args, pairs, course)
+    course.load_state_dict(Course().state_dict())
     task = prepare(accelerator, args, pairs, base)
     before = judged_before(accelerator, args, task, pairs)
-    course = fine_tune(accelerator, args, task)
+    course = fine_tune(accelerator, args, task, course)
     after = judge(accelerator, args, task, pairs)
     export(accelerator, args, task, base)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    ranks = gather_object([{"sent": course.sent, "memory": memory}])
+    ranks = gather_object([{"sent": course.sent, "memory": course.memory}])
     result = {
         "ranks": ranks,
         "steps": course.step,

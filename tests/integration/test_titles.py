@@ -1,0 +1,294 @@
+"""The experiment of titles in miniature: equal under four strategies, resumed, judged, exported."""
+
+import importlib
+import json
+import shutil
+import sys
+from itertools import count, product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from drivetrain import Accelerator, DataLoaderConfiguration
+from drivetrain.errors import UsageError
+from forked_programs import run_python
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "titles"
+MODULES = ("data", "loop", "base", "evaluate", "train")
+STRATEGIES = {
+    "ddp": {"name": "ddp"},
+    "zero3": {"name": "zero3", "keep_below": 0},
+    "tp": {"name": "megatron", "tp": 2},
+    "pp": {"name": "megatron", "pp": 2},
+}
+TINY = (
+    "--held-out", "8", "--batch", "4", "--length", "32", "--title-length", "8", "--steps", "4",
+    "--validate-every", "2", "--log-every", "2", "--pretrain-steps", "60", "--save-every", "40",
+    "--vocabulary", "300", "--dim", "32", "--layers", "2", "--lora-rank", "2", "--lr", "0.05",
+    "--pretrain-lr", "0.01",
+)  # fmt: skip
+# peft asks transformers for an attribute by its old name.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)
+
+
+def example() -> SimpleNamespace:
+    """Return the example's modules by name; their names are free again afterwards."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        return SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+def experiment(titles, strategy, *words):
+    """Run the experiment under a strategy."""
+    accelerator = Accelerator(
+        strategy=dict(strategy),
+        cpu=True,
+        log_with=["jsonl"],
+        project_dir=words[words.index("--output") + 1],
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+    )
+    try:
+        return titles.train.run(titles.train.arguments([*TINY, *words]), accelerator)
+    finally:
+        accelerator.end_training()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A file of 60 pairs."""
+    verbs = ("open", "close", "read", "write", "sort")
+    found = product(range(3), verbs, ("file", "list", "map", "row"))
+    rows = [
+        {"text": f"{verb} the {noun} {i} and give the {noun} back", "title": f"{verb} {noun} {i}"}
+        for i, verb, noun in found
+    ]
+    file = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def alone(pairs, tmp_path_factory):
+    """The folder of the experiment in one process, from its command line."""
+    folder = tmp_path_factory.mktemp("alone")
+    words = (*TINY, "--data", str(pairs), "--output", str(folder / "run"))
+    done = run_python(str(EXAMPLE / "train.py"), *words, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "ROUGE-L  before" in done.stdout
+    return folder / "run"
+
+
+@pytest.mark.complete  # each strategy is another mechanism
+@pytest.mark.parametrize("strategy", list(STRATEGIES.values()), ids=list(STRATEGIES))
+@pytest.mark.ranks(2)
+def test_a_strategy_ends_as_one_process(pairs, alone, strategy):
+    folder = alone.parent / "-".join(map(str, strategy))
+    words = ("--data", str(pairs), "--model", str(alone / "base"), "--output", str(folder))
+    found = experiment(example(), strategy, *words)
+    expected = json.loads((alone / "result.json").read_text())
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert found["loss before"] == pytest.approx(expected["loss before"], abs=1e-5)
+    assert found["loss"] < found["loss before"] - 0.01
+    assert found["scores"] == expected["scores"]
+    assert (folder / "samples.md").read_text() == (alone / "samples.md").read_text()
+    assert [rank["sent"] > 0 for rank in found["ranks"]] == [True, True]
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_was_killed_goes_on_where_it_was(pairs, alone, monkeypatch):
+    """After a checkpoint of pretraining, and after one of fine-tuning; the end is the same."""
+    titles = example()
+    folder = alone.parent / "killed"
+    words = ("--data", str(pairs), "--output", str(folder))
+    save = Accelerator.save_state
+    saved = count(1)
+
+    def save_and_end(accelerator, *args, **options):
+        save(accelerator, *args, **options)
+        if next(saved) in (1, 3):  # a checkpoint of pretraining; best and last of fine-tuning
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Accelerator, "save_state", save_and_end)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            experiment(titles, STRATEGIES["ddp"], *words)
+    found = experiment(titles, STRATEGIES["ddp"], *words)
+    assert next(saved) == 6
+    expected = json.loads((alone / "result.json").read_text())
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert found["steps"] == expected["steps"] == 4
+
+
+def test_what_a_run_exports(alone):
+    """The adapter on its base model, and the merged model, compute alike."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(alone / "base")
+    merged = AutoModelForCausalLM.from_pretrained(alone / "merged")
+    tokens = torch.arange(5, 15).view(1, 10)
+    with torch.no_grad():
+        before = base(input_ids=tokens).logits
+        after = merged(input_ids=tokens).logits
+        adapted = PeftModel.from_pretrained(base, alone / "adapter")(input_ids=tokens).logits
+    torch.testing.assert_close(adapted, after)
+    assert (after - before).abs().max() > 0.01
+
+
+@pytest.mark.ranks(1)
+def test_other_arguments_need_another_folder(pairs, alone):
+    words = ("--data", str(pairs), "--output", str(alone), "--lora-rank", "3")
+    with pytest.raises(UsageError, match=r"lora_rank = 2, found 3"):
+        experiment(example(), STRATEGIES["ddp"], *words)
+
+
+@pytest.mark.ranks(1)
+def test_models_that_do_not_fit(alone, tmp_path):
+    from transformers import BertConfig, BertLMHeadModel, T5Config
+
+    base = example().base
+    with pytest.raises(UsageError, match=r"causal language model in .*nothing, found"):
+        base.load_model(tmp_path / "nothing")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    BertLMHeadModel(BertConfig(vocab_size=20, intermediate_size=8, **sizes)).save_pretrained(
+        tmp_path / "bert"
+    )
+    T5Config().save_pretrained(tmp_path / "t5")
+    with pytest.raises(UsageError, match="see the words after"):
+        base.load_model(tmp_path / "bert")
+    with pytest.raises(UsageError, match="expected a causal language model"):
+        base.load_model(tmp_path / "t5")
+    shutil.copytree(alone / "base", tmp_path / "endless")
+    settings = tmp_path / "endless" / "tokenizer_config.json"
+    kept = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**kept, "eos_token": None, "pad_token": None}))
+    with pytest.raises(UsageError, match="end of text, and padding, found neither"):
+        base.load_tokenizer(tmp_path / "endless")
+    settings.write_text(json.dumps({**kept, "pad_token": None}))
+    tokenizer = base.load_tokenizer(tmp_path / "endless")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id is not None
+
+
+# --- data ---
+
+
+def test_groups_texts_and_titles_are_in_one_part(tmp_path):
+    data = example().data
+    pairs = [data.Pair(f"text {i}", f"title {i}", f"group {i // 5}") for i in range(200)]
+    again = [data.Pair("text  7", "another", "group 90"), data.Pair("new", "Title 8", "group 91")]
+    distinct = data.distinct([*pairs, *again])
+    assert distinct == pairs
+    parts = data.split(distinct, 12)
+    assert [len(parts.validation), len(parts.test)] == [12, 12]
+    groups = [{pair.group for pair in part} for part in (parts.train, parts.validation, parts.test)]
+    assert not groups[0] & groups[1]
+    assert not groups[0] & groups[2]
+    assert not groups[1] & groups[2]
+    large = [data.Pair(f"large {i}", f"l {i}", "large") for i in range(100)]
+    held_out = data.split([*pairs, *large], 12)
+    assert "large" not in {pair.group for pair in (*held_out.validation, *held_out.test)}
+
+
+def test_docstrings_are_read_without_an_import(monkeypatch, tmp_path):
+    data = example().data
+    package = tmp_path / "packed"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        '"""Opens a door to another room.\n\nThe door must be closed, and nobody may stand '
+        'behind it.\n"""\nraise SystemExit\n'
+    )
+    (package / "broken.py").write_text("def (:")
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))
+    text = "The door must be closed, and nobody may stand behind it."
+    found = list(data.docstrings(["packed"]))
+    assert found == [data.Pair(text, "Opens a door to another room.", "packed")]
+
+
+def test_descriptions_of_debian(tmp_path):
+    data = example().data
+    (tmp_path / "host_i18n_Translation-en").write_text(
+        "Package: bash-doc\nDescription-md5: 1\nDescription-en: documentation of a shell\n"
+        " It has all\n options.\n .\n And more.\n\nPackage: bad\nDescription-md5: 2\n"
+    )
+    (found,) = data.debian("en", tmp_path)
+    assert found == data.Pair(
+        "It has all options. \n\n And more.", "documentation of a shell", "bash"
+    )
+    assert list(data.debian("zh_CN", tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"text": "a", "title": ""}', r"line 1: expected a title, found an empty one"),
+        ("a.jsonl", '{"body": "a", "name": "b"}', r"a field title or summary .* found body, name"),
+        ("a.jsonl", "[1]", r"line 1: expected a JSON object, found '\[1\]'"),
+        ("a.tsv", "abst\ttitle\n\tb", r"line 2: expected a text, found an empty one"),
+        ("a.tsv", "abst\ttitle\na\tb", r"expected at least 3 pairs .* found 1 in .*a\.tsv"),
+    ],
+)
+def test_files_that_do_not_fit(tmp_path, name, text, message):
+    data = example().data
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=message):
+        data.read_split(str(tmp_path / name), 1, tmp_path / "pairs.json")
+    with pytest.raises(UsageError, match="found no nowhere"):
+        data.read_split("nowhere.tsv", 1, tmp_path / "pairs.json")
+
+
+def test_labels_are_those_of_titles_and_their_end(alone):
+    titles = example()
+    tokenizer = titles.base.load_tokenizer(alone / "base")
+    pairs = [
+        titles.data.Pair("open the file " * 20, "open file", ""),
+        titles.data.Pair("a", "b", ""),
+    ]
+    rows = list(titles.data.Examples(pairs, tokenizer, 32, 8))
+    batch = titles.data.training_batch(rows, tokenizer.pad_token_id)
+    assert batch["input_ids"].shape == batch["labels"].shape
+    assert batch["input_ids"].shape[1] <= 32
+    counted = [row[row != titles.data.IGNORED] for row in batch["labels"]]
+    end = tokenizer.eos_token_id
+    assert [tokenizer.decode(row[:-1]) for row in counted] == [" open file", " b"]
+    assert [int(row[-1]) for row in counted] == [end, end]
+    prompts = titles.data.prompt_batch(rows, tokenizer.pad_token_id)
+    assert tokenizer.decode(prompts["input_ids"][1][prompts["attention_mask"][1] == 1]) == (
+        "a\n\nTitle:"
+    )
+
+
+# --- scores ---
+
+
+def test_scores_are_those_of_the_literature():
+    scores = example().evaluate.scores
+    perfect = scores(["the cat sat on the mat"] * 3, ["the cat sat on the mat"] * 3, chinese=False)
+    assert [score.value for score in perfect.values()] == pytest.approx([100] * 4)
+    # Lin (2004): of four words three are in both, in this order; ROUGE-2 has one pair of three.
+    one = scores(["police kill the gunman"] * 2, ["police killed the gunman"] * 2, chinese=False)
+    assert one["ROUGE-1"].value == pytest.approx(75)
+    assert one["ROUGE-2"].value == pytest.approx(100 / 3)
+    assert one["ROUGE-L"].value == pytest.approx(75)
+
+
+def test_chinese_counts_characters():
+    scores = example().evaluate.scores
+    found = scores(["分布式训练的方法", "a"], ["分布式学习的方法", "b"], chinese=True)
+    assert found["ROUGE-1"].value == pytest.approx(100 * 6 / 8 / 2)
+    assert found["BLEU-4"].low <= found["BLEU-4"].value
+
+
+def test_intervals_hold_the_score_and_shrink():
+    scores = example().evaluate.scores
+    few = scores(["a b c d e", "x"] * 5, ["a b c d e", "y"] * 5, chinese=False)["ROUGE-1"]
+    many = scores(["a b c d e", "x"] * 50, ["a b c d e", "y"] * 50, chinese=False)["ROUGE-1"]
+    assert few.low < few.value == 50 == many.value < few.high
+    assert few.high - few.low > 2 * (many.high - many.low) > 0
