@@ -80,7 +80,7 @@ def is_causal(model: Any) -> bool:
 def pretrained(
     accelerator: Accelerator, args: argparse.Namespace, pairs: Split, course: Course
 ) -> Path:
-    """Return the folder of a small decoder that knows the training text; made where it is missing.
+    """Return the folder of a small decoder, pretrained on the training text if there is none yet.
 
     Collective. Every ``--save-every`` steps leave a checkpoint, from which a new run goes on.
     """

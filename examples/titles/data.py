@@ -43,7 +43,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Pairs to train on, pairs that stop the training, and pairs that judge it."""
+    """The pairs for training, for early stopping, and for the scores."""
 
     train: list[Pair]
     validation: list[Pair]
@@ -157,7 +157,7 @@ SOURCES: dict[str, tuple[Callable[[], Iterator[Pair]], str]] = {
 
 
 def read_split(data: str, held_out: int, cache: Path) -> Split:
-    """Return the split of a source; a file keeps it, so that it is made once for a run.
+    """Return the split of a source, from a file after the first time.
 
     Args:
         data: a name of ``SOURCES``, or a file.

@@ -1,4 +1,4 @@
-"""The training loop that pretraining and fine-tuning share, and what it keeps in checkpoints."""
+"""The training loop of pretraining and of fine-tuning, and its state in checkpoints."""
 
 import math
 import time

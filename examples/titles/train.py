@@ -74,7 +74,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Task(NamedTuple):
-    """A model to fine-tune, and what it is judged by; all prepared."""
+    """A prepared model to fine-tune, with loaders for validation and for titles."""
 
     parts: Parts
     validation: Any
@@ -237,7 +237,7 @@ def check_settings(accelerator: Accelerator, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
-    """Do the whole experiment, or the part of it that is still to do; return the result."""
+    """Do the rest of the experiment, and return the result."""
     check_settings(accelerator, args)
     with accelerator.local_main_process_first():
         pairs = read_split(args.data, args.held_out, Path(args.output) / "pairs.json")
