@@ -149,6 +149,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             cpu=self.config.run.launch.device == "cpu",
             backend=handlers.process_group.backend,
             timeout=timedelta(seconds=self.config.run.launch.timeout_s),
+            start_timeout=timedelta(seconds=self.config.run.launch.start_s),
         )
         super().__init__(self.world)
         shown = [f"{key} = {value}" for key, value, _ in self.config.rows()]

@@ -71,15 +71,14 @@ def _be(
     arguments: Sequence[str], folder: str, env: Mapping[str, str], outputs: Sequence[str]
 ) -> NoReturn:
     """Become a program."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
+    from drivetrain_launch.ranks import processes
     from drivetrain_launch.verification import attempt
 
     os.chdir(folder)
     given = env.get("PYTHONPATH", "").split(os.pathsep)
     tests = tuple(str(ROOT / name) for name in ("tests", "benchmarks", "docs"))
     sys.path[:] = [*filter(None, given), *(p for p in sys.path if p and not p.startswith(tests))]
-    subprocess_handler.Popen = Copy
+    processes.Popen = Copy
     attempt.subprocess = SimpleNamespace(Popen=Copy, TimeoutExpired=subprocess.TimeoutExpired)
     with Path(outputs[0]).open("w") as stdout, Path(outputs[1]).open("w") as stderr:
         _begin(env, stdout, stderr)

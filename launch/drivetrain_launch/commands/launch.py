@@ -2,12 +2,10 @@
 
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -27,12 +25,13 @@ from drivetrain_launch.commands.options import (
 from drivetrain_launch.ranks.placement import (
     Endpoint,
     accelerators,
-    check_port,
     cores,
     heap_variables,
+    listening_address,
     local_ranks,
     threads,
 )
+from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import AS_ACCELERATE
 
 LAUNCHERS_OWN = tuple(
@@ -42,14 +41,6 @@ LAUNCHERS_OWN = tuple(
     for name in flag.names
 )
 """Options that scripts hardly have: numbers of ranks and hosts."""
-
-
-class Stopped(BaseException):
-    """A signal asked the launcher to end before the ranks were there."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.code = 128 + number
 
 
 @click.command(
@@ -149,12 +140,11 @@ def launch(resolved: Resolved, arguments: tuple[str, ...]) -> int:
     if settings.log_dir:
         make_log_dir(Path(settings.log_dir))
     if settings.rdzv_endpoint and settings.node_rank == 0:
-        check_port(Endpoint.parse(settings.rdzv_endpoint))
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, _stop)
+        listening_address(Endpoint.parse(settings.rdzv_endpoint))
     private = Path(tempfile.mkdtemp(prefix="drivetrain-"))
     try:
-        return _run(resolved, arguments, private)
+        with Signals() as signals:
+            return _run(resolved, arguments, private, signals)
     except Stopped as stopped:
         return stopped.code
     finally:
@@ -217,7 +207,7 @@ def make_log_dir(path: Path) -> None:
         ) from error
 
 
-def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:
+def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path, signals: Signals) -> int:
     from drivetrain.runtime.world import CONFIG_VARIABLE, reader_mark
     from drivetrain_launch.ranks.engine import HostJob, run_ranks
 
@@ -244,7 +234,8 @@ def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path) -> int:
             launch=settings,
             variables=variables,
             private=private,
-        )
+        ),
+        signals,
     )
     if not code and not reader_mark(path).exists() and (text := without_effect(resolved, ranks)):
         click.echo(text, err=True)
@@ -266,7 +257,3 @@ def without_effect(resolved: Resolved, ranks: int) -> str:
         f"drivetrain: the script made no Accelerator, so {' and '.join(lost)}; make an "
         "Accelerator() and prepare() the model with it"
     )
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped(number)

@@ -1,65 +1,59 @@
-"""Which rank failed first, and how the user is told.
+"""How ranks end, which of them failed first, and how the user is told.
 
-When one rank fails, its neighbors lose their connections and fail too, and the agent stops the
-rest: only the first failure is worth reading.
+When one rank fails, its neighbors lose their connections and fail too, and the launcher stops the
+rest: only the first failure is worth reading. One host's launcher judges alone; of several hosts,
+host 0 judges from what all of them report.
 """
 
+import dataclasses
+import json
 import signal
-import socket
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from drivetrain.errors import CollectiveError
+from drivetrain.errors import CheckpointError, CollectiveError, ConfigError
+from drivetrain.runtime.notices import PREEMPTED
 
 KILLED = 6
 """Exit code of the launcher when a signal killed the first failing rank."""
 
+CANNOT_HEAL = frozenset({ConfigError.exit_code, CheckpointError.exit_code})
+"""Exit codes of errors that a restart would only repeat."""
+
 SAME_MOMENT_S = 5.0
 """Errors this close together may have one cause; a lost connection is never taken for the cause."""
+
+LONGEST_TEXT = 20_000
+"""Characters of a traceback, its end, that one host sends to the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How one rank ended.
+    """How one rank failed.
 
     Attributes:
         rank: its global rank.
+        host: the name of its host.
         pid: its process id.
         code: its exit code; -N when signal N killed it.
         time: of the rank's error, or else of the moment when its end was noticed; seconds since the
-            epoch.
+            epoch, by the clock of the host that judges.
         summary: the last line of the traceback, or "".
         traceback: the traceback, or "".
         collateral: whether it failed because another rank failed.
     """
 
     rank: int
+    host: str
     pid: int
     code: int
     time: float
     summary: str = ""
     traceback: str = ""
     collateral: bool = False
-
-    @classmethod
-    def of(cls, rank: int, record: Any) -> "Failure":
-        """Read the agent's record of a failed process (torch's ``ProcessFailure``)."""
-        message = record.message if isinstance(record.message, Mapping) else {}
-        details = message.get("extraInfo", {})
-        stopped_by_agent = not message and record.exitcode in (
-            -signal.SIGTERM,
-            128 + signal.SIGTERM,
-        )
-        return cls(
-            rank=rank,
-            pid=record.pid,
-            code=record.exitcode,
-            time=float(details.get("time", record.timestamp)),
-            summary=str(message.get("message", "")),
-            traceback=str(details.get("py_callstack", "")),
-            collateral=bool(details.get("collateral", False)) or stopped_by_agent,
-        )
 
     @property
     def exit_code(self) -> int:
@@ -80,6 +74,146 @@ class Failure:
         return f"killed by {name}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyEnd:
+    """A rank that ended by itself, without a failure.
+
+    Attributes:
+        rank: its global rank.
+        host: the name of its host.
+        code: 0, or ``PREEMPTED``.
+        time: when it ended, as in ``Failure``.
+    """
+
+    rank: int
+    host: str
+    code: int
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How the ranks of one host ended in one attempt.
+
+    Attributes:
+        failures: ranks that failed.
+        ended: ranks that ended by themselves with 0 or ``PREEMPTED``.
+        stopped: ranks that the launcher stopped, because another rank had failed or a signal came.
+        signal: number of the signal that asked this launcher to end; 0 without any.
+    """
+
+    failures: tuple[Failure, ...] = ()
+    ended: tuple[EarlyEnd, ...] = ()
+    stopped: tuple[int, ...] = ()
+    signal: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether each rank ended by itself, without a failure."""
+        return not self.failures and not self.stopped
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for another host: moments as ages, since clocks of hosts differ."""
+        now = time.time()
+        failures = [
+            dataclasses.asdict(failure)
+            | {"time": now - failure.time, "traceback": failure.traceback[-LONGEST_TEXT:]}
+            for failure in self.failures
+        ]
+        ended = [dataclasses.asdict(end) | {"time": now - end.time} for end in self.ended]
+        return {
+            "failures": failures,
+            "ended": ended,
+            "stopped": list(self.stopped),
+            "signal": self.signal,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Ending":
+        """Read the values of ``to_json``, with moments by this host's clock."""
+        now = time.time()
+        return cls(
+            failures=tuple(
+                Failure(**{**failure, "time": now - failure["time"]})
+                for failure in values["failures"]
+            ),
+            ended=tuple(EarlyEnd(**{**end, "time": now - end["time"]}) for end in values["ended"]),
+            stopped=tuple(values["stopped"]),
+            signal=int(values["signal"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The consequence of an attempt, for every host alike.
+
+    Attributes:
+        text: for the user; "" when there is nothing to say.
+        code: exit code of the launcher, unless the ranks start again.
+        again: whether all ranks start again.
+    """
+
+    text: str = ""
+    code: int = 0
+    again: bool = False
+
+
+def judge(
+    endings: Mapping[int, Ending], restarts_left: int, lost: Mapping[int, str] | None = None
+) -> Verdict:
+    """Return the verdict on an attempt from the endings of its hosts.
+
+    Args:
+        endings: by the host's index, of all hosts that still answer.
+        restarts_left: how often the ranks may start again.
+        lost: a sentence on each host that does not answer, by its index.
+    """
+    failures = [failure for ending in endings.values() for failure in ending.failures]
+    ended = [end for ending in endings.values() for end in ending.ended]
+    codes = {end.code for end in ended}
+    asked = next((ending.signal for ending in endings.values() if ending.signal), 0)
+    whole = not lost and all(ending.whole for ending in endings.values())
+    if whole and PREEMPTED in codes and (codes == {PREEMPTED} or not asked):
+        return Verdict(text=f"the ranks ended with exit code {PREEMPTED}: saved", code=PREEMPTED)
+    if asked:
+        text = f"stopped by {signal.Signals(asked).name}"
+        causes = [failure for failure in failures if not failure.collateral]
+        text = f"{text}\n{report(failures, ended)[0]}" if causes else text
+        return Verdict(text=text, code=128 + asked)
+    if whole:
+        return Verdict()
+    stopped = [rank for ending in endings.values() for rank in ending.stopped]
+    if lost and all(failure.collateral for failure in failures):
+        text, code = "\n".join(lost.values()), CollectiveError.exit_code
+    else:
+        text, code = report(failures, ended, stopped)
+    again = restarts_left > 0 and code not in CANNOT_HEAL
+    if again:
+        text += f"\nstarting all ranks again; {restarts_left - 1} restarts left after this one"
+    elif restarts_left > 0:
+        text += f"\nno restart: an error with exit code {code} would only come again"
+    return Verdict(text=text, code=code, again=again)
+
+
+def read_failure(rank: int, host: str, pid: int, code: int, noticed: float, path: Path) -> Failure:
+    """Describe a failed rank, with the error in the rank's file, if any."""
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+    except (OSError, ValueError, KeyError):
+        message = {}
+    details = message.get("extraInfo", {})
+    return Failure(
+        rank=rank,
+        host=host,
+        pid=pid,
+        code=code,
+        time=float(details.get("time", noticed)),
+        summary=str(message.get("message", "")),
+        traceback=str(details.get("py_callstack", "")),
+        collateral=bool(details.get("collateral", False)),
+    )
+
+
 def first(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others.
 
@@ -95,32 +229,45 @@ def first(failures: Iterable[Failure]) -> Failure:
     return earliest
 
 
-def report(failures: Mapping[int, Any]) -> tuple[str, int]:
+def report(
+    failures: Iterable[Failure], ended: Iterable[EarlyEnd] = (), stopped: Iterable[int] = ()
+) -> tuple[str, int]:
     """Describe the failures of an attempt.
 
     Args:
-        failures: torch's ``ProcessFailure`` by global rank; at least one.
+        failures: at least one.
+        ended: ranks that ended without a failure.
+        stopped: ranks that the launchers stopped.
 
     Returns:
         The text for the user, the first failure in front, and the launcher's exit code.
     """
-    found = [Failure.of(rank, record) for rank, record in failures.items()]
+    found = list(failures)
     root = first(found)
-    lines = [
-        f"rank {root.rank} failed first (host {socket.gethostname()}, pid {root.pid}, "
-        f"{root.ending})"
-    ]
+    lines = [_headline(root, ended)]
     lines += ["  " + line for line in (root.traceback or root.summary).rstrip().splitlines()]
-    if root.collateral and not root.summary.startswith(CollectiveError.__name__):
-        lines.append("  This rank lost another one: see the output of the other hosts, if any.")
     rest = sorted((failure for failure in found if failure is not root), key=lambda f: f.rank)
     lines += [
         f"rank {failure.rank} failed, too: {failure.summary}"
         for failure in rest
         if failure.summary and not failure.collateral and failure.summary != root.summary
     ]
-    if rest:
-        plural = "s" if len(rest) > 1 else ""
-        ranks = ", ".join(str(failure.rank) for failure in rest)
-        lines.append(f"stopped with it: rank{plural} {ranks}")
+    others = sorted({failure.rank for failure in rest} | set(stopped))
+    if others:
+        plural = "s" if len(others) > 1 else ""
+        lines.append(f"stopped with it: rank{plural} {', '.join(map(str, others))}")
     return "\n".join(lines), root.exit_code
+
+
+def _headline(root: Failure, ended: Iterable[EarlyEnd]) -> str:
+    """Name the rank that failed first, or the rank that left early and made another one fail."""
+    left = sorted(ended, key=lambda end: (end.time, end.rank))
+    where = f"host {root.host}, pid {root.pid}, {root.ending}"
+    if not root.collateral or not left:
+        return f"rank {root.rank} failed first ({where})"
+    gone = left[0]
+    return (
+        f"rank {gone.rank} ended too early (host {gone.host}, exit code {gone.code}): rank "
+        f"{root.rank} waited for it and failed ({where}); each rank must make as many steps: look "
+        f"for a loader that is shorter on rank {gone.rank}, or for a condition on the rank"
+    )

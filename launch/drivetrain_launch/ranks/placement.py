@@ -1,5 +1,7 @@
 """Where the ranks of this host go: how many, at which address, with which threads and heap."""
 
+import errno
+import ipaddress
 import os
 import re
 import socket
@@ -126,43 +128,50 @@ def check_hosts(launch: LaunchConfig) -> None:
         Endpoint.parse(launch.rdzv_endpoint)
 
 
-def check_port(endpoint: Endpoint) -> None:
-    """Check that this host can listen on the endpoint's port.
+def listening_address(endpoint: Endpoint) -> str:
+    """Return the address on which host 0 listens: the endpoint's, and no other network's.
+
+    Some systems give a host's own name the address 127.0.1.1, at which no other host reaches it.
+    For such a name host 0 listens on every interface: "".
 
     Raises:
-        PreflightError: another process listens there.
+        PreflightError: the endpoint is not on this host, or another process listens there.
     """
-    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    try:
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PreflightError(
+            f"cannot find the address of {endpoint.host!r}: {error}; expected a name or an address "
+            "of host 0 in --rdzv-endpoint"
+        ) from error
+    family, _, _, _, place = found[0]
+    address = str(place[0])
+    named = not _is_address(endpoint.host) and endpoint.host != "localhost"
+    address = "" if named and ipaddress.ip_address(address).is_loopback else address
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", endpoint.port))
+            probe.bind((address, endpoint.port))
             probe.listen(1)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise PreflightError(
+                    f"{endpoint.host} is no address of this host, which has --node-rank 0; give "
+                    "each host its own --node-rank, and --rdzv-endpoint an address of host 0"
+                ) from error
             raise PreflightError(
                 f"cannot listen on port {endpoint.port}: {error.strerror}{_holder(endpoint.port)}; "
                 "choose another port in --rdzv-endpoint or stop the process that has it"
             ) from error
+    return address
 
 
-def address_towards(endpoint: Endpoint) -> str:
-    """Return this host's address on the route to the endpoint; no packet is sent.
-
-    Raises:
-        PreflightError: the host is unknown or there is no route to it.
-    """
+def _is_address(text: str) -> bool:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise PreflightError(
-            f"cannot find a route to {endpoint}: {error}; expected the address of host 0 in "
-            "--rdzv-endpoint, reachable from every host"
-        ) from error
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def interface_of(address: str) -> str | None:

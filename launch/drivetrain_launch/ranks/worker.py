@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 import drivetrain
@@ -54,6 +54,7 @@ def main() -> None:
     parent, arguments = int(sys.argv[1]), sys.argv[2:]
     die_with(parent)
     faulthandler.enable()
+    signal.signal(signal.SIGUSR1, hear_nothing)
     atexit.register(leave_process_group)  # now: after all that the script registers
     try:
         code = run(arguments)
@@ -70,11 +71,18 @@ def main() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel for SIGTERM when the agent dies: no rank may outlive the agent (Linux)."""
+    """Ask the kernel for SIGKILL when the launcher dies: no rank may outlive it (Linux).
+
+    A rank may have a handler for SIGTERM, or be stopped by SIGSTOP: neither would end it.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            sys.exit(128 + signal.SIGTERM)
+            sys.exit(128 + signal.SIGKILL)
+
+
+def hear_nothing(number: int, frame: FrameType | None) -> None:
+    """Go on after SIGUSR1, a scheduler's notice, which would end a script without a handler."""
 
 
 def run(arguments: list[str]) -> int:

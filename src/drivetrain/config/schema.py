@@ -5,6 +5,9 @@ from typing import Literal
 
 from drivetrain.config.option import option, section
 
+LONGEST_WAIT_S = 31_536_000.0
+"""A year: the clocks of some backends count no further than some centuries."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
@@ -42,9 +45,24 @@ class LaunchConfig:
         "resident size.",
     )
     timeout_s: float = option(
-        600.0, help="Seconds that a collective may wait before the run fails.", minimum=0.1
+        600.0,
+        help="Seconds that a collective may wait before the run fails.",
+        minimum=0.1,
+        maximum=LONGEST_WAIT_S,
+    )
+    start_timeout_s: float | None = option(
+        None,
+        help="Seconds that hosts and ranks may wait for each other at the start; unset takes "
+        "timeout_s.",
+        minimum=0.1,
+        maximum=LONGEST_WAIT_S,
     )
     log_dir: str = option("", help="Folder for one log file per process; empty for none.")
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that hosts and ranks may wait for each other at the start."""
+        return self.timeout_s if self.start_timeout_s is None else self.start_timeout_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

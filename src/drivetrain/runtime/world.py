@@ -62,7 +62,12 @@ class World:
 
     @classmethod
     def discover(
-        cls, *, cpu: bool = False, backend: str | None = None, timeout: timedelta | None = None
+        cls,
+        *,
+        cpu: bool = False,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_timeout: timedelta | None = None,
     ) -> "World":
         """Find this process's place and join the others.
 
@@ -73,6 +78,7 @@ class World:
             cpu: compute on the CPU even when there is an accelerator.
             backend: communication library; None takes the device's own.
             timeout: how long a collective may wait; None means ten minutes.
+            start_timeout: how long this rank waits for the others to join; None takes ``timeout``.
 
         Raises:
             PreflightError: the variables contradict each other, the host has too few accelerators
@@ -91,7 +97,8 @@ class World:
             )
         device = _device_of(local_rank, local_size, cpu)
         if size > 1 and not dist.is_initialized():
-            _join(device, backend, timeout)
+            _join(device, backend, start_timeout or timeout)
+            set_timeout(timeout)
         if size > 1:
             words.begin()
         return cls(
@@ -199,6 +206,14 @@ def _device_of(local_rank: int, local_size: int, cpu: bool) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Let collectives of the default group wait so long from now on.
+
+    torch has one timeout for joining a group and for its collectives.
+    """
+    dist.distributed_c10d._set_pg_timeout(timeout)
 
 
 def _join(device: torch.device, backend: str | None, timeout: timedelta) -> None:

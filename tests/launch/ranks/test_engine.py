@@ -106,7 +106,8 @@ def test_collective_on_one_rank_alone_says_that_the_other_has_ended(sandbox):
     done = sandbox.launch("--nproc-per-node", "2", script)
     assert time.monotonic() - begin < 30
     assert done.returncode == 5, done.stderr
-    assert "rank 0 failed first" in root(done)
+    assert "rank 1 ended too early (host " in done.stderr
+    assert "exit code 0): rank 0 waited for it and failed" in done.stderr
     said = r"CollectiveError: gather on rank 0 .*: rank 1 ended \d+\.\d s ago; "
     assert re.search(said, done.stderr), done.stderr
     assert done.stderr.count("Traceback") == 1
@@ -186,6 +187,118 @@ def test_ranks_end_when_the_launcher_is_killed(sandbox):
     wait_for(lambda: not sandbox.alive(), 10)
     for folder in sandbox.temporary.iterdir():
         shutil.rmtree(folder)
+
+
+def test_stopped_rank_ends_when_the_launcher_is_killed(sandbox):
+    script = sandbox.script("open('ready', 'w').close()\nimport time; time.sleep(300)\n")
+    process = sandbox.start("launch", "--strategy", "toy", "--nproc-per-node", "1", script)
+    wait_for((sandbox.folder / "ready").exists)
+    rank = max(sandbox.alive(), key=lambda member: member.create_time())
+    rank.suspend()
+    process.kill()
+    process.communicate(timeout=20)
+    wait_for(lambda: not sandbox.alive(), 5)
+    for folder in sandbox.temporary.iterdir():
+        shutil.rmtree(folder)
+
+
+NOTICED = """
+import os, signal, subprocess, sys, time
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: heard.append(number))
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+rank = os.environ["RANK"]
+open(f"ready-{rank}", "w").close()
+while not heard:
+    time.sleep(0.01)
+time.sleep(0.5 + int(rank))
+assert worker.poll() is None, "the worker heard the notice"
+worker.kill()
+open(f"saved-{rank}", "w").write(str(heard))
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_notice_reaches_ranks_and_not_their_workers(sandbox, number):
+    process = sandbox.start(
+        "launch", "--strategy", "toy", "--nproc-per-node", "2", sandbox.script(NOTICED)
+    )
+    wait_for(lambda: all((sandbox.folder / f"ready-{rank}").exists() for rank in range(2)))
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 75, err
+    assert "the ranks ended with exit code 75: saved" in err
+    # Rank 1 had its time, although rank 0 was ready a second before.
+    for rank in range(2):
+        assert (sandbox.folder / f"saved-{rank}").read_text() == f"[{number.value}]"
+
+
+def test_script_without_a_handler_goes_on_after_sigusr1(sandbox):
+    script = sandbox.script(
+        "import os, time\nopen('ready', 'w').close()\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
+    )
+    process = sandbox.start("launch", "--strategy", "toy", "--nproc-per-node", "1", script)
+    wait_for((sandbox.folder / "ready").exists)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    assert process.poll() is None
+    (sandbox.folder / "go").touch()
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_errors_of_other_ranks_take_no_room_on_the_disk(sandbox):
+    script = sandbox.script(
+        "import os, pathlib, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    for line in range(2000):\n"
+        "        print('x' * 1000, file=sys.stderr)\n"
+        "    files = pathlib.Path(os.environ['TMPDIR']).rglob('*')\n"
+        "    print('held', sum(f.stat().st_size for f in files if f.is_file()), file=sys.stderr)\n"
+    )
+    done = sandbox.launch("--nproc-per-node", "2", script)
+    assert done.returncode == 0
+    assert done.stderr.count("[rank1]: " + "x" * 1000 + "\n") == 2000
+    assert int(re.search(r"\[rank1\]: held (\d+)", done.stderr)[1]) < 20_000
+
+
+def test_an_error_that_cannot_heal_uses_no_restart(sandbox):
+    script = sandbox.script(
+        "from drivetrain.errors import CheckpointError\n"
+        "print('begun', flush=True)\nraise CheckpointError('damaged')\n"
+    )
+    done = sandbox.launch("--nproc-per-node", "1", "--max-restarts", "3", script)
+    assert done.returncode == 4
+    assert done.stdout == "begun\n"
+    assert "no restart: an error with exit code 4 would only come again" in done.stderr
+
+
+def test_start_has_a_timeout_of_its_own(sandbox):
+    script = sandbox.script(
+        "import os, time\n"
+        "import torch\n"
+        "from drivetrain import Accelerator\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    time.sleep(4)\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "accelerator.print('all are there', flush=True)\n"
+        "begin = time.monotonic()\n"
+        "if accelerator.is_main_process:\n"
+        "    try:\n"
+        "        accelerator.gather(torch.ones(1))\n"
+        "    finally:\n"
+        "        accelerator.print('after', time.monotonic() - begin)\n"
+        "time.sleep(8)\n"
+    )
+    settings = ("--set", "launch.timeout_s=2", "--set", "launch.start_timeout_s=60")
+    done = sandbox.launch("--nproc-per-node", "2", *settings, script)
+    assert done.returncode == 5, done.stderr
+    assert "all are there" in done.stdout
+    assert "CollectiveError" in done.stderr
+    assert 1 < float(done.stdout.split()[-1]) < 6
 
 
 def test_rank_that_ignores_sigterm_and_its_children_are_stopped_in_seconds(sandbox):

@@ -1,14 +1,22 @@
-"""Which rank failed first, and how the user is told."""
+"""Which rank failed first, what follows for all hosts, and how the user is told."""
 
-from types import SimpleNamespace
+import signal
+import time
 
 import pytest
 
-from drivetrain_launch.ranks.failure import Failure, first, report
+from drivetrain.runtime.notices import PREEMPTED
+from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, first, judge, report
 
 
-def failure(rank, time, *, collateral=False, code=1):
-    return Failure(rank=rank, pid=1, code=code, time=time, collateral=collateral)
+def failure(rank, time, *, collateral=False, code=1, summary=""):
+    return Failure(
+        rank=rank, host="n1", pid=1, code=code, time=time, collateral=collateral, summary=summary
+    )
+
+
+def end(rank, code=0, time=1.0):
+    return EarlyEnd(rank=rank, host="n2", code=code, time=time)
 
 
 @pytest.mark.parametrize(
@@ -24,12 +32,57 @@ def test_first_failure(failures, rank):
     assert first(failures).rank == rank
 
 
-def test_rank_that_the_agent_stopped_is_not_the_first():
-    stopped = SimpleNamespace(message="Signal 15", exitcode=-15, pid=10, timestamp=5)
-    error = {"message": "ValueError: x", "extraInfo": {"py_callstack": "TB", "time": 6.5}}
-    raised = SimpleNamespace(message=error, exitcode=1, pid=11, timestamp=6)
-    text, code = report({0: stopped, 1: raised})
-    assert text.startswith("rank 1 failed first")
-    assert "\n  TB\n" in text
-    assert text.endswith("stopped with it: rank 0")
+def test_rank_that_was_stopped_is_not_the_first():
+    text, code = report([failure(1, 6.5, summary="ValueError: x")], (), [0])
+    assert text.startswith("rank 1 failed first (host n1, pid 1, exit code 1)")
+    assert text.endswith("  ValueError: x\nstopped with it: rank 0")
     assert code == 1
+
+
+def test_rank_that_somebody_terminated_is_no_victim_of_another():
+    text, _ = report([failure(1, 6.5, code=-signal.SIGTERM)], [end(0)])
+    assert text == "rank 1 failed first (host n1, pid 1, killed by SIGTERM)"
+
+
+def test_rank_that_ended_early_is_named_before_the_rank_that_waited():
+    text, code = report([failure(0, 10.0, collateral=True, code=5)], [end(1)])
+    assert text.startswith("rank 1 ended too early (host n2, exit code 0): rank 0 waited for it")
+    assert code == 5
+
+
+def test_ages_cross_hosts_instead_of_moments(monkeypatch):
+    now = time.time()
+    values = Ending(failures=(failure(0, now - 3),), ended=(end(1, time=now - 2),)).to_json()
+    monkeypatch.setattr(time, "time", lambda: now - 120)  # a clock that is two minutes behind
+    read = Ending.from_json(values)
+    assert read.failures[0].time == pytest.approx(now - 123, abs=0.5)
+    assert read.ended[0].time == pytest.approx(now - 122, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("endings", "code", "again"),
+    [
+        ([Ending(ended=(end(0),)), Ending(ended=(end(1),))], 0, False),
+        ([Ending(ended=(end(0, PREEMPTED),)), Ending(ended=(end(1, PREEMPTED),))], PREEMPTED, False),
+        ([Ending(ended=(end(0, PREEMPTED),), signal=15), Ending(ended=(end(1),))], 143, False),
+        ([Ending(stopped=(0,), signal=15), Ending(failures=(failure(1, 1.0),))], 143, False),
+        ([Ending(stopped=(0,)), Ending(failures=(failure(1, 1.0, code=7),))], 7, True),
+        ([Ending(stopped=(0,)), Ending(failures=(failure(1, 1.0, code=2),))], 2, False),
+        ([Ending(stopped=(0,)), Ending(failures=(failure(1, 1.0, code=4),))], 4, False),
+    ],
+)
+def test_verdict(endings, code, again):
+    found = judge(dict(enumerate(endings)), 1)
+    assert (found.code, found.again) == (code, again)
+    assert not judge(dict(enumerate(endings)), 0).again
+    if code in (2, 4):
+        assert f"no restart: an error with exit code {code} would only come again" in found.text
+
+
+def test_a_lost_host_is_the_cause_unless_a_rank_has_one_of_its_own():
+    lost = {1: "host 1 (n2) is lost: silence"}
+    victim = Ending(failures=(failure(0, 1.0, collateral=True),))
+    found = judge({0: victim}, 0, lost)
+    assert (found.text, found.code) == (lost[1], 5)
+    cause = Ending(failures=(failure(0, 1.0, code=9, summary="ValueError: x"),))
+    assert judge({0: cause}, 0, lost).code == 9

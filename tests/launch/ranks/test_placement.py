@@ -8,10 +8,9 @@ from drivetrain.config import LaunchConfig
 from drivetrain.errors import ConfigError, PreflightError
 from drivetrain_launch.ranks.placement import (
     Endpoint,
-    address_towards,
-    check_port,
     heap_variables,
     interface_of,
+    listening_address,
     local_ranks,
     threads,
 )
@@ -65,7 +64,6 @@ def test_endpoints_read_and_write_the_same(text):
 
 
 def test_address_is_the_one_on_the_route():
-    assert address_towards(Endpoint("127.0.0.1", 1)) == "127.0.0.1"
     interface = interface_of("127.0.0.1")
     assert interface is not None
     assert interface.startswith("lo")
@@ -76,8 +74,8 @@ def test_busy_port_is_refused_and_a_free_one_is_not():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(PreflightError, match=f"cannot listen on port {port}"):
-            check_port(Endpoint("127.0.0.1", port))
-    check_port(Endpoint("127.0.0.1", port))
+            listening_address(Endpoint("127.0.0.1", port))
+    assert listening_address(Endpoint("127.0.0.1", port)) == "127.0.0.1"
 
 
 @pytest.fixture

@@ -1,0 +1,415 @@
+"""Two hosts, played by two threads, or by two network namespaces of this machine."""
+
+import asyncio
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from drivetrain.errors import ConfigError, PreflightError
+from drivetrain_launch.ranks import coordinator, member
+from drivetrain_launch.ranks.channel import (
+    Channel,
+    NotAuthenticError,
+    greet_client,
+    greet_server,
+)
+from drivetrain_launch.ranks.failure import Ending, Failure
+from drivetrain_launch.ranks.member import Party, Together
+from drivetrain_launch.ranks.placement import Endpoint, listening_address
+
+SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
+
+SCRIPT = """
+import json
+import os
+import subprocess
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+value = torch.ones(1) * (rank + 1)
+dist.all_reduce(value)
+if attempt == "0":
+    listing = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True).stdout
+    open(f"listening-{rank}", "w").write(listing)
+if rank == 1 and attempt == "0":
+    os._exit(7)
+if attempt == "0":
+    while True:  # in no collective: hears of the failure from its launcher alone
+        pass
+dist.barrier()
+print("rank", rank, "on host", os.environ["GROUP_RANK"], "sum", value.item())
+print("attempt", attempt, file=__import__("sys").stderr)
+"""
+
+
+def ip(*arguments):
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+
+
+@contextmanager
+def namespaces(names):
+    """Two namespaces with a cable between them; host 0 has the higher address."""
+    links = [f"dt{os.getpid()}{end}" for end in "ab"]
+    try:
+        for name in names:
+            made = ip("netns", "add", name)
+            if made.returncode:
+                pytest.skip(f"cannot make a network namespace: {made.stderr.strip()}")
+        made = ip("link", "add", links[0], "netns", names[0], "type", "veth",
+                  "peer", "name", links[1], "netns", names[1])  # fmt: skip
+        if made.returncode:
+            pytest.skip(f"cannot make a pair of interfaces: {made.stderr.strip()}")
+        for name, link, address in zip(names, links, ("10.77.0.9", "10.77.0.2"), strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", link, "up")
+        yield
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="needs the command ip")
+def test_two_hosts_meet_in_the_order_given_and_restart_together(sandbox):
+    names = [f"dt-{os.getpid()}-{host}" for host in range(2)]
+    script = sandbox.script(SCRIPT)
+    with namespaces(names):
+        hosts = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *sandbox.command(
+                    "launch", "--strategy", "toy", "--nproc-per-node", "1", "--nnodes", "2",
+                    "--node-rank", str(index), "--rdzv-endpoint", "10.77.0.9:29511",
+                    "--max-restarts", "1", "--log-dir", "logs", script)],
+                cwd=sandbox.folder, env=sandbox.environment(SECRET), stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True,
+            )
+            for index, name in enumerate(names)
+        ]  # fmt: skip
+        done = [host.communicate(timeout=90) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], done
+    # Rank 0 is on the host that the user called 0, although its address is the higher one.
+    assert done[0][0] == "[rank0]: rank 0 on host 0 sum 3.0\n"
+    assert done[1][0] == ""
+    for _, said in done:
+        assert re.search(r"^rank 1 failed first \(host .*, exit code 7\)$", said, re.MULTILINE)
+        assert said.count("starting all ranks again; 0 restarts left after this one") == 1
+    logs = sandbox.folder / "logs"
+    kept = sorted(str(path.relative_to(logs)) for path in logs.rglob("*.stderr.log"))
+    assert kept == [f"attempt-{a}/rank-{r}.stderr.log" for a in range(2) for r in range(2)]
+    for path in logs.glob("attempt-1/*.stderr.log"):
+        assert path.read_text().endswith("attempt 1\n")
+    for rank, own in enumerate(("10.77.0.9", "10.77.0.2")):
+        lines = (sandbox.folder / f"listening-{rank}").read_text().splitlines()
+        assert lines
+        for line in lines:
+            assert line.split()[3].rpartition(":")[0] in (own, "127.0.0.1"), lines
+
+
+HYBRID = """
+import json
+from pathlib import Path
+import torch
+from torch import nn
+from drivetrain import Accelerator, wait_for_everyone
+
+def sent_by_host():
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    counts = {line.split(":")[0].strip(): int(line.split(":")[1].split()[8]) for line in lines}
+    return sum(count for name, count in counts.items() if name != "lo")
+
+accelerator = Accelerator(strategy={"name": "fsdp", "sharding": "hybrid"}, cpu=True)
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
+elements = sum(parameter.numel() for parameter in model.parameters())
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+torch.manual_seed(accelerator.process_index)
+
+def step():
+    accelerator.backward(model(torch.randn(4, 512)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+step()
+wait_for_everyone()
+before, ledger = sent_by_host(), accelerator.traffic.sent()
+for _ in range(3):
+    step()
+wait_for_everyone()
+far = ("dp.far", "all_reduce")
+accelerator.print(json.dumps({
+    "hosts": len(set(accelerator.strategy_of(model).run.world.hosts)),
+    "elements": elements,
+    "sent": (sent_by_host() - before) / 3,
+    "far": (accelerator.traffic.sent()[far] - ledger[far]) / 3,
+}))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="needs the command ip")
+def test_hybrid_sharding_sends_between_hosts_what_replicas_add_up(sandbox):
+    """Two hosts of two ranks: shards stay inside of a host, which the strategy finds by itself."""
+    names = [f"dth-{os.getpid()}-{host}" for host in range(2)]
+    script = sandbox.script(HYBRID)
+    with namespaces(names):
+        hosts = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *sandbox.command(
+                    "launch", "--cpu", "--nproc-per-node", "2", "--nnodes", "2",
+                    "--node-rank", str(index), "--rdzv-endpoint", "10.77.0.9:29512", script)],
+                cwd=sandbox.folder, env=sandbox.environment(SECRET), stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True,
+            )
+            for index, name in enumerate(names)
+        ]  # fmt: skip
+        done = [host.communicate(timeout=120) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], done
+    found = json.loads(done[0][0])
+    assert found["hosts"] == 2
+    # A rank's half of the gradients, added up over 2 replicas: 2 (R-1)/R times half of them.
+    assert found["far"] == 4 * found["elements"] / 2
+    # Two ranks of the host send that; frames and their acknowledgements are not in the formula.
+    assert 1.0 <= found["sent"] / (2 * found["far"]) < 1.1
+
+
+@pytest.fixture
+def port():
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def party(port, index, *, count=2, secret=b"a secret of the tests", **settings):
+    return Together(
+        Party(
+            **{"run": "", "max_restarts": 0, "start_timeout_s": 20, "ranks": index + 1, **settings},
+            endpoint=Endpoint("127.0.0.1", port), index=index, count=count, secret=secret,
+        )
+    )  # fmt: skip
+
+
+@contextmanager
+def together(port, *indices, **settings):
+    """Launchers as threads of this process; each is in ``meet`` or behind it."""
+    hosts = [party(port, index, **settings) for index in indices]
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda host: host.join(), hosts))
+            try:
+                yield hosts, pool
+            finally:
+                for host in hosts:
+                    host._lose("the test is over")  # no thread of a failed test waits on
+    finally:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda host: host.leave("the test is over"), hosts))
+
+
+def fail(rank, code=1, **more):
+    return Ending(failures=(Failure(rank=rank, host="n", pid=1, code=code, time=0, **more),))
+
+
+def test_every_host_gets_its_place_and_one_verdict_per_attempt(port):
+    with together(port, 1, 0, max_restarts=1) as (hosts, pool):
+        for attempt in range(2):
+            places = {place.index: place for place in pool.map(Together.meet, hosts)}
+            assert [places[i].attempt for i in range(2)] == [attempt, attempt]
+            assert [places[i].first_rank for i in range(2)] == [0, 1]
+            assert places[0].world_size == 3
+            # Both ports lead to one store; host 1's is a door to it.
+            assert places[0].port != places[1].port
+            stores = [TCPStore("127.0.0.1", places[i].port, is_master=False) for i in range(2)]
+            stores[1].set("key", str(attempt))
+            assert stores[0].get("key") == str(attempt).encode()
+            assert stores[0].num_keys() == 1  # of this attempt alone
+            failing, other = hosts
+            verdict = pool.submit(failing.conclude, fail(1, summary="ValueError: the cause"))
+            wait_until(other.stop_asked)
+            verdicts = [other.conclude(Ending(stopped=(0,))), verdict.result(5)]
+            assert verdicts[0] == verdicts[1]
+            assert verdicts[0].again == (attempt == 0)
+            assert verdicts[0].code == 1
+            assert "ValueError: the cause" in verdicts[0].text
+            assert "stopped with it: rank 0" in verdicts[0].text
+
+
+def test_host_with_another_secret_does_not_join(port, capsys):
+    with together(port, 0) as (hosts, _):
+        for _ in range(2):
+            stranger = party(port, 1, secret=b"another secret of tests")
+            with pytest.raises(
+                ConfigError, match="secret is not the secret of host 0.*; set DRIVE"
+            ):
+                stranger.join()
+            stranger.leave("")
+        joined = party(port, 1)
+        joined.join()
+        assert [host.meet().index for host in (hosts[0], joined)] == [0, 1]
+        joined.leave("")
+    said = capsys.readouterr().err
+    assert said.count("a connection from 127.0.0.1 was refused: wrong secret") == 1
+
+
+def test_who_does_not_know_the_secret_reaches_neither_the_store_nor_a_pickle(port):
+    with together(port, 0, 1) as (hosts, pool):
+        list(pool.map(Together.meet, hosts))
+        with pytest.raises(RuntimeError):  # the store of the ranks is not behind this port
+            TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"nonce proof\n" + pickle.dumps({"kind": "store"}) + b"\n")
+            received = b""
+            while chunk := stranger.recv(1000):
+                received += chunk
+        assert received.splitlines()[1:] == [b"refused"]
+        assert not any(host.stop_asked() for host in hosts)
+
+
+def test_changed_message_ends_the_connection():
+    async def exchange():
+        ends = asyncio.Queue()
+
+        async def serve(reader, writer):
+            ends.put_nowait(await greet_client(reader, writer, b"secret"))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        place = server.sockets[0].getsockname()
+        client = await greet_server(*await asyncio.open_connection(*place), b"secret")
+        served = await ends.get()
+        client.send("one", value=1)
+        assert await served.receive() == {"kind": "one", "value": 1}
+        client.send("two")
+        client._sent -= 1  # sends a number again, as who repeats a message does
+        client.send("two")
+        assert await served.receive() == {"kind": "two"}
+        with pytest.raises(NotAuthenticError):
+            await served.receive()
+        for end in (client, served):
+            end.close()
+            await end.writer.wait_closed()
+        server.close()
+
+    asyncio.run(exchange())
+
+
+def test_a_lost_host_is_named_and_its_replacement_joins_the_next_attempt(port):
+    with together(port, 0, 1, max_restarts=1) as (hosts, pool):
+        list(pool.map(Together.meet, hosts))
+        replacement = party(port, 1, max_restarts=1)
+        replacement.join()  # waits: the place is taken
+        hosts[1]._background.call(cut(hosts[1]))
+        wait_until(hosts[0].stop_asked)
+        assert hosts[1].stop_asked() or wait_until(hosts[1].stop_asked) is None
+        verdict = hosts[0].conclude(fail(0, code=5, collateral=True))
+        assert verdict.again
+        assert verdict.code == 5
+        assert verdict.text.startswith("host 1 (")
+        assert "is lost: its launcher has ended, or the connection is closed" in verdict.text
+        places = list(pool.map(Together.meet, (hosts[0], replacement)))
+        assert [place.attempt for place in places] == [1, 1]
+        replacement.leave("")
+
+
+async def cut(host):
+    host._channel.writer.transport.abort()
+
+
+def test_a_silent_host_is_lost_on_both_sides(port, monkeypatch):
+    for module in (coordinator, member):
+        monkeypatch.setattr(module, "BEAT_S", 0.1)
+        monkeypatch.setattr(module, "LOST_S", 0.6)
+    with together(port, 0, 1) as (hosts, pool):
+        list(pool.map(Together.meet, hosts))
+        monkeypatch.setattr(Channel, "send", lambda *_, **__: None)
+        begin = time.monotonic()
+        for host in hosts:
+            wait_until(host.stop_asked)
+        assert 0.4 < time.monotonic() - begin < 5
+        monkeypatch.undo()
+        verdict = hosts[1].conclude(fail(1, code=5, collateral=True))
+        assert verdict.code == 5
+        assert f"host 0 at 127.0.0.1:{port} is lost: " in verdict.text
+
+
+def test_hosts_that_differ_are_refused_with_both_values(port):
+    with together(port, 0):
+        other = party(port, 1, run="4711")
+        other.join()
+        with pytest.raises(ConfigError, match=r"differ in the job: found '4711' there, '' on host"):
+            other.meet()
+        other.leave("")
+
+
+def test_every_host_says_that_two_have_the_same_index(port):
+    with together(port, 0, 1, 1, count=3) as (hosts, pool):
+        for meeting in [pool.submit(host.meet) for host in hosts]:
+            with pytest.raises(ConfigError, match="were started with --node-rank 1; give each of"):
+                meeting.result(timeout=20)
+
+
+def test_endpoint_of_another_host_is_refused():
+    with pytest.raises(PreflightError, match="is no address of this host, which has --node-rank 0"):
+        listening_address(Endpoint("192.0.2.7", 29400))
+
+
+def test_hosts_do_not_wait_longer_than_the_start_timeout(port):
+    with together(port, 0, start_timeout_s=1.0) as (hosts, _):
+        begin = time.monotonic()
+        with pytest.raises(
+            PreflightError, match=r"1 of 2 hosts \(host 1\) did not come within 1 s"
+        ):
+            hosts[0].meet()
+        assert time.monotonic() - begin < 5
+
+
+def test_waiting_host_says_for_which(port, capsys, monkeypatch):
+    monkeypatch.setattr(member, "FIRST_REMINDER_S", 1.2)
+    with together(port, 0) as (hosts, pool):
+        first = pool.submit(hosts[0].meet)
+        time.sleep(1.6)
+        second = party(port, 1)
+        second.join()
+        assert [first.result(20).index, second.meet().index] == [0, 1]
+        second.leave("")
+    said = capsys.readouterr().err.splitlines()
+    assert said
+    for line in said:
+        place = rf"at 127\.0\.0\.1:{port} \(\d+ s\)"
+        assert re.fullmatch(rf"waiting for 1 of 2 hosts \(host 1\) {place}", line)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_host_that_waits_for_host_0_says_so_and_stops_at_once(sandbox, port):
+    endpoint = f"127.0.0.1:{port}"
+    host = sandbox.start(
+        "launch", "--strategy", "toy", "--nproc-per-node", "1", "--nnodes", "2",
+        "--node-rank", "1", "--rdzv-endpoint", endpoint, sandbox.script("print()"), env=SECRET,
+    )  # fmt: skip
+    with host:
+        said = host.stderr.readline()
+        assert re.fullmatch(rf"waiting for host 0 of 2 at {re.escape(endpoint)} \(\d s\)\n", said)
+        begin = time.monotonic()
+        host.send_signal(signal.SIGTERM)
+        host.communicate(timeout=20)
+    assert host.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < 5
