@@ -27,7 +27,10 @@ from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE
 
 STOP_S = 5.0
-"""How long a rank has after another one failed, or after Ctrl-C, before it is killed."""
+"""How long a rank has after Ctrl-C before it is killed."""
+
+FAILED_STOP_S = 3.0
+"""How long a rank has after another one failed; a rank that waits for the dead hears nothing."""
 
 GRACE_S = 30.0
 """How long a rank has after SIGTERM, a scheduler's notice, to save a checkpoint."""
@@ -176,7 +179,7 @@ def _watch(ranks: RankProcesses, stop_asked: Callable[[], bool], signals: Signal
         if ranks.over:
             return ranks.ending(asked)
         if stop_asked() or (ranks.failed and not asked):
-            ranks.stop(signal.SIGTERM, STOP_S)
+            ranks.stop(signal.SIGTERM, FAILED_STOP_S)
         elif time.monotonic() > deadline:
             ranks.stop(signal.SIGTERM, 0)
         else:

@@ -5,13 +5,10 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-from drivetrain.runtime.notices import NOTICES
+from drivetrain.runtime.notices import NOTICES, SAME_NOTICE_S
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals after which the launcher ends."""
-
-SAME_NOTICE_S = 1.0
-"""Schedulers may send a signal to a launcher twice, directly and through its parent."""
 
 
 class Stopped(BaseException):

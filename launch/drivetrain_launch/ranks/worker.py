@@ -17,12 +17,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import NoReturn
 
 import drivetrain
 from drivetrain.compat import importing
 from drivetrain.errors import CollectiveError, DrivetrainError
+from drivetrain.runtime.notices import unheard
 
 INTERRUPTED = 130
 LINGER_S = 1.0
@@ -54,7 +55,7 @@ def main() -> None:
     parent, arguments = int(sys.argv[1]), sys.argv[2:]
     die_with(parent)
     faulthandler.enable()
-    signal.signal(signal.SIGUSR1, hear_nothing)
+    signal.signal(signal.SIGUSR1, unheard)
     atexit.register(leave_process_group)  # now: after all that the script registers
     try:
         code = run(arguments)
@@ -79,10 +80,6 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             sys.exit(128 + signal.SIGKILL)
-
-
-def hear_nothing(number: int, frame: FrameType | None) -> None:
-    """Go on after SIGUSR1, a scheduler's notice, which would end a script without a handler."""
 
 
 def run(arguments: list[str]) -> int:

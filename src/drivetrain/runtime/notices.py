@@ -20,6 +20,13 @@ SAME_NOTICE_S = 2.0
 """A rank may hear one notice twice, from the scheduler and from the launcher, within this time."""
 
 
+def unheard(number: int, frame: FrameType | None) -> None:
+    """Go on after SIGUSR1 in a script without a handler, which SIGUSR1 would end.
+
+    The launcher's ranks begin with this handler; any listener takes its place.
+    """
+
+
 class Notice:
     """The notice that this process has heard, if any.
 
@@ -44,7 +51,8 @@ class Notice:
             return
         for number in NOTICES:
             before = signal.getsignal(number)
-            if before is signal.SIG_DFL or isinstance(getattr(before, "__self__", None), Notice):
+            free = before in (signal.SIG_DFL, unheard)
+            if free or isinstance(getattr(before, "__self__", None), Notice):
                 self._before[number] = before
                 signal.signal(number, self._hear)
 
@@ -59,7 +67,7 @@ class Notice:
         now = time.monotonic()
         again = bool(self.heard) and now - self._first > SAME_NOTICE_S
         in_child = os.getpid() != self._process
-        # The kernel sends SIGTERM when the launcher is gone: then nobody waits for a checkpoint.
+        # Without its launcher a rank ends: nobody waits for its checkpoint.
         orphaned = os.getppid() != self._parent
         if number == signal.SIGTERM and (again or in_child or orphaned):
             signal.signal(number, signal.SIG_DFL)

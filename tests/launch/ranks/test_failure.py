@@ -63,7 +63,11 @@ def test_ages_cross_hosts_instead_of_moments(monkeypatch):
     ("endings", "code", "again"),
     [
         ([Ending(ended=(end(0),)), Ending(ended=(end(1),))], 0, False),
-        ([Ending(ended=(end(0, PREEMPTED),)), Ending(ended=(end(1, PREEMPTED),))], PREEMPTED, False),
+        (
+            [Ending(ended=(end(0, PREEMPTED),)), Ending(ended=(end(1, PREEMPTED),))],
+            PREEMPTED,
+            False,
+        ),
         ([Ending(ended=(end(0, PREEMPTED),), signal=15), Ending(ended=(end(1),))], 143, False),
         ([Ending(stopped=(0,), signal=15), Ending(failures=(failure(1, 1.0),))], 143, False),
         ([Ending(stopped=(0,)), Ending(failures=(failure(1, 1.0, code=7),))], 7, True),
