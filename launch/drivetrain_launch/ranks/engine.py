@@ -17,8 +17,8 @@ import psutil
 from drivetrain.config import LaunchConfig
 from drivetrain.runtime.notices import NOTICES
 from drivetrain_launch.ranks.failure import Ending
-from drivetrain_launch.ranks.meeting import Alone, Meeting, Place
-from drivetrain_launch.ranks.member import Party, Together
+from drivetrain_launch.ranks.meeting import HostMeeting, Place, SingleHost
+from drivetrain_launch.ranks.member import Party, SeveralHosts
 from drivetrain_launch.ranks.output import Output
 from drivetrain_launch.ranks.placement import Endpoint, interface_of
 from drivetrain_launch.ranks.processes import POLL_S, RankProcesses
@@ -76,13 +76,13 @@ def run_ranks(job: HostJob, signals: Signals) -> int:
     return code
 
 
-def _meeting(job: HostJob) -> Meeting:
+def _meeting(job: HostJob) -> HostMeeting:
     """Return where this launcher meets the others; host 0 listens from now on."""
     launch = job.launch
     limit_s = launch.start_s
     if not launch.rdzv_endpoint:
-        return Alone(job.ranks, launch.max_restarts, limit_s)
-    together = Together(
+        return SingleHost(job.ranks, launch.max_restarts, limit_s)
+    together = SeveralHosts(
         Party(
             endpoint=Endpoint.parse(launch.rdzv_endpoint),
             index=launch.node_rank,
@@ -102,7 +102,7 @@ def _meeting(job: HostJob) -> Meeting:
     return together
 
 
-def _attempts(job: HostJob, meeting: Meeting, signals: Signals, started: set[int]) -> int:
+def _attempts(job: HostJob, meeting: HostMeeting, signals: Signals, started: set[int]) -> int:
     while True:
         place = meeting.meet()
         signals.record(True)

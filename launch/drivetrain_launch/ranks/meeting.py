@@ -49,7 +49,7 @@ class Place:
         return sum(self.sizes)
 
 
-class Meeting(Protocol):
+class HostMeeting(Protocol):
     """Where the launchers of a run agree."""
 
     def meet(self) -> Place:
@@ -74,7 +74,7 @@ class Meeting(Protocol):
         ...
 
 
-class Alone:
+class SingleHost:
     """The only host agrees with itself, and listens on loopback alone.
 
     torch's agent keeps one store for all attempts, so that restarted ranks read the addresses of

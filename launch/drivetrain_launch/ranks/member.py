@@ -18,7 +18,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from drivetrain import __version__
 from drivetrain.errors import CollectiveError, ConfigError, DrivetrainError, PreflightError
 from drivetrain.runtime.world import loopback_store
-from drivetrain_launch.ranks.background import Background
 from drivetrain_launch.ranks.channel import (
     LONGEST_MESSAGE,
     Channel,
@@ -27,6 +26,7 @@ from drivetrain_launch.ranks.channel import (
 )
 from drivetrain_launch.ranks.coordinator import BEAT_S, LOST_S, Coordinator
 from drivetrain_launch.ranks.failure import Ending, Verdict
+from drivetrain_launch.ranks.loop_thread import LoopThread
 from drivetrain_launch.ranks.meeting import Place
 from drivetrain_launch.ranks.placement import Endpoint, listening_address
 from drivetrain_launch.ranks.secret import WAY_OUT
@@ -78,7 +78,7 @@ class Party:
         }
 
 
-class Together:
+class SeveralHosts:
     """Several launchers agree through host 0.
 
     Args:
@@ -99,7 +99,7 @@ class Together:
         self._tasks: list[asyncio.Task[None]] = []
         self._left = False
         self._door = Door(self._connect)
-        self._background = Background()
+        self._background = LoopThread()
 
     def join(self) -> None:
         """Reach host 0, or be host 0.

@@ -26,7 +26,7 @@ from drivetrain_launch.ranks.channel import (
     greet_server,
 )
 from drivetrain_launch.ranks.failure import Ending, Failure
-from drivetrain_launch.ranks.member import Party, Together
+from drivetrain_launch.ranks.member import Party, SeveralHosts
 from drivetrain_launch.ranks.placement import Endpoint, listening_address
 
 SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
@@ -195,7 +195,7 @@ def port():
 
 
 def party(port, index, *, count=2, secret=b"a secret of the tests", **settings):
-    return Together(
+    return SeveralHosts(
         Party(
             **{"run": "", "max_restarts": 0, "start_timeout_s": 20, "ranks": index + 1, **settings},
             endpoint=Endpoint("127.0.0.1", port), index=index, count=count, secret=secret,
@@ -227,7 +227,7 @@ def fail(rank, code=1, **more):
 def test_every_host_gets_its_place_and_one_verdict_per_attempt(port):
     with together(port, 1, 0, max_restarts=1) as (hosts, pool):
         for attempt in range(2):
-            places = {place.index: place for place in pool.map(Together.meet, hosts)}
+            places = {place.index: place for place in pool.map(SeveralHosts.meet, hosts)}
             assert [places[i].attempt for i in range(2)] == [attempt, attempt]
             assert [places[i].first_rank for i in range(2)] == [0, 1]
             assert places[0].world_size == 3
@@ -267,7 +267,7 @@ def test_host_with_another_secret_does_not_join(port, capsys):
 
 def test_who_does_not_know_the_secret_reaches_neither_the_store_nor_a_pickle(port):
     with together(port, 0, 1) as (hosts, pool):
-        list(pool.map(Together.meet, hosts))
+        list(pool.map(SeveralHosts.meet, hosts))
         with pytest.raises(RuntimeError):  # the store of the ranks is not behind this port
             TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
         with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -308,7 +308,7 @@ def test_changed_message_ends_the_connection():
 
 def test_a_lost_host_is_named_and_its_replacement_joins_the_next_attempt(port):
     with together(port, 0, 1, max_restarts=1) as (hosts, pool):
-        list(pool.map(Together.meet, hosts))
+        list(pool.map(SeveralHosts.meet, hosts))
         replacement = party(port, 1, max_restarts=1)
         replacement.join()  # waits: the place is taken
         hosts[1]._background.call(cut(hosts[1]))
@@ -319,7 +319,7 @@ def test_a_lost_host_is_named_and_its_replacement_joins_the_next_attempt(port):
         assert verdict.code == 5
         assert verdict.text.startswith("host 1 (")
         assert "is lost: its launcher has ended, or the connection is closed" in verdict.text
-        places = list(pool.map(Together.meet, (hosts[0], replacement)))
+        places = list(pool.map(SeveralHosts.meet, (hosts[0], replacement)))
         assert [place.attempt for place in places] == [1, 1]
         replacement.leave("")
 
@@ -333,7 +333,7 @@ def test_a_silent_host_is_lost_on_both_sides(port, monkeypatch):
         monkeypatch.setattr(module, "BEAT_S", 0.1)
         monkeypatch.setattr(module, "LOST_S", 0.6)
     with together(port, 0, 1) as (hosts, pool):
-        list(pool.map(Together.meet, hosts))
+        list(pool.map(SeveralHosts.meet, hosts))
         monkeypatch.setattr(Channel, "send", lambda *_, **__: None)
         begin = time.monotonic()
         for host in hosts:

@@ -11,7 +11,7 @@ CLOSE_S = 0.01
 """How long connections have to send their last bytes and close."""
 
 
-class Background:
+class LoopThread:
     """Runs coroutines in a thread until ``close``."""
 
     def __init__(self) -> None:
