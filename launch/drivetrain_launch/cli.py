@@ -29,6 +29,7 @@ COMMANDS = {
     "env": "Describe this machine, for a bug report.",
     "test": "Check in seconds that this machine trains correctly.",
     "estimate": "Show the bytes that each strategy holds and sends for a model.",
+    "report": "Show recorded runs, and make or compare their reports.",
     "verify": "Compare a script's numbers under a strategy with the right ones.",
     "completion": "Print the completion script of a shell.",
 }

@@ -57,12 +57,12 @@ from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.processes import Processes, StaysInProcess
 from drivetrain.profiling.follower import StepProfiler
+from drivetrain.reporting.run_report import RunReport
 from drivetrain.runtime import words
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy
-from drivetrain.telemetry.report import RunReport
 from drivetrain.tracking import Trackers
 from drivetrain.verify.recorder import launched_observer
 
@@ -198,7 +198,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         )
         self.report = RunReport(self.config, self.run, self.scaler, self.project_dir)
         self._profiler = StepProfiler(self.config, self.handlers.profile, self.project_dir)
-        for end in (self.report.finish, self._profiler.end):
+        for end in (self.report.close, self._profiler.end):
             weakref.finalize(self, end)  # also where the script forgets to end it
 
     def observe(self, observer: Observer) -> None:
@@ -1048,6 +1048,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             self._preemption.close()
             if self._owns_group and dist.is_initialized():
                 words.leave()
+            self.report.close()
 
     def _forget(self) -> None:
         self._preparation.forget()

@@ -22,6 +22,9 @@ So a million steps are eleven thousand lines. Short steps late in a long run are
 COARSEST_S = 60.0
 """A line covers no more time than this, however many steps it may stand for."""
 
+LAST_LINE_BYTES = 2000
+"""The last line of a file is shorter than this."""
+
 FLUSH_S = 2.0
 """Lines reach the file at least this often, while steps are taken: others may follow the run."""
 
@@ -110,6 +113,17 @@ class RankJournal:
     records: tuple[StepFigures, ...] = ()
     events: tuple[tuple[int, Mapping[str, Any]], ...] = ()
     torn: int = 0
+
+
+def has_ended(path: Path) -> bool:
+    """Whether a rank has written its last line."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LAST_LINE_BYTES))
+            last = file.read().splitlines()[-1:]
+    except OSError:
+        return False
+    return any(b'"event": "ended"' in line or b'"event": "failed"' in line for line in last)
 
 
 def read_journal(path: Path) -> RankJournal:

@@ -1,5 +1,6 @@
 """The report of a run, as the script holds it: ``accelerator.report``."""
 
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,15 +14,22 @@ from drivetrain.config import Resolved
 from drivetrain.errors import UsageError
 from drivetrain.facade.observer import Observer
 from drivetrain.log import get_logger
+from drivetrain.reporting.page import missing_packages
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.strategy import Run
 from drivetrain.telemetry.facts import facts_of, header_of
 from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.folder import RUN, StartFolder, new_start
-from drivetrain.telemetry.journal import Journal
+from drivetrain.telemetry.folder import REPORT, RUN, StartFolder, new_start
+from drivetrain.telemetry.journal import Journal, has_ended
 from drivetrain.telemetry.recorder import StepRecorder
 
 logger = get_logger(__name__)
+
+DRAWING_S = 120.0
+"""How long the drawing of a report may take; it is done in some seconds."""
+
+LAST_LINES_S = 3.0
+"""How long rank 0 waits for the last lines of other ranks before it draws."""
 
 
 class RunReport:
@@ -53,7 +61,7 @@ class RunReport:
         self._enabled = asked is not False
         self._newest: StepFigures | None = None
         self._listeners: list[Callable[[StepFigures], None]] = []
-        self._finished = False
+        self._finished = self._drawn = self._failed = False
         self.folder: StartFolder | None = None
         self._journal: Journal | None = None
         self._recorder = StepRecorder(run.traffic, scaler, self._take, self._stop)
@@ -107,6 +115,38 @@ class RunReport:
         """Note that the run goes on from a checkpoint."""
         self._note("resumed", source=source)
 
+    def close(self) -> None:
+        """Finish, and draw the report on rank 0; the ranks need not do so together."""
+        self.finish()
+        if self.folder is None or self._drawn or self._newest is None or self._failed:
+            return
+        self._drawn = True
+        if not self._run.world.is_main:
+            return
+        if problem := missing_packages():
+            logger.announce(f"{problem} {self.folder.path.parent}")
+            return
+        self._wait_for_other_ranks()
+        place = str(self.folder.path.parent)
+        command = [sys.executable, "-m", "drivetrain.reporting", place]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=DRAWING_S)  # noqa: S603 - our own program
+        except (OSError, subprocess.SubprocessError) as error:
+            said = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1:]
+            logger.warning(f"no report was made: {' '.join(said)}; try: drivetrain report {place}")
+            return
+        logger.announce(f"report of the run: {self.folder.path.parent / REPORT}")
+
+    def _wait_for_other_ranks(self) -> None:
+        """Give the ranks of this host a moment to write their last lines; they may have failed."""
+        world, folder = self._run.world, self.folder
+        mine = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
+        until = time.monotonic() + LAST_LINES_S
+        while folder is not None and time.monotonic() < until:
+            if all(has_ended(folder.journal(rank)) for rank in mine):
+                return
+            time.sleep(0.05)
+
     def finish(self) -> None:
         """Write all that is known; may be called more than once."""
         if self._finished:
@@ -145,6 +185,7 @@ class RunReport:
 
     def _stop(self, error: Exception) -> None:
         """Write no more; the newest record is still there."""
+        self._failed = True
         self._journal = None
         self._listeners.clear()
         logger.warning(

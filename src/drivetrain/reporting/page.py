@@ -1,0 +1,96 @@
+"""The page of a report: one file without references to others, and pictures beside it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from drivetrain._version import __version__
+from drivetrain.errors import PreflightError
+from drivetrain.reporting import measures
+from drivetrain.reporting.history import RunHistory
+from drivetrain.reporting.summary import differences, side_by_side, status_of, summary_of
+from drivetrain.reporting.words import in_bytes
+from drivetrain.telemetry.folder import REPORT
+
+TEMPLATE = "page.html.jinja"
+PICTURES = "figures"
+"""The folder of PNGs beside the page."""
+
+NEEDED = ("matplotlib", "jinja2")
+
+
+@dataclass(frozen=True, slots=True)
+class BytesRow:
+    """Bytes of a step by axis and operation: sent, and promised."""
+
+    key: str
+    sent: str
+    promised: str
+
+
+def missing_packages() -> str:
+    """Return in words which packages a page needs in vain, and their extra; "" for none."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if not missing:
+        return ""
+    return (
+        f"a report needs {' and '.join(NEEDED)}, found no {' and no '.join(missing)}; "
+        "pip install 'drivetrain[report]', then: drivetrain report"
+    )
+
+
+def write_report(runs: Sequence[RunHistory], folder: Path) -> Path:
+    """Write ``report.html``, and its charts as PNGs into ``figures``; return the page's path.
+
+    Args:
+        runs: one run, or several to compare.
+        folder: made if it is missing; an older report there is replaced.
+
+    Raises:
+        PreflightError: matplotlib or jinja2 is not installed.
+        OSError: the folder cannot be written.
+    """
+    if problem := missing_packages():
+        raise PreflightError(problem)
+    # Imported here: recording and the terminal's summary do without them.
+    from jinja2 import Environment, FileSystemLoader
+
+    from drivetrain.reporting.charts import charts_of
+
+    charts = charts_of(runs)
+    pictures = folder / PICTURES
+    pictures.mkdir(parents=True, exist_ok=True)
+    for chart in charts:
+        chart.save(pictures)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
+    summaries = [summary_of(run) for run in runs]
+    page = environment.get_template(TEMPLATE).render(
+        runs=runs,
+        title=" and ".join(run.name for run in runs),
+        summaries=summaries,
+        numbers=side_by_side(summaries),
+        statuses=[status_of(run) for run in runs],
+        charts=charts,
+        differences=differences(runs) if len(runs) > 1 else [],
+        bytes_rows=_bytes_rows(runs[0]) if len(runs) == 1 else [],
+        version=__version__,
+    )
+    path, draft = folder / REPORT, folder / f".{REPORT}"
+    draft.write_text(page, encoding="utf-8")
+    draft.replace(path)
+    return path
+
+
+def _bytes_rows(run: RunHistory) -> list[BytesRow]:
+    sent, promised = measures.bytes_per_step(run), measures.promised_bytes(run)
+    return [
+        BytesRow(
+            key,
+            in_bytes(sent.get(key, 0)),
+            "no promise" if promised is None else in_bytes(promised.get(key, 0)),
+        )
+        for key in sorted({*sent, *(promised or {})})
+    ]

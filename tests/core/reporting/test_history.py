@@ -1,0 +1,144 @@
+"""Records put together: restarts, torn files, means over ranks, shares of a step."""
+
+import math
+
+import numpy as np
+import pytest
+
+from drivetrain.reporting import measures
+from drivetrain.reporting.history import load_history
+from drivetrain.reporting.summary import differences, summary_of
+from drivetrain.telemetry.journal import Journal
+from recorded_runs import FACTS, step, write_run
+
+
+def numbers(run):
+    return {number.name: number.value for number in summary_of(run)}
+
+
+def notes(run):
+    return {number.name: number.note for number in summary_of(run)}
+
+
+def test_values_are_means_and_counts_are_sums_over_ranks(tmp_path):
+    write_run(tmp_path, range(1, 6))
+    run = load_history(tmp_path)
+    loss = measures.mean_curve(run, lambda each: each.loss)
+    assert loss.steps.tolist() == [1, 2, 3, 4, 5]
+    assert loss.values.tolist() == pytest.approx([8.5, 4.5, 8 / 3 + 0.5, 2.5, 2.1])
+    assert measures.middle(measures.rate_curve(run, lambda each: each.samples)) == 80
+    assert measures.bytes_per_step(run) == {"dp/all_reduce": 4000}
+    assert measures.promised_bytes(run) == {"dp/all_reduce": 4000}
+    found = measures.breakdown(run)
+    assert found[0]["waiting dp"] == pytest.approx(0.04)
+    assert found[1]["backward"] == pytest.approx(0.07)
+    assert numbers(run)["waiting"] == "20%"
+    assert "rank 1 waits least" in notes(run)["waiting"]
+
+
+def test_ranks_of_one_cell_count_their_batch_once(tmp_path):
+    write_run(tmp_path, range(1, 6), facts={"mesh": {"tp": 2, "dp": 1}})
+    run = load_history(tmp_path)
+    assert measures.middle(measures.rate_curve(run, lambda each: each.tokens)) == 640
+
+
+def test_evaluation_is_no_training_time(tmp_path):
+    sections = {"forward": 0.05, "evaluation": 0.03, "checkpoint": 0.02}
+    write_run(tmp_path, range(1, 6), sections=sections, waiting={})
+    assert measures.step_seconds(load_history(tmp_path)) == pytest.approx(0.05)
+
+
+def test_a_restart_goes_on_and_repeats_steps(tmp_path):
+    write_run(tmp_path, range(1, 11), end="")
+    write_run(tmp_path, range(9, 16), events=["resumed"])
+    run = load_history(tmp_path)
+    assert [each.step for each in run.main] == list(range(1, 16))
+    assert (run.repeated, run.restarts) == (2, [9])
+    assert numbers(run)["steps"] == "15"
+    assert notes(run)["steps"] == "1 restart, 2 steps taken again"
+    assert [start.good for start in run.starts] == [False, True]
+    assert "was killed" in run.starts[0].outcome
+    assert run.starts[1].resumed == "saved"
+
+
+def test_a_run_that_began_anew_hides_the_run_before(tmp_path):
+    first = write_run(tmp_path, range(1, 11))
+    write_run(tmp_path, range(1, 4))
+    run = load_history(tmp_path)
+    assert [each.step for each in run.main] == [1, 2, 3]
+    assert any("1 earlier start" in remark for remark in run.remarks)
+    assert len(load_history(first.path).main) == 10
+
+
+def test_a_start_of_the_launcher_again_is_a_restart(tmp_path):
+    write_run(tmp_path, range(1, 4), end="failed")
+    write_run(tmp_path, range(1, 6), facts={"restarts": 1})
+    run = load_history(tmp_path)
+    assert len(run.main) == 5
+    assert run.repeated == 3
+    assert run.starts[0].outcome == "failed: no reason given"
+
+
+def test_an_empty_run_says_so(tmp_path):
+    write_run(tmp_path, [], end="")
+    run = load_history(tmp_path)
+    assert numbers(run) == {"steps": "0"}
+    assert "no step has been recorded yet" in run.remarks
+
+
+def test_a_torn_run_shows_what_is_there(tmp_path):
+    start = write_run(tmp_path, range(1, 6), ranks=1, end="")
+    path = start.journal(0)
+    path.write_text(path.read_text(encoding="utf-8")[:-30], encoding="utf-8")
+    (start.path / "run.json").write_text('{"ranks":', encoding="utf-8")
+    run = load_history(tmp_path)
+    assert [each.step for each in run.main] == [1, 2, 3, 4]
+    assert any("run.json is missing or torn" in remark for remark in run.remarks)
+    assert any("1 torn line of rank 0" in remark for remark in run.remarks)
+    assert measures.promised_bytes(run) is None
+    assert numbers(run)["steps"] == "4"
+
+
+def test_missing_ranks_are_named(tmp_path):
+    write_run(tmp_path, range(1, 4), ranks=1)
+    assert any("no records of rank 1" in remark for remark in load_history(tmp_path).remarks)
+
+
+def test_a_loss_that_is_not_finite_is_counted_and_left_out_of_means(tmp_path):
+    start = write_run(tmp_path, [], ranks=0)
+    journal = Journal(start.journal(0), {"rank": 0})
+    for number, loss in enumerate((2.0, math.nan, 4.0), 1):
+        journal.add(step(number, loss=loss))
+    journal.close()
+    run = load_history(tmp_path)
+    assert numbers(run)["losses not finite"] == "1"
+    smooth = measures.mean_curve(run, lambda each: each.loss)
+    assert np.isnan(smooth.values).tolist() == [False, True, False]
+
+
+def test_utilization_names_formula_and_peak(tmp_path):
+    peak = {"device": "NVIDIA H100", "operations_per_second": 1e7, "of": "bf16, dense"}
+    model = FACTS["models"][0] | {"trained": 500}
+    write_run(tmp_path, range(1, 6), facts={"peak": peak, "models": [model]})
+    run = load_history(tmp_path)
+    # 4 x 1000 + 2 x 500 operations a token, 1280 tokens a second, 2 ranks of 1e7
+    assert numbers(run)["MFU"] == "32.0%"
+    assert "4 N + 2 trained N" in notes(run)["MFU"]
+    assert "peak 10 M a second, bf16, dense, NVIDIA H100" in notes(run)["MFU"]
+    write_run(tmp_path / "cpu", range(1, 6))
+    without = load_history(tmp_path / "cpu")
+    assert "MFU" not in numbers(without)
+    assert "no published peak is known for CPU" in notes(without)["FLOP/s"]
+
+
+def test_differences_leave_out_options_of_one_strategy(tmp_path):
+    other = [
+        {"key": "strategy.name", "value": "zero1", "origin": "file: run.yaml:1"},
+        {"key": "strategy.partition", "value": "flat", "origin": "default"},
+        {"key": "seed", "value": 3, "origin": "command line: --seed 3"},
+    ]
+    write_run(tmp_path / "a", range(1, 3))
+    write_run(tmp_path / "b", range(1, 3), facts={"configuration": other, "strategy": "zero1"})
+    runs = [load_history(tmp_path / name) for name in "ab"]
+    assert differences(runs) == [("strategy.name", ["ddp", "zero1"]), ("seed", ["not set", "3"])]
+    assert differences([runs[0], runs[0]]) == []
