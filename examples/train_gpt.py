@@ -124,7 +124,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> float:
         each = F.cross_entropy(logits.transpose(1, 2), window[:, 1:], reduction="none").mean(dim=1)
         losses.append(accelerator.gather_for_metrics(each))
     model.train()
-    return float(torch.cat(losses).mean())
+    mean = float(torch.cat(losses).mean())
+    accelerator.report(held_out_loss=mean)
+    return mean
 
 
 @torch.no_grad()
@@ -215,13 +217,18 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            seen += window.shape[0] * args.length * accelerator.mesh["dp"].size
+            tokens = window.shape[0] * args.length  # of this rank
+            seen += tokens * accelerator.mesh["dp"].size
             if not accelerator.sync_gradients:
                 continue
+            accelerator.report(tokens=tokens * accelerator.gradient_accumulation_steps)
             counter.step += 1
             speed = seen / (time.perf_counter() - started)
-            text = f"loss {loss.item():.3f}  {speed:,.0f} tokens/s"
-            bar.update(task, completed=counter.step, description=text)
+            bar.update(
+                task,
+                completed=counter.step,
+                description=f"loss {loss.item():.3f}  {speed:,.0f} tokens/s",
+            )
             if counter.step % args.eval_every == 0:
                 held_out = evaluate(accelerator, model, held_out_loader)
                 accelerator.print(

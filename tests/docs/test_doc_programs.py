@@ -160,6 +160,12 @@ def test_block_of_the_page_about_profiles(python, tmp_path):
     assert files == {"profile_0.json", "trace.json.gz", "costs.txt", "costs.json"}
 
 
+def test_blocks_of_the_page_on_reports(python, tmp_path):
+    said = python("".join(blocks("docs/reports.md")))
+    assert said.splitlines()[-1].startswith("0 16 ")
+    assert 'id="own-figures"' in (tmp_path / "runs/mine/run/report.html").read_text()
+
+
 def test_notebook_block_of_the_cli_page(python):
     (text,) = blocks("docs/cli.md")
     python(NOTEBOOK + text)

@@ -38,6 +38,9 @@ SECTION_COLORS = {
 WAITING_COLORS = ("#e53e3e", "#f687b3", "#c05621", "#9b2c2c")
 """Waiting is what a reader looks for: reds."""
 
+FEW = 60
+"""Points of a curve that are drawn one by one."""
+
 PROMISE_COLOR = "#a0aec0"
 
 MOST_LINES = 8
@@ -221,7 +224,8 @@ def _lines(
     for run, found, color in zip(runs, curves, itertools.cycle(COLORS)):
         if found.is_empty:
             continue
-        few = len(found.steps) <= 60
+        found = found.known()  # noqa: PLW2901 - figures that a script gives at times are a curve too
+        few = len(found.steps) <= FEW
         name = run.name if len(runs) > 1 else None
         marker = "o" if few else None
         if few or not smooth:
@@ -337,7 +341,7 @@ def _time_of_a_step(runs: Sequence[RunHistory]) -> Chart | None:
     return Chart(
         "time-of-a-step",
         "Where the time of a step goes",
-        "Times of the host. A rank that waits little is one that the others wait for.",
+        "Times of the host. The others wait for a rank that waits little itself.",
         figure,
     )
 

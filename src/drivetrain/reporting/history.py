@@ -67,7 +67,7 @@ class RunHistory:
 
     @property
     def skipped(self) -> Sequence[int]:
-        """The steps that were skipped; of several steps in one record, the last one."""
+        """The skipped steps; the last step of a record stands for all of its steps."""
         return [each.step for each in self.main if each.skipped]
 
 

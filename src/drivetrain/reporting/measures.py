@@ -36,6 +36,11 @@ class Curve:
         """Whether no step has a finite value."""
         return not bool(np.isfinite(self.values).any())
 
+    def known(self) -> "Curve":
+        """Return the steps with a finite value."""
+        finite = np.isfinite(self.values)
+        return Curve(self.steps[finite], self.values[finite])
+
     def smooth(self) -> "Curve":
         """Return a running mean over a part of the curve, of the values that are finite."""
         width = max(1, len(self.values) // SMOOTHED_PART)
