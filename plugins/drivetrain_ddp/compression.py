@@ -1,5 +1,6 @@
 """A bucket on the wire: whole, or in another dtype; ``powersgd`` has the one of low rank."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from drivetrain.collectives import Communicator, sent_elements
+from drivetrain.collectives import Communicator, Route
 from drivetrain.parts.buckets import Bucket, BucketLayout
 
 Finish: TypeAlias = Callable[[], object]
@@ -45,9 +46,9 @@ class CommunicationHook:
         """
         return communicator.all_reduce(bucket.flat, label="gradient bucket").wait
 
-    def sent(self, layout: BucketLayout, size: int) -> int:
-        """Return the bytes that rank 0 of ``size`` ranks sends for a bucket, per optimizer step."""
-        return sent_elements("all_reduce", layout.numel, size=size) * layout.dtype.itemsize
+    def sent(self, layout: BucketLayout, route: Route) -> Counter[tuple[str, str]]:
+        """Return the bytes that a rank sends for a bucket per step, by (axis, operation)."""
+        return route.all_reduced(layout.numel, layout.dtype.itemsize)
 
     def held(self, layout: BucketLayout) -> int:
         """Return the bytes that the hook holds for a bucket between steps."""
@@ -85,9 +86,8 @@ class CastHook(CommunicationHook):
         return finish
 
     @override
-    def sent(self, layout: BucketLayout, size: int) -> int:
-        elements = sent_elements("all_reduce", layout.numel, size=size)
-        return elements * self._on_wire(layout.dtype).itemsize
+    def sent(self, layout: BucketLayout, route: Route) -> Counter[tuple[str, str]]:
+        return route.all_reduced(layout.numel, self._on_wire(layout.dtype).itemsize)
 
     @override
     def held(self, layout: BucketLayout) -> int:

@@ -1,6 +1,8 @@
 """The cost of data parallelism: all is held whole, gradients go once around the ring."""
 
-from drivetrain.collectives import sent_elements
+from collections import Counter
+
+from drivetrain.collectives import Route
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.runtime.precision import Precision
 from drivetrain_ddp.config import DdpConfig
@@ -9,7 +11,7 @@ _ADAM_STATES = 2
 """An optimizer with this many states is Adam, which also counts steps per parameter."""
 
 
-def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, size: int) -> Cost:
+def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, route: Route) -> Cost:
     """Return the bytes that a rank holds, and the bytes that rank 0 sends in one optimizer step.
 
     The step has one synchronised backward and, for the buffers, one training forward before it.
@@ -20,10 +22,11 @@ def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, size: in
         config: the knobs.
         model: parameters, buffers and states.
         precision: the dtype of gradients on the wire.
-        size: ranks of the data-parallel axis.
+        route: the way of data over the data-parallel axis.
     """
     trainable = [spec for spec in model.parameters if spec.trainable]
     shapes, kinds = [spec.shape for spec in trainable], [(spec.dtype, None) for spec in trainable]
+    size = route.axis.size
     order = range(len(trainable))[::-1]
     layouts = config.buckets(shapes, kinds, order) if size > 1 else []
     hook = config.compression(precision)
@@ -32,10 +35,8 @@ def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, size: in
     buffers = sum(spec.nbytes for spec in model.buffers)
     gradients = sum(layout.nbytes + hook.held(layout) for layout in layouts)
     broadcast = buffers if config.buffers == "broadcast" else 0
-    sent = {
-        ("dp", "all_reduce"): sum(hook.sent(layout, size) for layout in layouts),
-        ("dp", "broadcast"): sent_elements("broadcast", broadcast, size=size),
-    }
+    sent = sum((hook.sent(layout, route) for layout in layouts), Counter[tuple[str, str]]())
+    sent += route.broadcast(broadcast)
     return Cost(
         held={
             "parameters": sum(spec.nbytes for spec in model.parameters),

@@ -16,6 +16,7 @@ Vectors, small matrices and the tail are sent whole. Gradients come divided by N
 are means, and M and E are kept in units of 1/N.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from drivetrain.collectives import Communicator, sent_elements
+from drivetrain.collectives import Communicator, Route
 from drivetrain.parts.buckets import Bucket, BucketLayout
 from drivetrain_ddp.compression import CommunicationHook, Finish, sum_in
 
@@ -148,11 +149,11 @@ class PowerSgdHook(CommunicationHook):
         return _LowRank(self._memories[layout], missing, communicator, dtype).finish
 
     @override
-    def sent(self, layout: BucketLayout, size: int) -> int:
+    def sent(self, layout: BucketLayout, route: Route) -> Counter[tuple[str, str]]:
         ps, qs, rest = self._numels(layout)
         parts = (ps, qs, rest) if ps else (layout.numel,)
-        elements = sum(sent_elements("all_reduce", part, size=size) for part in parts)
-        return elements * self._on_wire(layout.dtype).itemsize
+        itemsize = self._on_wire(layout.dtype).itemsize
+        return sum((route.all_reduced(part, itemsize) for part in parts), Counter())
 
     @override
     def held(self, layout: BucketLayout) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.collectives import Communicator, connect
+from drivetrain.collectives import Communicator, connect_over_hosts, route_over_hosts
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.naming import named_parameters
@@ -38,8 +38,8 @@ class Ddp(Strategy[DdpConfig]):
     def __init__(self, config: DdpConfig, run: Run) -> None:
         super().__init__(config, run)
         self._hook = config.compression(run.precision)
-        self._communicator: Communicator = connect(
-            run.mesh["dp"], run.traffic, run.world.device, run.world.timeout
+        self._communicator: Communicator = connect_over_hosts(
+            run.mesh, "dp", run.traffic, run.world
         )
         self._alone = self._communicator.size == 1
         self._closing = ExitStack()  # in the opposite order: hooks go before what they call
@@ -131,7 +131,7 @@ class Ddp(Strategy[DdpConfig]):
     @classmethod
     def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:
         """Return the estimate of ``drivetrain_ddp.cost``."""
-        return estimate(config, model, run.precision, run.mesh["dp"].size)
+        return estimate(config, model, run.precision, route_over_hosts(run.mesh, "dp", run.world))
 
     @classmethod
     def forms(cls, world: World) -> Sequence[Form]:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.collectives import Route, route_over_hosts
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name, named_parameters
@@ -75,22 +76,23 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
     @classmethod
     def lines(cls, config: FsdpConfig, run: Run) -> Lines:
         """Return all ranks, the ranks that divide the model, and the ranks with the same rows."""
-        mesh, everyone = run.mesh, run.mesh["dp"]
+        mesh, everyone = run.mesh, route_over_hosts(run.mesh, "dp", run.world)
         size = config.shard_ranks(mesh, run.world)
-        if size == everyone.size:
+        if size == everyone.axis.size:
             return Lines(everyone, everyone)
-        return Lines(everyone, mesh.neighbors("dp", size), mesh.across("dp", size))
+        near, across = mesh.neighbors("dp", size), mesh.across("dp", size)
+        return Lines(everyone, Route(near), Route(across))
 
     def connect(self) -> Ranks:
         """Connect ``dp``; with replicas, the groups of neighbors, and the lines across them."""
         run = self.run
-        mesh, everyone = run.mesh, run.mesh["dp"]
-        size = self.lines(self.config, run).sharing.size  # an error comes before anything starts
-        if size == everyone.size:
-            return Ranks.in_queues(run, everyone, everyone)
+        mesh = run.mesh
+        size = self.lines(self.config, run).sharing.axis.size  # an error comes first
+        if size == mesh["dp"].size:
+            return Ranks.in_queues(run)
         near = mesh.start_neighbors("dp", size, run.world)
         across = mesh.start_across("dp", size, run.world)
-        return Ranks.in_queues(run, everyone, near, across)
+        return Ranks.in_queues(run, near, across)
 
     # --- units of rows ---
 
@@ -107,7 +109,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         if model.module is None and choice.how in ("class", "function"):
             choice = UnitChoice(size=config.unit_from)  # an estimate: these need the model itself
         keys = unit_keys(model.parameters, choice, model.module)
-        size = cls.lines(config, run).sharing.size
+        size = cls.lines(config, run).sharing.axis.size
         return cut_model(model.parameters, keys, run.precision, size, devices)
 
     def _cut(

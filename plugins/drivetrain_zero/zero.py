@@ -189,4 +189,4 @@ class Zero3(Zero[Zero3Config]):
 
     def connect(self) -> Ranks:
         """Connect ``dp`` with queues of their own for gathers and for gradients."""
-        return Ranks.in_queues(self.run, self.run.mesh["dp"], self.run.mesh["dp"])
+        return Ranks.in_queues(self.run)

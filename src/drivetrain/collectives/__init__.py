@@ -14,6 +14,9 @@ that the ring algorithm sends.
 Most operations work on one flat tensor. ``gather_parts`` and ``reduce_parts`` work on many of any
 sizes and dtypes: the ring sends large ones as they lie and packs small ones into few messages, the
 others copy all side by side.
+
+``connect_over_hosts`` takes rings in levels where an axis has several ranks on each of several
+hosts: less crosses the network between hosts. NCCL looks for such ways itself.
 """
 
 from datetime import timedelta
@@ -23,12 +26,21 @@ import torch.distributed as dist
 
 from drivetrain.collectives.communicator import Communicator, Reduction
 from drivetrain.collectives.handles import Handle
+from drivetrain.collectives.hierarchy import HierarchicalCommunicator
 from drivetrain.collectives.native import NativeCommunicator
 from drivetrain.collectives.ring import RingCommunicator
 from drivetrain.collectives.solo import SoloCommunicator
-from drivetrain.collectives.volume import Operation, Parts, chunk_bounds, sent_bytes, sent_elements
+from drivetrain.collectives.volume import (
+    Operation,
+    Parts,
+    Route,
+    chunk_bounds,
+    sent_bytes,
+    sent_elements,
+)
 from drivetrain.errors import UsageError
-from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.mesh import Axis, Mesh
+from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
 
 __all__ = [
@@ -37,8 +49,11 @@ __all__ = [
     "Operation",
     "Parts",
     "Reduction",
+    "Route",
     "chunk_bounds",
     "connect",
+    "connect_over_hosts",
+    "route_over_hosts",
     "sent_bytes",
     "sent_elements",
 ]
@@ -77,3 +92,37 @@ def connect(
     if device.type == "cpu" and "gloo" in str(dist.get_backend(axis.group)):
         return RingCommunicator(axis, traffic, timeout, axis.group, checked=checked)
     return NativeCommunicator(axis, traffic, timeout, axis.group)
+
+
+def connect_over_hosts(
+    mesh: Mesh, name: str, traffic: Traffic, world: World, *, checked: bool = False
+) -> Communicator:
+    """Return a communicator over an axis of the mesh, in levels where the axis is over hosts.
+
+    Collective: every rank must call it in the same order.
+
+    Args:
+        mesh: the started axes.
+        name: of the axis.
+        traffic: the ledger; gets what is sent between hosts under the name ``NAME.far``.
+        world: the hosts of all ranks, and the device of this one.
+        checked: as for ``connect``.
+    """
+
+    def connected(axis: Axis) -> Communicator:
+        return connect(axis, traffic, world.device, world.timeout, checked=checked)
+
+    levels = mesh.start_levels(name, world) if _ring_runs(world) else None
+    if levels is None:
+        return connected(mesh[name])
+    return HierarchicalCommunicator(mesh[name], levels, connected, traffic, world.timeout)
+
+
+def route_over_hosts(mesh: Mesh, name: str, world: World) -> Route:
+    """Return the route of data under ``connect_over_hosts``, to count the bytes of a rank."""
+    return Route(mesh[name], mesh.levels(name, world) if _ring_runs(world) else None)
+
+
+def _ring_runs(world: World) -> bool:
+    """Whether ranks of these devices exchange data by our rings."""
+    return world.device.type == "cpu" and (not world.backend or "gloo" in world.backend)

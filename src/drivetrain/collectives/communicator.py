@@ -155,7 +155,14 @@ class Communicator(ABC):
         others = [rank for rank in range(self.size) if rank != self.rank]
         return StagedHandle([gather], [(held[rank], staging.slices[rank]) for rank in others])
 
-    def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
+    def reduce_parts(
+        self,
+        parts: Parts,
+        *,
+        scale: float = 1.0,
+        label: str = "",
+        first: Callable[[], None] | None = None,
+    ) -> Handle:
         """Put the sums over ranks, times scale, into this rank's tensors.
 
         Each tensor is summed in its own dtype. What those of the other ranks hold afterwards is
@@ -166,10 +173,13 @@ class Communicator(ABC):
                 none; lengths and dtypes are the same on every rank. They must not overlap.
             scale: the factor.
             label: names the operation in errors; the default is the line of the call.
+            first: as for ``gather_parts``.
 
         Raises:
             UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
         """
+        if first is not None:
+            first()
         held, label = checked_parts(parts, self.size), label or caller(2)
         operations, copies = [], []
         for dtype in dict.fromkeys(tensor.dtype for tensors in held for tensor in tensors):
@@ -183,6 +193,14 @@ class Communicator(ABC):
             )
             copies.append((kind[self.rank], staging.slices[self.rank]))
         return StagedHandle(operations, copies)
+
+    def accompany(self, companions: "Sequence[Communicator]") -> None:
+        """Let the failure of this communicator reach the ranks of others."""
+        self.companions = companions
+
+    def disagreed(self) -> str:
+        """Return the difference between ranks, or "" if none is known."""
+        return self.disagreement
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:

@@ -12,7 +12,7 @@ the all-gather at once.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain.collectives.arrivals import Arrivals
 from drivetrain.collectives.communicator import (
     Communicator,
     Reduction,
@@ -54,9 +55,6 @@ PIECE_BYTES = 1 << 21
 COMPANION_S = 0.3
 """How long a communicator that failed waits for a companion to say why."""
 
-WINDOW = 4
-"""Pieces of a reduction that may be under way to this rank; each needs a receive buffer."""
-
 
 class RingCommunicator(Communicator):
     """Rings over one gloo group; one thread runs the operations in the order of submission.
@@ -80,7 +78,7 @@ class RingCommunicator(Communicator):
     ) -> None:
         super().__init__(axis, traffic, timeout)
         self._neighbors = (CheckedNeighbors if checked else Neighbors)(axis, group, timeout)
-        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._arrivals = Arrivals(self._neighbors)
         self._worker = CommunicationThread(
             f"drivetrain-ring-{axis.name}",
             f"{group.group_name}/{self._neighbors.number(Tag.ALARM)}",
@@ -132,11 +130,24 @@ class RingCommunicator(Communicator):
 
         return self._submit(request, gather, None)
 
-    def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
+    def reduce_parts(
+        self,
+        parts: Parts,
+        *,
+        scale: float = 1.0,
+        label: str = "",
+        first: Callable[[], None] | None = None,
+    ) -> Handle:
         """Put the sums over ranks, times scale, into this rank's tensors; small ones packed."""
         held = checked_parts(parts, self.size)
         request = Request("reduce_scatter", label, layout=layout_of(held))
-        return self._submit(request, lambda: self._reduce(held, scale), None)
+
+        def reduce() -> None:
+            if first is not None:
+                first()
+            self._reduce(held, scale)
+
+        return self._submit(request, reduce, None)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
@@ -162,7 +173,7 @@ class RingCommunicator(Communicator):
     def close(self) -> None:
         """Finish submitted operations and join the thread."""
         self._worker.close()
-        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._arrivals.forget()
 
     # --- submission, on the caller's thread ---
 
@@ -212,7 +223,7 @@ class RingCommunicator(Communicator):
         chunks = self._cut(held)
         rank, size = self.rank, self.size
         incoming = [chunks[(rank - step - 2) % size] for step in range(size - 1)]
-        arrivals = self._arrivals([piece for chunk in incoming for piece in chunk.messages])
+        arrivals = self._arrivals.of([piece for chunk in incoming for piece in chunk.messages])
         first = chunks[(rank - 1) % size]
         first.pack()
         sends = [self._neighbors.send(piece, Tag.SCATTER) for piece in first.messages]
@@ -283,37 +294,6 @@ class RingCommunicator(Communicator):
         """Cut each rank's tensors into messages."""
         return [ChunkMessages(tensors, PIECE_BYTES) for tensors in held]
 
-    def _arrivals(self, pieces: list[Tensor]) -> Iterator[Tensor]:
-        """Yield the left neighbor's message for each piece; valid until the next is asked for."""
-        slot = self._make_room(pieces)
-        posted = [self._post(index, piece, slot) for index, piece in enumerate(pieces[:WINDOW])]
-        return self._arriving(pieces, slot, posted)
-
-    def _arriving(
-        self, pieces: list[Tensor], slot: int, posted: list[tuple[Tensor, Any]]
-    ) -> Iterator[Tensor]:
-        for index in range(len(pieces)):
-            buffer, receive = posted[index]
-            self._neighbors.wait(receive)
-            yield buffer
-            following = index + WINDOW
-            if following < len(pieces):
-                posted.append(self._post(following, pieces[following], slot))
-
-    def _post(self, index: int, piece: Tensor, slot: int) -> tuple[Tensor, Any]:
-        """Post the receive for a piece, in the buffer that is free by then."""
-        start = index % WINDOW * slot
-        buffer = self._scratch[start : start + piece.nbytes].view(piece.dtype)
-        return buffer, self._neighbors.receive(buffer, Tag.SCATTER)
-
-    def _make_room(self, pieces: list[Tensor]) -> int:
-        """Return the bytes of a reused receive buffer, which the largest piece fits in."""
-        longest = max((piece.nbytes for piece in pieces), default=0)
-        slot = -(-longest // 64) * 64  # keep every buffer on its own cache line
-        if self._scratch.numel() < slot * WINDOW:
-            self._scratch = torch.empty(slot * WINDOW, dtype=torch.uint8, device="cpu")
-        return slot
-
 
 class OperationWatch(Wait):
     """A wait for an operation of a ring: the operation fails when the wait is in vain.
@@ -347,8 +327,8 @@ class OperationWatch(Wait):
         if ring.companions and not ring.disagreement:  # they may be about to say the reason
             time.sleep(COMPANION_S)
         for each in (ring, *ring.companions):
-            if each.disagreement:
-                return each.disagreement
+            if each.disagreed():
+                return each.disagreed()
         ranks, near = ring.axis.ranks, self._neighbors
         return (
             f"{self.doing} failed on rank {self.rank}, {ring.rank} of {ring.size} on the axis, "

@@ -42,8 +42,17 @@ class SoloCommunicator(Communicator):
         checked_parts(parts, self.size)
         return Finished() if first is None else Deferred(first)
 
-    def reduce_parts(self, parts: Parts, *, scale: float = 1.0, label: str = "") -> Handle:
-        """Multiply by the scale."""
+    def reduce_parts(
+        self,
+        parts: Parts,
+        *,
+        scale: float = 1.0,
+        label: str = "",
+        first: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Multiply by the scale, after ``first``."""
+        if first is not None:
+            first()
         for tensor in checked_parts(parts, self.size)[0]:
             self._scaled(tensor, scale)
         return Finished()

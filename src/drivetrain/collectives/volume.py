@@ -1,13 +1,16 @@
 """How the data of an operation lie on the ranks, as chunks or parts, and how much a rank sends."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from drivetrain.errors import UsageError
+from drivetrain.runtime.mesh import Axis, HostLevels
 
 Chunks: TypeAlias = Sequence[tuple[int, int]]
 """Each rank's (start, stop) in a flat tensor; together the whole tensor, in order of rank."""
@@ -107,6 +110,63 @@ def sent_elements(
     # Chunks of one dtype: what holds for bytes holds for elements.
     return sent_bytes(operation, [stop - start for start, stop in bounds], rank)
 
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of data over an axis: one ring, or the levels of ``hierarchy``.
+
+    Attributes:
+        axis: the axis.
+        levels: the ranks of this host and those across hosts; None for one ring.
+    """
+
+    axis: Axis
+    levels: HostLevels | None = None
+
+    def all_reduced(self, numel: int, itemsize: int) -> Counter[tuple[str, str]]:
+        """Return the bytes that this rank sends to sum one tensor, by (axis, operation)."""
+        if self.levels is None:
+            sent = sent_elements("all_reduce", numel, size=self.axis.size, rank=self.axis.rank)
+            return Counter({(self.axis.name, "all_reduce"): sent * itemsize})
+        near, far = self.levels
+        shares = [stop - start for start, stop in chunk_bounds(numel, near.size)]
+        pieces = [stop - start for start, stop in chunk_bounds(shares[near.rank], far.size)]
+        return Counter(
+            {
+                (line.name, operation): itemsize * sent_bytes(operation, lengths, line.rank)
+                for line, lengths in ((near, shares), (far, pieces))
+                for operation in _HALVES
+            }
+        )
+
+    def passed(self, operation: Operation, lengths: Sequence[int]) -> Counter[tuple[str, str]]:
+        """Return the bytes that this rank sends in one reduce-scatter or all-gather.
+
+        Args:
+            operation: which of the two.
+            lengths: bytes of each rank's chunk, in order of rank.
+        """
+        if self.levels is None:
+            sent = sent_bytes(operation, lengths, self.axis.rank)
+            return Counter({(self.axis.name, operation): sent})
+        near, far = self.levels
+        of_host = [sum(lengths[place :: near.size]) for place in range(near.size)]
+        of_place = lengths[near.rank :: near.size]
+        return Counter(
+            {
+                (near.name, operation): sent_bytes(operation, of_host, near.rank),
+                (far.name, operation): sent_bytes(operation, of_place, far.rank),
+            }
+        )
+
+    def broadcast(self, nbytes: int) -> Counter[tuple[str, str]]:
+        """Return the bytes that this rank sends when rank 0 of the axis sends around a tensor."""
+        sent = sent_elements("broadcast", nbytes, size=self.axis.size, rank=self.axis.rank)
+        return Counter({(self.axis.name, "broadcast"): sent})
+
+
+_HALVES: tuple[Operation, ...] = ("reduce_scatter", "all_gather")
+"""The two halves of an all-reduce."""
 
 Parts: TypeAlias = Sequence[Sequence[Tensor]]
 """For each rank of the axis, in order: the rank's 1-D contiguous tensors, mostly slices of larger

@@ -86,7 +86,9 @@ class CollectiveTask:
                     self._finished.acquire()
                 elif not self._finished.acquire(timeout=LONG_WAIT_S):
                     self._wait_long(self._watch())
-            if self._waited is not None:
+            # A level that waits for the level before it keeps nobody from computing.
+            in_background = isinstance(threading.current_thread(), CountingThread)
+            if self._waited is not None and not in_background:
                 self._waited(time.perf_counter() - start)
         self._finished.release()
         if self._error is not None:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -42,6 +43,18 @@ class Axis:
     def spans_hosts(self) -> bool:
         """Whether the axis crosses a network."""
         return len(set(self.hosts)) > 1
+
+
+class HostLevels(NamedTuple):
+    """An axis over hosts, seen from one rank, as two axes.
+
+    Attributes:
+        near: the ranks on this rank's host.
+        far: the ranks at this rank's place on each host.
+    """
+
+    near: Axis
+    far: Axis
 
 
 class Mesh(Mapping[str, Axis]):
@@ -192,6 +205,29 @@ class Mesh(Mapping[str, Axis]):
                     "number of neighbors instead of leaving it to the hosts"
                 )
         return expected
+
+    def levels(self, name: str, world: World) -> HostLevels | None:
+        """Return the two levels of an axis over hosts, without starting anything.
+
+        None where there are no two: on one host, with one rank of the axis per host, or with hosts
+        that hold different numbers of ranks.
+        """
+        try:
+            count = self.per_host(name, world)
+        except ConfigError:
+            return None
+        if count in (1, self[name].size):
+            return None
+        return HostLevels(self.neighbors(name, count), self.across(name, count))
+
+    def start_levels(self, name: str, world: World) -> HostLevels | None:
+        """Return the levels of an axis with process groups. Collective the first time."""
+        levels = self.levels(name, world)
+        if levels is None:
+            return None
+        size = levels.near.size
+        near = self.start_neighbors(name, size, world)
+        return HostLevels(near, self.start_across(name, size, world))
 
     def _lines(self, name: str) -> Iterator[tuple[int, ...]]:
         return _lines(name, {each: axis.size for each, axis in self.items()})

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from drivetrain.collectives import sent_bytes, sent_elements
-from drivetrain.collectives.volume import Operation, chunk_bounds
+from drivetrain.collectives import Route, chunk_bounds
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.runtime.mesh import Axis
@@ -36,9 +35,9 @@ _ADAM_STATES = 2
 class Lines:
     """The ranks that a cost is about: see ``drivetrain.sharding.placement.Ranks``."""
 
-    everyone: Axis
-    sharing: Axis
-    replicas: Axis | None = None
+    everyone: Route
+    sharing: Route
+    replicas: Route | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class Estimate:
         self._trainable = [unit for unit in units if unit.trainable]
         self._precision = precision
         self._lines = lines
-        self.rank = lines.sharing.rank
+        self.rank = lines.sharing.axis.rank
 
     def sent(
         self,
@@ -87,27 +86,22 @@ class Estimate:
             regather: how they come back for backward; None: they were not freed.
         """
         lines, sent = self._lines, Counter[tuple[str, str]]()
-        sharded = [unit for unit in self.units if unit.sharded]
-        resident = [unit for unit in self._trainable if not unit.sharded]
-        gathered = sum(map(self._gather, resident)) + gathers * sum(map(self._gather, sharded))
-        sent[lines.sharing.name, "all_gather"] += gathered
-        reduced = sum(map(self._reduce, self._trainable))
-        sent[lines.sharing.name, "reduce_scatter"] += reductions * reduced
-        everyone, agreements = lines.everyone, reductions
-        if lines.replicas is not None:
-            agreements = 1
-            crossing = sum(self._cross(unit, lines.replicas) for unit in self._trainable)
-            sent[lines.replicas.name, "all_reduce"] += crossing
+        for unit in self.units:
+            if unit.sharded or unit.trainable:
+                times = gathers if unit.sharded else 1
+                add(sent, self._gather(unit), times)
+                if unit.sharded and regather is not None:
+                    again = regather.times.get(unit.key, 0)
+                    add(sent, self._regather(unit, regather.over), gathers * again)
+        for unit in self._trainable:
+            add(sent, self._reduce(unit), reductions)
+            if lines.replicas is not None:
+                sent += self._cross(unit, lines.replicas)
         flags = sum(len(flat.places) for unit in self._trainable for flat in unit.trainable)
-        sent[everyone.name, "all_reduce"] += agreements * _of(everyone, "all_reduce", flags)
-        nbytes = sum(spec.nbytes for spec in buffers)
-        sent[everyone.name, "broadcast"] += reductions * _of(everyone, "broadcast", nbytes)
-        if regather is not None:
-            again = sum(
-                regather.times.get(unit.key, 0) * self._regather(unit, regather.over)
-                for unit in sharded
-            )
-            sent[regather.over.name, "all_gather"] += gathers * again
+        agreements = reductions if lines.replicas is None else 1
+        # A maximum takes one ring, also over hosts.
+        add(sent, Route(lines.everyone.axis).all_reduced(flags, 1), agreements)
+        add(sent, lines.everyone.broadcast(sum(spec.nbytes for spec in buffers)), reductions)
         return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
     def held(self, model: ModelSpec, *, lent_buffers: int) -> dict[str, int]:
@@ -158,26 +152,28 @@ class Estimate:
 
     # --- one unit ---
 
-    def _gather(self, unit: UnitLayout) -> int:
-        ranks = range(self._lines.sharing.size)
-        return sent_bytes("all_gather", [unit.owned_bytes(rank) for rank in ranks], self.rank)
+    def _gather(self, unit: UnitLayout) -> Counter[tuple[str, str]]:
+        route = self._lines.sharing
+        ranks = range(route.axis.size)
+        return route.passed("all_gather", [unit.owned_bytes(rank) for rank in ranks])
 
-    def _reduce(self, unit: UnitLayout) -> int:
+    def _reduce(self, unit: UnitLayout) -> Counter[tuple[str, str]]:
+        route = self._lines.sharing
         lengths = [
             sum(flat.owned(rank) * self._wire(flat) for flat in unit.trainable)
-            for rank in range(self._lines.sharing.size)
+            for rank in range(route.axis.size)
         ]
-        return sent_bytes("reduce_scatter", lengths, self.rank)
+        return route.passed("reduce_scatter", lengths)
 
-    def _cross(self, unit: UnitLayout, replicas: Axis) -> int:
-        return sum(
-            self._wire(flat) * _of(replicas, "all_reduce", flat.owned(self.rank))
-            for flat in unit.trainable
-        )
+    def _cross(self, unit: UnitLayout, replicas: Route) -> Counter[tuple[str, str]]:
+        sent = Counter[tuple[str, str]]()
+        for flat in unit.trainable:
+            sent += replicas.all_reduced(flat.owned(self.rank), self._wire(flat))
+        return sent
 
-    def _regather(self, unit: UnitLayout, over: Axis) -> int:
+    def _regather(self, unit: UnitLayout, over: Axis) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends when a unit's values come back for backward."""
-        if over == self._lines.sharing:
+        if over == self._lines.sharing.axis:
             return self._gather(unit)
         bounds = [
             [
@@ -186,9 +182,8 @@ class Estimate:
             ]
             for flat in unit.flats
         ]
-        return sent_bytes(
-            "all_gather", [sum(each) for each in zip(*bounds, strict=True)], over.rank
-        )
+        lengths = [sum(each) for each in zip(*bounds, strict=True)]
+        return Route(over).passed("all_gather", lengths)
 
     # --- one flat tensor ---
 
@@ -225,8 +220,10 @@ class Estimate:
         return in_order and total is flat.master
 
 
-def _of(axis: Axis, operation: Operation, elements: int) -> int:
-    return sent_elements(operation, elements, size=axis.size, rank=axis.rank)
+def add(sent: Counter[tuple[str, str]], each: Mapping[tuple[str, str], int], times: int) -> None:
+    """Add bytes by (axis, operation), so many times."""
+    for key, nbytes in each.items():
+        sent[key] += times * nbytes
 
 
 # --- how often units are gathered in a forward and its backward ---

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.building import WeightSource, fill, meta_tensors
-from drivetrain.collectives import Communicator, connect
+from drivetrain.collectives import Communicator, connect, connect_over_hosts
 from drivetrain.cost import TensorSpec
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.overlap import check_apart
@@ -48,24 +48,33 @@ class Ranks:
     @classmethod
     def in_one_queue(cls, run: Run) -> "Ranks":
         """Connect ``dp``: each rank owns a part, and all collectives keep one order."""
-        world = run.world
-        everyone = connect(run.mesh["dp"], run.traffic, world.device, world.timeout)
+        everyone = connect_over_hosts(run.mesh, "dp", run.traffic, run.world)
         return cls(everyone, everyone, everyone)
 
     @classmethod
     def in_queues(
-        cls, run: Run, everyone: Axis, sharing: Axis, replicas: Axis | None = None
+        cls, run: Run, sharing: Axis | None = None, replicas: Axis | None = None
     ) -> "Ranks":
-        """Connect these axes, with queues of their own for gathers and for gradients."""
-        all_ranks = connect_checked(run, everyone)
+        """Connect ``dp``, with queues of their own for gathers and for gradients.
+
+        Args:
+            run: its mesh.
+            sharing: the ranks that share a model; None for all of ``dp``.
+            replicas: the ranks that own the same parts; None where all share.
+        """
+
+        def connected() -> Communicator:
+            return connect_over_hosts(run.mesh, "dp", run.traffic, run.world, checked=True)
+
+        everyone = connected()
         ranks = cls(
-            all_ranks,
-            all_ranks if sharing is everyone else connect_checked(run, sharing),
-            connect_checked(run, sharing),
+            everyone,
+            everyone if sharing is None else connect_checked(run, sharing),
+            connected() if sharing is None else connect_checked(run, sharing),
             None if replicas is None else connect_checked(run, replicas),
         )
         for one in ranks._communicators:  # a failure of one reaches the ranks of the others
-            one.companions = [other for other in ranks._communicators if other is not one]
+            one.accompany([other for other in ranks._communicators if other is not one])
         return ranks
 
     @property

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.building import WeightSource
+from drivetrain.collectives import route_over_hosts
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.parts.naming import named_parameters
@@ -69,7 +70,8 @@ class Accounted(Strategy[ConfigT], Generic[ConfigT]):
     @classmethod
     def lines(cls, config: ConfigT, run: Run) -> Lines:
         """Return the ranks that the cost is about."""
-        return Lines(run.mesh["dp"], run.mesh["dp"])
+        everyone = route_over_hosts(run.mesh, "dp", run.world)
+        return Lines(everyone, everyone)
 
     @classmethod
     def estimate(cls, config: ConfigT, units: Sequence[UnitLayout], run: Run) -> Estimate:
@@ -83,7 +85,7 @@ class Accounted(Strategy[ConfigT], Generic[ConfigT]):
         estimate = cls.estimate(config, units, run)
         regather = None
         if config.until == "forward":  # a unit that is freed after forward comes back
-            over = config.near(run.mesh) or cls.lines(config, run).sharing
+            over = config.near(run.mesh) or cls.lines(config, run).sharing.axis
             # Backward begins with as many as it holds then: the last one and those gathered ahead.
             regather = Regather(over, gathers_again(units, model.module, 1 + config.ahead))
         sent = estimate.sent(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Rprop
 
+from drivetrain.collectives import Route
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import PreflightError
 from drivetrain.runtime.mesh import Mesh
@@ -55,7 +56,7 @@ def test_what_stays_on_the_device_is_what_cost_says(precision, sharded, lent, fr
     given = plan(precision=precision, sharded=sharded, lent=lent, frozen=frozen)
     ours = held(given, TierChoice(device="device", optimizer="host", ratio=0.0))["device"]
     axis = Mesh.plan({"dp": 2}, World(rank=1, size=2, hosts=("a", "a")))["dp"]
-    estimate = Estimate(given.units, precision, Lines(axis, axis))
+    estimate = Estimate(given.units, precision, Lines(Route(axis), Route(axis)))
     theirs = estimate.held(given.model, lent_buffers=1 if lent else 0)
     steps = 0 if frozen else 4
     assert ours["parameters"] == theirs["parameters"]

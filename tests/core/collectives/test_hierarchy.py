@@ -1,0 +1,168 @@
+"""Collectives in levels of hosts: values, bytes between hosts, order of the levels, failures."""
+
+import dataclasses
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.collectives import Communicator, connect_over_hosts, ring, route_over_hosts
+from drivetrain.collectives.hierarchy import HierarchicalCommunicator
+from drivetrain.collectives.volume import chunk_bounds
+from drivetrain.errors import CollectiveError
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
+
+PIECE = 64  # bytes: small, so that small tensors have many pieces
+SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 33, 64, 129, 500]
+
+
+def world_of(hosts: str, timeout_s: float = 30) -> World:
+    """Return this process's world with made-up hosts, one letter per rank."""
+    found = World.discover(cpu=True)
+    return dataclasses.replace(
+        found, hosts=tuple(hosts), timeout=timedelta(seconds=timeout_s), local_size=2
+    )
+
+
+def connected(
+    world: World, traffic: Traffic | None = None, *, checked: bool = True
+) -> Communicator:
+    mesh = Mesh.build({"dp": world.size}, world)
+    return connect_over_hosts(mesh, "dp", traffic or Traffic(), world, checked=checked)
+
+
+def values(numel: int, rank: int) -> torch.Tensor:
+    """Small integers: exact, so sums can be compared bit by bit."""
+    return ((torch.arange(numel) * (rank + 3) + rank) % 11).float()
+
+
+def check_values(communicator: Communicator, numel: int, chunks: list[tuple[int, int]]) -> None:
+    size, rank = communicator.size, communicator.rank
+    inputs = [values(numel, other) for other in range(size)]
+    total = torch.stack(inputs).sum(0)
+    start, stop = chunks[rank]
+    summed, most, scattered, copied = (inputs[rank].clone() for _ in range(4))
+    gathered = torch.full_like(summed, -1)
+    gathered[start:stop] = inputs[0][start:stop]
+    handles = [
+        communicator.all_reduce(summed, scale=0.5),
+        communicator.all_reduce(most, reduction="max"),
+        communicator.reduce_scatter(scattered, scale=2.0, chunks=chunks),
+        communicator.all_gather(gathered, chunks=chunks),
+        communicator.broadcast(copied, source=size - 1),
+    ]
+    for handle in reversed(handles):
+        handle.wait()
+        assert handle.done()
+    assert torch.equal(summed, total / 2)
+    assert torch.equal(most, torch.stack(inputs).amax(0))
+    assert torch.equal(scattered[start:stop], 2 * total[start:stop])
+    assert torch.equal(gathered, inputs[0])
+    assert torch.equal(copied, inputs[size - 1])
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_values_of_two_hosts_with_two_ranks_each():
+    before, ring.PIECE_BYTES = ring.PIECE_BYTES, PIECE
+    communicator = connected(world_of("aabb"))
+    assert isinstance(communicator, HierarchicalCommunicator)
+    for numel in SIZES:
+        check_values(communicator, numel, chunk_bounds(numel, 4))
+        check_values(communicator, numel, [(0, 0), (0, numel), (numel, numel), (numel, numel)])
+    communicator.barrier()
+    communicator.close()
+    ring.PIECE_BYTES = before
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_sums_are_alike_on_all_ranks_and_parts_keep_their_dtypes():
+    communicator = connected(world_of("aabb"))
+    generator = torch.Generator().manual_seed(communicator.rank)
+    tensors = [torch.randn(index % 7 + 1, 13, generator=generator) for index in range(40)]
+    single = [tensor.clone() for tensor in tensors]
+    handles = [communicator.all_reduce(tensor, scale=1 / 4) for tensor in tensors]
+    for mine, given, handle in zip(tensors, single, handles, strict=True):
+        handle.wait()
+        everyone = [torch.empty_like(given) for _ in range(4)]
+        dist.all_gather(everyone, given)
+        torch.testing.assert_close(mine, torch.stack(everyone).mean(0))
+        dist.all_gather(everyone, mine)
+        assert all(torch.equal(mine, other) for other in everyone)
+    rank = communicator.rank
+    parts = [[torch.ones(3, dtype=torch.float64), torch.ones(owner, dtype=torch.bfloat16)]
+             for owner in range(4)]  # fmt: skip
+    communicator.reduce_parts(parts, scale=0.5).wait()
+    assert all(tensor.eq(2).all() for tensor in parts[rank])
+    for tensor in parts[rank]:
+        tensor.fill_(rank)
+    communicator.gather_parts(parts).wait()
+    assert all(t.eq(owner).all() for owner, tensors in enumerate(parts) for t in tensors)
+    communicator.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_host_sends_the_least_that_is_possible():
+    traffic = Traffic()
+    world = world_of("aabb")
+    communicator = connected(world, traffic)
+    route = route_over_hosts(Mesh.plan({"dp": 4}, world), "dp", world)
+    numel = 1003
+    flat = torch.ones(numel)
+    communicator.all_reduce(flat).wait()
+    assert traffic.sent() == route.all_reduced(numel, 4)
+    far = sum(nbytes for (axis, _), nbytes in traffic.sent().items() if axis == "dp.far")
+    sums = torch.tensor([float(far)])
+    communicator.all_reduce(sums).wait()
+    # Two hosts: each sends 2 (H-1)/H = 1 tensor; one ring over both hosts sends 1.5 over each link.
+    assert sums.item() == 2 * 4 * numel
+    traffic.clear()
+    lengths = [4 * (stop - start) for start, stop in communicator.chunk(numel)]
+    communicator.reduce_scatter(flat).wait()
+    communicator.all_gather(flat).wait()
+    expected = route.passed("reduce_scatter", lengths) + route.passed("all_gather", lengths)
+    assert traffic.sent() == expected
+    communicator.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("hosts", ["aaaa", "abcd", "aaab", "abab"])
+def test_one_ring_where_hosts_make_no_levels(hosts):
+    communicator = connected(world_of(hosts))
+    assert not isinstance(communicator, HierarchicalCommunicator)
+    tensor = torch.ones(5)
+    communicator.all_reduce(tensor).wait()
+    assert tensor.eq(4).all()
+    communicator.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_that_does_not_come_fails_the_ranks_of_both_hosts():
+    communicator = connected(world_of("aabb", timeout_s=1.5))
+    communicator.barrier()
+    if communicator.rank != 3:
+        start = time.perf_counter()
+        with pytest.raises(CollectiveError, match="the test"):
+            communicator.all_reduce(torch.zeros(100_000), label="the test").wait()
+        assert time.perf_counter() - start < 10
+    dist.barrier()  # the last rank is alive, but silent, until the others have given up
+    communicator.close()
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_do_different_things_are_told_so():
+    communicator = connected(world_of("aabb"))
+    tensor = torch.zeros(100)
+    with pytest.raises(CollectiveError) as caught:
+        if communicator.rank == 1:
+            communicator.all_gather(tensor, label="mine").wait()
+        else:
+            communicator.reduce_scatter(tensor, label="theirs").wait()
+    dist.barrier()
+    said = [""] * 4
+    dist.all_gather_object(said, str(caught.value))
+    assert any("must run the same operations" in each and "mine" in each for each in said), said
+    communicator.close()
