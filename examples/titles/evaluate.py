@@ -6,6 +6,7 @@ python examples/titles/evaluate.py runs/titles/merged --pairs runs/titles/pairs.
 import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from base import load_model, load_tokenizer
 from data import IGNORED, Examples, Pair, is_chinese, prompt_batch, read_split
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
+from drivetrain.errors import UsageError
 
 RESAMPLES = 1000
 """Bootstrap samples of the test set; an interval holds the middle 95% of their scores."""
@@ -115,17 +118,17 @@ def judged(titles: Sequence[str], pairs: Sequence[Pair]) -> dict[str, Any]:
     return {"scores": {name: asdict(score) for name, score in found.items()}, "titles": titles}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Judge a folder of Hugging Face, such as the merged model that ``train.py`` leaves."""
-    from base import load_model, load_tokenizer
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", help="folder or hub name of a causal language model")
     parser.add_argument("--pairs", type=Path, required=True, help="pairs.json of a run")
     parser.add_argument("--length", type=int, default=128, help="tokens of text and title")
     parser.add_argument("--title-length", type=int, default=24, help="tokens of a title at most")
     parser.add_argument("--batch", type=int, default=50, help="texts per rank")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    if not args.pairs.is_file():
+        sys.exit(f"expected the pairs.json of a run, found no {args.pairs}")
     accelerator = Accelerator()
     pairs = read_split("", 0, args.pairs).test
     tokenizer = load_tokenizer(args.model)
@@ -137,10 +140,15 @@ def main() -> None:
     )
     model, loader = accelerator.prepare(load_model(args.model), loader)
     titles = generated(accelerator, model, loader, tokenizer, args.title_length)
-    for name, score in judged(titles, pairs)["scores"].items():
+    found: dict[str, Any] = judged(titles, pairs)["scores"]
+    for name, score in found.items():
         accelerator.print(f"{name:8} {Score(**score)}")
     accelerator.end_training()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UsageError as error:
+        sys.exit(str(error))

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import sys
 from itertools import count, product
@@ -141,6 +142,25 @@ def test_what_a_run_exports(alone):
         adapted = PeftModel.from_pretrained(base, alone / "adapter")(input_ids=tokens).logits
     torch.testing.assert_close(adapted, after)
     assert (after - before).abs().max() > 0.01
+
+
+def test_the_tutorial_loads_what_a_run_exports(alone, tmp_path, monkeypatch, capsys):
+    page = EXAMPLE.parents[1] / "docs" / "fine-tune-and-compare.md"
+    block, _ = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "titles").symlink_to(alone)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, page, "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.ranks(2)
+def test_the_merged_model_has_the_scores_of_the_run(alone):
+    words = ("--pairs", str(alone / "pairs.json"), "--length", "32", "--title-length", "8")
+    found = example().evaluate.main([str(alone / "merged"), *words, "--batch", "3"])
+    expected = json.loads((alone / "result.json").read_text())["scores"]["after"]
+    assert found == expected
+    assert expected["ROUGE-1"]["value"] > 1  # the titles have words
 
 
 @pytest.mark.ranks(1)
