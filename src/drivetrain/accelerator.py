@@ -66,6 +66,9 @@ from drivetrain.strategy import Run, Strategy
 from drivetrain.tracking import Trackers
 from drivetrain.verify.recorder import launched_observer
 
+HOSTS_OWN = ("launch.node_rank", "launch.nproc_per_node", "launch.log_dir")
+"""Keys of the configuration in which hosts may differ."""
+
 
 class Accelerator(AnswersArguments, StaysInProcess, Processes):
     """Runs an ordinary PyTorch loop under any strategy.
@@ -153,7 +156,9 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         )
         super().__init__(self.world)
         shown = [f"{key} = {value}" for key, value, _ in self.config.rows()]
-        agree(self.world, "the configuration", [row for row in shown if "node_rank" not in row])
+        agree(
+            self.world, "the configuration", [row for row in shown if not row.startswith(HOSTS_OWN)]
+        )
         announce_unused(handlers, self.config)
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.handlers = handlers

@@ -162,6 +162,19 @@ def test_sample_of_the_dry_run_is_what_it_says(folder, capsys):
     assert [line for line in shown if line not in said] == []
 
 
+def test_sample_of_recognised_variables_is_what_it_says(folder, capsys, monkeypatch):
+    text = (ROOT / "docs/clusters.md").read_text()
+    command, _, sample = text.split("\n$ PET_NNODES=")[1].split("```")[0].partition("\n")
+    given, _, arguments = f"PET_NNODES={command}".partition(" drivetrain ")
+    for setting in given.split():
+        monkeypatch.setenv(*setting.split("=", 1))
+    assert run(arguments.split()) == 0
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = [line.split() for line in sample.splitlines() if line.strip() not in ("", "...")]
+    assert shown
+    assert [line for line in shown if line not in said] == []
+
+
 @pytest.mark.parametrize("which", ["--schedule 1f1b", "--schedule all"])
 def test_samples_of_schedules_are_what_it_says(folder, capsys, monkeypatch, which):
     monkeypatch.setenv("COLUMNS", "80")

@@ -100,7 +100,7 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(sandbox):
     assert rows["accumulation", "4"].endswith("run.yaml:1")
     assert rows["launch.nproc_per_node", "3"].endswith("--nproc-per-node 3")
     assert rows["precision", "bf16"].endswith("--precision bf16")
-    assert "31 more keys at their default: drivetrain config show" in done.stdout
+    assert re.search(r"\d+ more keys at their default: drivetrain config show", done.stdout)
     assert "Mesh: dp=3 (1 x 3 ranks)" in done.stdout
     assert "0, 1, 2" in done.stdout
     # 1e9 fp32 elements: 4e9 bytes of parameters, twice that of Adam's state.

@@ -17,11 +17,13 @@ from drivetrain_launch.commands.options import (
     FLAGS,
     GroupedCommand,
     GroupedOption,
+    command_line_layer,
     complete_file,
     knob_flags,
     resolve_command_line,
     source_options,
 )
+from drivetrain_launch.hosts.surroundings import KEYS, Surroundings, recognise
 from drivetrain_launch.ranks.placement import (
     Endpoint,
     accelerators,
@@ -106,7 +108,11 @@ def command(
 
     Everything after SCRIPT belongs to the script. Values on the command line win over the file.
     """
-    resolved = resolve_command_line(config, assignments, flags)
+    chosen = command_line_layer(flags, assignments).origins
+    explicit = standalone or any(key in chosen for key in KEYS)
+    surroundings = None if explicit else recognise(os.environ)
+    resolved = resolve_command_line(config, assignments, flags, surroundings)
+    check_seat(resolved, surroundings)
     from drivetrain_launch.forecast.checking import check_run
 
     if standalone and resolved.run.launch.nnodes > 1:
@@ -126,10 +132,27 @@ def command(
     check_run(resolved)
     if text := misplaced(arguments):
         click.echo(text, err=True)
-    return launch(resolved, (AS_ACCELERATE, *arguments) if as_accelerate else arguments)
+    words = (AS_ACCELERATE, *arguments) if as_accelerate else arguments
+    return launch(resolved, words, surroundings)
 
 
-def launch(resolved: Resolved, arguments: tuple[str, ...]) -> int:
+def check_seat(resolved: Resolved, surroundings: Surroundings | None) -> None:
+    """Check that one rank runs here where the scheduler starts each rank by itself.
+
+    Raises:
+        ConfigError: another number of ranks was chosen.
+    """
+    ranks = resolved.run.launch.nproc_per_node
+    if surroundings is not None and surroundings.seat is not None and ranks != 1:
+        raise ConfigError(
+            f"launch.nproc_per_node: {surroundings.name} starts one process per rank, found "
+            f"{ranks}; leave the number out, or start one process per host"
+        )
+
+
+def launch(
+    resolved: Resolved, arguments: tuple[str, ...], surroundings: Surroundings | None = None
+) -> int:
     """Run a checked script on the ranks of this host and return the exit code.
 
     Raises:
@@ -144,7 +167,7 @@ def launch(resolved: Resolved, arguments: tuple[str, ...]) -> int:
     private = Path(tempfile.mkdtemp(prefix="drivetrain-"))
     try:
         with Signals() as signals:
-            return _run(resolved, arguments, private, signals)
+            return _run(resolved, arguments, private, signals, surroundings)
     except Stopped as stopped:
         return stopped.code
     finally:
@@ -207,7 +230,13 @@ def make_log_dir(path: Path) -> None:
         ) from error
 
 
-def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path, signals: Signals) -> int:
+def _run(
+    resolved: Resolved,
+    arguments: tuple[str, ...],
+    private: Path,
+    signals: Signals,
+    surroundings: Surroundings | None,
+) -> int:
     from drivetrain.runtime.world import CONFIG_VARIABLE, reader_mark
     from drivetrain_launch.ranks.engine import HostJob, run_ranks
 
@@ -221,7 +250,8 @@ def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path, signals:
         CONFIG_VARIABLE: str(path),
         **heap_variables(settings, accelerators=available),
     }
-    limit = threads(settings, ranks, cores=cores())
+    seat = surroundings.seat if surroundings else None
+    limit = threads(settings, seat.local_size if seat else ranks, cores=cores())
     if limit is not None:
         variables["OMP_NUM_THREADS"] = limit
     if resolved.run.profile.steps != "":
@@ -234,6 +264,8 @@ def _run(resolved: Resolved, arguments: tuple[str, ...], private: Path, signals:
             launch=settings,
             variables=variables,
             private=private,
+            run=surroundings.run if surroundings else "",
+            seat=seat,
         ),
         signals,
     )

@@ -24,6 +24,7 @@ from drivetrain.config.foreign import importers, read_own_file
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
+from drivetrain_launch.hosts.surroundings import Surroundings, check_agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +177,23 @@ def source_options(group: str = "Configuration") -> Callable[..., Any]:
 
 
 def resolve_command_line(
-    config: str | None, assignments: Iterable[str], flags: Mapping[str, Any] | None = None
+    config: str | None,
+    assignments: Iterable[str],
+    flags: Mapping[str, Any] | None = None,
+    surroundings: Surroundings | None = None,
 ) -> Resolved:
     """Merge a YAML file, ``--set`` assignments, and click's values by the flags' parameters.
+
+    The recognised variables of a scheduler lie below all of them.
 
     Raises:
         ConfigError: the file, a value or a key is wrong, or two options contradict each other.
     """
     file = read_own_file(config) if config else Layer()
+    if surroundings is not None:
+        check_agreement(surroundings, file)
     return resolve(
+        surroundings.layer if surroundings is not None else Layer(),
         file,
         command_line_layer(flags or {}, assignments),
         find_config=strategies().find_config,

@@ -20,7 +20,7 @@ from drivetrain_launch.ranks.failure import Ending
 from drivetrain_launch.ranks.meeting import HostMeeting, Place, SingleHost
 from drivetrain_launch.ranks.member import Party, SeveralHosts
 from drivetrain_launch.ranks.output import Output
-from drivetrain_launch.ranks.placement import Endpoint, interface_of
+from drivetrain_launch.ranks.placement import Endpoint, Seat, interface_of
 from drivetrain_launch.ranks.processes import POLL_S, RankProcesses
 from drivetrain_launch.ranks.secret import SECRET_VARIABLE, shared_secret
 from drivetrain_launch.ranks.signals import Signals, Stopped
@@ -46,6 +46,8 @@ class HostJob:
         launch: the launch section of the configuration.
         variables: environment variables that every rank gets besides this process's own.
         private: folder of this run, readable by this user only, removed by the caller.
+        run: a scheduler's name of the job, equal on every host, or "".
+        seat: of the one rank here, where a scheduler starts each rank by itself.
     """
 
     arguments: tuple[str, ...]
@@ -53,6 +55,8 @@ class HostJob:
     launch: LaunchConfig
     variables: Mapping[str, str]
     private: Path
+    run: str = ""
+    seat: Seat | None = None
 
 
 def run_ranks(job: HostJob, signals: Signals) -> int:
@@ -88,7 +92,7 @@ def _meeting(job: HostJob) -> HostMeeting:
             index=launch.node_rank,
             count=launch.nnodes,
             ranks=job.ranks,
-            run="",
+            run=job.run,
             secret=shared_secret(),
             max_restarts=launch.max_restarts,
             start_timeout_s=limit_s,
@@ -142,14 +146,15 @@ def _environment(job: HostJob, place: Place, local_rank: int) -> dict[str, str]:
     interface = interface_of(place.address)
     if interface:
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
+    seat = job.seat or Seat(local_rank=local_rank, local_size=place.size, node=place.index)
     return {
         **variables,
         **job.variables,
         "RANK": rank,
         "WORLD_SIZE": size,
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(place.size),
-        "GROUP_RANK": str(place.index),
+        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_WORLD_SIZE": str(seat.local_size),
+        "GROUP_RANK": str(seat.node),
         "GROUP_WORLD_SIZE": str(len(place.sizes)),
         "ROLE_NAME": "default",
         "ROLE_RANK": rank,

@@ -50,6 +50,21 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """The place of a single rank on its host, where a scheduler starts each rank by itself.
+
+    Attributes:
+        local_rank: its index on the host.
+        local_size: number of ranks of the host.
+        node: index of the host.
+    """
+
+    local_rank: int
+    local_size: int
+    node: int
+
+
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -16,7 +16,7 @@ import yaml
 
 from drivetrain.errors import ConfigError
 
-Kind: TypeAlias = Literal["default", "file", "command line", "code"]
+Kind: TypeAlias = Literal["default", "environment", "file", "command line", "code"]
 
 MAX_BYTES = 1 << 20
 """A larger file is not a configuration: it is refused before it is parsed."""

@@ -1,0 +1,1 @@
+"""How a run comes to its hosts: recognised from a scheduler's variables."""

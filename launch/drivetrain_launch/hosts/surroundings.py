@@ -1,0 +1,262 @@
+"""Recognises from the environment which scheduler started this process, and its place in the run.
+
+Each recogniser turns the variables of one scheduler into keys of the configuration, with the
+variables as their origin. A scheduler starts one launcher per host, or one process per device; in
+the second case each process counts as a host of one rank for the launchers, and its seat tells its
+place among the ranks of the real host.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.config.document import Layer, ValueOrigin
+from drivetrain.errors import ConfigError
+from drivetrain_launch.hosts.slurm import node_names, tasks_on
+from drivetrain_launch.hosts.variables import OVERRIDE, Variables
+from drivetrain_launch.ranks.placement import Endpoint, Seat
+
+FIRST_PORT = 20_000
+PORTS = 12_000
+"""Ports that follow from a job's number; the system gives out ports from 32768 on."""
+
+USUAL_PORT = "29500"
+"""torch's own, where a launcher gives an address without a port."""
+
+SKYPILOT_PORT = 8008
+KEYS = ("launch.nnodes", "launch.node_rank", "launch.rdzv_endpoint")
+"""Keys that tell of several hosts; a recogniser gives all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """The facts in a scheduler's variables.
+
+    Attributes:
+        name: of the scheduler.
+        entries: (key of the configuration, value, variables) of each value.
+        run: the scheduler's name of the job, equal on every host, or "".
+        seat: of the one rank of this process among the ranks of its host; None where this
+            process starts all ranks of its host.
+    """
+
+    name: str
+    entries: tuple[tuple[str, Any, str], ...]
+    run: str = ""
+    seat: Seat | None = None
+
+    @property
+    def layer(self) -> Layer:
+        """The values as a layer of configuration."""
+        return Layer.of(
+            (key, value, ValueOrigin("environment", f"{self.name}: {variables}"))
+            for key, value, variables in self.entries
+        )
+
+
+def recognise(environment: Mapping[str, str]) -> Surroundings | None:
+    """Return the facts about several hosts in the variables; None without any.
+
+    Raises:
+        ConfigError: variables are missing, malformed, or contradict each other.
+    """
+    variables = Variables(environment)
+    for recogniser in RECOGNISERS:
+        if (found := recogniser(variables)) is not None:
+            return found
+    return None
+
+
+def check_agreement(surroundings: Surroundings, file: Layer) -> None:
+    """Check that a configuration file does not contradict the scheduler.
+
+    Raises:
+        ConfigError: the file has another number of hosts, index or endpoint.
+    """
+    section = file.values.get("launch", {})
+    for key, value, variables in surroundings.entries:
+        name = key.rpartition(".")[2]
+        found = section.get(name, value) if isinstance(section, Mapping) else value
+        if key in KEYS and found != value:
+            origin = file.origins.get(key)
+            raise ConfigError(
+                f"{origin.text if origin else 'the file'}: {key}: {found!r} contradicts {value!r} "
+                f"from {surroundings.name} ({variables}); take the line out of the file, or give "
+                "the flag, which switches the recognition off"
+            )
+
+
+def _pet(variables: Variables) -> Surroundings | None:
+    """Torchrun's variables for its options, which Kubeflow's Trainer sets."""
+    if not variables.text("PET_NNODES"):
+        return None
+    elastic = variables.text("PET_NNODES").partition(":")
+    if elastic[1] and elastic[0] != elastic[2]:
+        raise ConfigError(
+            f"the variable PET_NNODES: expected one number of hosts, found "
+            f"{variables.text('PET_NNODES')!r}; a lost host is replaced with --max-restarts, and a "
+            "run does not shrink"
+        )
+    count = int(elastic[0]) if elastic[0].isdecimal() else variables.number("PET_NNODES")
+    entries: list[tuple[str, Any, str]] = []
+    ranks = variables.text("PET_NPROC_PER_NODE")
+    if ranks and ranks not in ("auto", "gpu", "cpu"):
+        number = variables.number("PET_NPROC_PER_NODE", minimum=1)
+        entries.append(("launch.nproc_per_node", number, variables.shown("PET_NPROC_PER_NODE")))
+    if count > 1:
+        rank = variables.first("PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+        if variables.text("PET_RDZV_ENDPOINT"):
+            variables.require("torchrun's PET variables", "PET_NNODES", rank)
+            place = variables.text("PET_RDZV_ENDPOINT")
+            said = variables.shown("PET_RDZV_ENDPOINT")
+        else:
+            variables.require("torchrun's PET variables", "PET_NNODES", rank, "PET_MASTER_ADDR")
+            port = variables.text("PET_MASTER_PORT") or USUAL_PORT
+            place = _endpoint(variables.text("PET_MASTER_ADDR"), port)
+            said = variables.shown("PET_MASTER_ADDR", "PET_MASTER_PORT")
+        index = variables.number(rank)
+        if index >= count:
+            raise ConfigError(
+                f"the variables {rank}={index} and PET_NNODES={count} contradict each other: "
+                f"expected an index from 0 to {count - 1}; {OVERRIDE}"
+            )
+        entries += [
+            ("launch.nnodes", count, variables.shown("PET_NNODES")),
+            ("launch.node_rank", index, variables.shown(rank)),
+            ("launch.rdzv_endpoint", place, said),
+        ]
+    run = variables.text("PET_RDZV_ID")
+    return Surroundings(name="torchrun's variables", entries=tuple(entries), run=run)
+
+
+def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callable[..., Any]:
+    """Return the recogniser of an MPI: one process per device, and no address of the first."""
+
+    def recogniser(variables: Variables) -> Surroundings | None:
+        if not variables.text(rank) or variables.number(size, minimum=1) == 1:
+            return None
+        variables.require(name, rank, size, local, local_size)
+        index, count = variables.index(rank, size), variables.number(size)
+        seat = Seat(
+            local_rank=variables.index(local, local_size),
+            local_size=variables.number(local_size),
+            node=index // variables.number(local_size),
+        )
+        if not variables.text("MASTER_ADDR"):
+            raise ConfigError(
+                f"{name} tells no process the address of the first: expected the variable "
+                "MASTER_ADDR, found none; give it to all of them, for example 'mpirun -x "
+                "MASTER_ADDR=$(hostname) ...'"
+            )
+        port = variables.text("MASTER_PORT") or USUAL_PORT
+        place = _endpoint(variables.text("MASTER_ADDR"), port)
+        return Surroundings(
+            name=name,
+            entries=_one_rank(variables, count, size, index, rank, place, "MASTER_ADDR"),
+            seat=seat,
+        )
+
+    return recogniser
+
+
+def _slurm(variables: Variables) -> Surroundings | None:
+    """A step of SLURM: one task per node, or one per device."""
+    if not variables.text("SLURM_JOB_ID"):
+        return None
+    nodes_name = variables.first("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    nodes = variables.number(nodes_name, minimum=1) if variables.text(nodes_name) else 1
+    if not variables.text("SLURM_STEP_ID") or not variables.text("SLURM_PROCID"):
+        if nodes == 1:
+            return None
+        raise ConfigError(
+            f"SLURM gave this job {nodes} nodes ({variables.shown(nodes_name)}), and this process "
+            "runs on one of them alone; write 'srun --ntasks-per-node=1' before 'drivetrain "
+            "launch', or give --standalone for one host"
+        )
+    tasks_name = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    list_name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    variables.require("SLURM", "SLURM_NODEID", list_name, tasks_name)
+    tasks = variables.number(tasks_name, minimum=1)
+    if tasks == 1:
+        return None
+    names = node_names(variables.text(list_name))
+    if len(names) != nodes:
+        raise ConfigError(
+            f"the variables {variables.shown(nodes_name)} and {variables.shown(list_name)} "
+            f"contradict each other; {OVERRIDE}"
+        )
+    job, step = variables.number("SLURM_JOB_ID"), variables.number("SLURM_STEP_ID")
+    place = _endpoint(names[0], str(FIRST_PORT + (job * 10 + step) % PORTS))
+    run = f"{job}.{step}"
+    if tasks == nodes:
+        node = variables.index("SLURM_NODEID", nodes_name)
+        entries: tuple[tuple[str, Any, str], ...] = (
+            ("launch.nnodes", nodes, variables.shown(nodes_name)),
+            ("launch.node_rank", node, variables.shown("SLURM_NODEID")),
+            ("launch.rdzv_endpoint", place, variables.shown(list_name, "SLURM_JOB_ID")),
+        )
+        return Surroundings(name="SLURM", entries=entries, run=run)
+    per_node = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    variables.require("SLURM", "SLURM_LOCALID", per_node)
+    index, node = variables.index("SLURM_PROCID", tasks_name), variables.number("SLURM_NODEID")
+    seat = Seat(
+        local_rank=variables.number("SLURM_LOCALID"),
+        local_size=tasks_on(variables.text(per_node), node),
+        node=node,
+    )
+    entries = _one_rank(variables, tasks, tasks_name, index, "SLURM_PROCID", place, list_name)
+    return Surroundings(name="SLURM", entries=entries, run=run, seat=seat)
+
+
+def _skypilot(variables: Variables) -> Surroundings | None:
+    """SkyPilot: one process per host, addresses of all of them."""
+    addresses = variables.text("SKYPILOT_NODE_IPS").split()
+    if len(addresses) < 2:
+        return None
+    count_name = "SKYPILOT_NUM_NODES"
+    variables.require("SkyPilot", "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", count_name)
+    if variables.number(count_name) != len(addresses):
+        raise ConfigError(
+            f"the variables {count_name}={variables.text(count_name)} and SKYPILOT_NODE_IPS with "
+            f"{len(addresses)} addresses contradict each other; {OVERRIDE}"
+        )
+    index = variables.index("SKYPILOT_NODE_RANK", count_name)
+    entries = (
+        ("launch.nnodes", len(addresses), variables.shown(count_name)),
+        ("launch.node_rank", index, variables.shown("SKYPILOT_NODE_RANK")),
+        ("launch.rdzv_endpoint", _endpoint(addresses[0], str(SKYPILOT_PORT)), "SKYPILOT_NODE_IPS"),
+    )
+    return Surroundings(name="SkyPilot", entries=entries, run=variables.text("SKYPILOT_TASK_ID"))
+
+
+def _one_rank(
+    variables: Variables, count: int, size: str, index: int, rank: str, place: str, address: str
+) -> tuple[tuple[str, Any, str], ...]:
+    """Return the entries of a process that is one rank."""
+    return (
+        ("launch.nproc_per_node", 1, f"one process per rank, {variables.shown(size)}"),
+        ("launch.nnodes", count, variables.shown(size)),
+        ("launch.node_rank", index, variables.shown(rank)),
+        ("launch.rdzv_endpoint", place, variables.shown(address)),
+    )
+
+
+def _endpoint(host: str, port: str) -> str:
+    return str(Endpoint.parse(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"))
+
+
+RECOGNISERS = (
+    _pet,
+    _mpi(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _slurm,
+    _mpi("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    _mpi("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _skypilot,
+)
+"""In order: an explicit setting first, and a launcher inside of a scheduler's job before it."""
