@@ -6,6 +6,7 @@ result at the same step. From the slowest step follows how many steps pass until
 """
 
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -32,13 +33,14 @@ class Preemption:
     Args:
         world: this process among all processes.
         state: whether a window is complete, and which loader is being read.
-        save: saves the run under an automatic name, and returns the directory.
+        save: method that saves the run under an automatic name, and returns the directory; its
+            object is not kept alive.
     """
 
     def __init__(self, world: World, state: GradientState, save: Callable[[], str]) -> None:
         self._world = world
         self._state = state
-        self._save = save
+        self._save = weakref.WeakMethod(save)  # loaders hold this object, and finalizers hold them
         self._notice = Notice()
         self._shared = world.size > 1 and is_launched()
         self._group: dist.ProcessGroup | None = None
@@ -88,10 +90,11 @@ class Preemption:
             SystemExit: with the code of a saved run, on every rank.
         """
         complete = self._state.sync_gradients and loader is self._trained
-        if self._by_script or self._state.uneven or not complete or not self.agreed:
+        save = self._save()
+        if self._by_script or self._state.uneven or not complete or not self.agreed or save is None:
             return
         self._by_script = True  # once
-        directory = self._save()
+        directory = save()
         heard = f" ({self._notice.heard})" if self._notice.heard else ""
         logger.announce(
             f"preempted{heard}: saved {directory}; exit code {PREEMPTED} asks to be started again"
