@@ -64,6 +64,7 @@ from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy
 from drivetrain.tracking import Trackers
+from drivetrain.tracking.run_figures import RunFigures
 from drivetrain.verify.recorder import launched_observer
 
 HOSTS_OWN = ("launch.node_rank", "launch.nproc_per_node", "launch.log_dir")
@@ -202,6 +203,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             log_with, logging_dir=self.logging_dir, is_main=self.is_main_process
         )
         self.report = RunReport(self.config, self.run, self.scaler, self.project_dir)
+        self.report.listen(RunFigures(self._trackers, self.mesh["dp"].size).take)
         self._profiler = StepProfiler(self.config, self.handlers.profile, self.project_dir)
         for end in (self.report.close, self._profiler.end):
             weakref.finalize(self, end)  # also where the script forgets to end it

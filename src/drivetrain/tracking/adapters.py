@@ -126,6 +126,7 @@ class WandbTracker(Tracker):
 
     name: ClassVar[str] = "wandb"
     module: ClassVar[str] = "wandb"
+    shares_steps: ClassVar[bool] = True
 
     _run: Any
 

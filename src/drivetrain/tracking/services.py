@@ -22,6 +22,7 @@ class CometMLTracker(Tracker):
 
     name: ClassVar[str] = "comet_ml"
     module: ClassVar[str] = "comet_ml"
+    shares_steps: ClassVar[bool] = True
 
     _experiment: Any
 
@@ -160,6 +161,7 @@ class DVCLiveTracker(Tracker):
 
     name: ClassVar[str] = "dvclive"
     module: ClassVar[str] = "dvclive"
+    shares_steps: ClassVar[bool] = True
 
     _live: Any
 

@@ -3,6 +3,7 @@
 They are started together, and never in the way of training.
 """
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ class Tracker(ABC):
         name: how ``log_with`` names it.
         requires_logging_directory: whether the constructor takes ``logging_dir``.
         module: name of the module that must be installed; "" for none.
+        shares_steps: whether all values have one counter of steps, which the script moves: figures
+            of the library then join the script's next values.
 
     Args:
         run_name: the project or run; passed by position, since options may have that name too.
@@ -45,6 +48,7 @@ class Tracker(ABC):
     name: ClassVar[str]
     requires_logging_directory: ClassVar[bool] = False
     module: ClassVar[str] = ""
+    shares_steps: ClassVar[bool] = False
 
     @classmethod
     def available(cls) -> bool:
@@ -121,6 +125,8 @@ class Trackers:
         self._is_main = is_main
         self._chosen = _choose(log_with, logging_dir, registry)
         self._failed: list[Tracker] = []
+        self._without_run: list[Tracker] = []
+        self._joining: dict[int, Mapping[str, float]] = {}
         self.active: list[Tracker] = []
 
     def start(
@@ -161,7 +167,36 @@ class Trackers:
             log_kwargs: arguments of each tracker's ``log``, by its name.
         """
         options = log_kwargs or {}
-        self._each(lambda tracker: tracker.log(values, step=step, **options.get(tracker.name, {})))
+
+        def write(tracker: Tracker) -> None:
+            joined = {**self._joining.pop(id(tracker), {}), **values}
+            tracker.log(joined, step=step, **options.get(tracker.name, {}))
+
+        self._each(write)
+
+    def log_run(self, values: Mapping[str, float], step: int) -> None:
+        """Write figures that the library has measured; the script's own steps stay as they are.
+
+        A tracker that fails here gets no more of these figures, and all of the script's values.
+
+        Args:
+            values: numbers by name.
+            step: the optimizer step that they end with.
+        """
+        for tracker in self.active:
+            if tracker in self._failed or tracker in self._without_run:
+                continue
+            if tracker.shares_steps:
+                self._joining[id(tracker)] = dict(values)
+                continue
+            try:
+                tracker.log(values, step=step)
+            except Exception as error:
+                self._without_run.append(tracker)
+                logger.warning(
+                    f"the tracker {tracker.name!r} gets no figures of the run from here on: "
+                    f"{type(error).__name__}: {error}"
+                )
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """Return a started tracker, or its wrapped object; an inert object on other processes.
@@ -181,8 +216,10 @@ class Trackers:
         """Finish every tracker, also after failures: buffered values may still be written."""
         active, self.active = self.active, []
         for tracker in active:
+            if (left := self._joining.pop(id(tracker), None)) and tracker not in self._failed:
+                self._attempt(tracker, functools.partial(_write, left))
             self._attempt(tracker, lambda each: each.finish())
-        self._failed = []
+        self._failed, self._without_run = [], []
 
     def _made(
         self, chosen: type[Tracker] | Tracker, project: str, init_kwargs: dict[str, Any]
@@ -210,6 +247,10 @@ class Trackers:
                     f"the tracker {tracker.name!r} failed and is left out from here on: "
                     f"{type(error).__name__}: {error}"
                 )
+
+
+def _write(values: Mapping[str, float], tracker: Tracker) -> None:
+    tracker.log(values)
 
 
 class Inert:
