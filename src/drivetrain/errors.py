@@ -10,8 +10,8 @@
     │   └── RankMismatchError  3   ranks disagree on the configuration, the model or a shape
     ├── CheckpointError        4   a checkpoint that cannot be written, read or trusted
     ├── CollectiveError        5   a collective that failed or timed out
-    ├── NonFiniteError         1   an infinite or NaN loss or gradient, where the run asks
-    └── StorageError           7   a store that has no room, or cannot be read or written
+    ├── StorageError           7   a store that has no room, or cannot be read or written
+    └── NonFiniteError         9   an infinite or NaN loss or gradient, at which the run stops
 
 Every message names the expected and the found thing, and the way out.
 """
@@ -63,6 +63,8 @@ class CollectiveError(DrivetrainError):
 
 class NonFiniteError(DrivetrainError, ArithmeticError):
     """A loss or a gradient is not finite; the message names step, ranks and parameter."""
+
+    exit_code = 9
 
 
 class StorageError(DrivetrainError):

@@ -5,7 +5,7 @@ strategy. The format is described in ``docs/checkpoint-format.md``.
 """
 
 from drivetrain.checkpoint.background import Background
-from drivetrain.checkpoint.commit import complete, find, latest, next_name, prune, sweep
+from drivetrain.checkpoint.commit import complete, find, is_finite, latest, next_name, prune, sweep
 from drivetrain.checkpoint.contents import Contents
 from drivetrain.checkpoint.export import ExportPlan, export_checkpoint, plan_export, write_export
 from drivetrain.checkpoint.inspection import Description, describe, find_problems
@@ -31,6 +31,7 @@ __all__ = [
     "export_checkpoint",
     "find",
     "find_problems",
+    "is_finite",
     "latest",
     "load",
     "next_name",

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from drivetrain.checkpoint.manifest import FILE_NAME
+from drivetrain.checkpoint.manifest import FILE_NAME, Manifest
 from drivetrain.checkpoint.tensorfile import sync_directory
 from drivetrain.errors import CheckpointError
 
@@ -33,6 +33,14 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 def is_checkpoint(directory: Path) -> bool:
     """Return whether a directory is a complete checkpoint: the manifest is written last."""
     return (directory / FILE_NAME).is_file()
+
+
+def is_finite(directory: Path) -> bool:
+    """Return whether the manifest is intact, and says that all parameters are finite."""
+    try:
+        return Manifest.read(directory).finite
+    except CheckpointError:
+        return False
 
 
 def begin(target: Path, token: str, *, overwrite: bool) -> Path:
@@ -178,11 +186,17 @@ def latest(root: Path) -> Path:
 def prune(root: Path, limit: int) -> list[Path]:
     """Remove the oldest complete checkpoints until ``limit`` are left; return them, oldest first.
 
+    If the weights of none of these are finite, the newest one with finite weights stays, too.
     Called after a save has returned, so the newest good checkpoint is never at risk.
     """
     if limit < 1:
         raise CheckpointError(f"expected a limit of at least 1 checkpoint, found {limit}")
-    removed = complete(root)[limit:][::-1]
+    found = complete(root)
+    removed = found[limit:]
+    if not any(map(is_finite, found[:limit])):
+        last_good = next(filter(is_finite, removed), None)
+        removed = [path for path in removed if path != last_good]
+    removed.reverse()
     for path in removed:
         try:
             retire(path, secrets.token_hex(8))

@@ -1,16 +1,17 @@
 """The contents of a checkpoint from one rank, staged copies of them, and all scalars joined."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.assembly import fits, numel
 from drivetrain.checkpoint.plain import decode, encode
 from drivetrain.errors import CheckpointError
-from drivetrain.shards import Shard
+from drivetrain.shards import Shard, label
 
 T = TypeVar("T")
 
@@ -31,6 +32,8 @@ class Contents:
             epoch, loader positions, custom objects.
         rank_state: tensors of this rank alone, such as its random-number states.
         encoded: files with bytes that only the user can read, by file name (rank 0's are stored).
+        parameters: for each model the names whose values must be finite for the checkpoint to count
+            as finite; buffers may hold infinity on purpose.
     """
 
     models: Sequence[Iterable[Shard]]
@@ -39,6 +42,7 @@ class Contents:
     state: Mapping[str, Any] = field(default_factory=dict)
     rank_state: Mapping[str, Tensor] = field(default_factory=dict)
     encoded: Mapping[str, bytes] = field(default_factory=dict)
+    parameters: Sequence[Collection[str]] = ()
 
     @property
     def shard_bytes(self) -> int:
@@ -81,6 +85,7 @@ class Contents:
             state=_snapshot(dict(self.state), "state"),
             rank_state={key: _copy(tensor) for key, tensor in self.rank_state.items()},
             encoded=dict(self.encoded),
+            parameters=self.parameters,
         )
 
 
@@ -94,6 +99,16 @@ def _snapshot(value: T, where: str) -> T:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def check_shard(shard: Shard) -> None:
+    """Refuse a shard whose tensor is not the part that the shard names."""
+    fine = fits(shard.part, shard.shape) and numel(shard.part) == shard.tensor.numel()
+    if not fine:
+        raise CheckpointError(
+            f"the strategy's shard of {label(shard.name, shard.state)} has {shard.tensor.numel()} "
+            f"of {math.prod(shard.shape)} elements, which does not match its {shard.part}"
+        )
 
 
 def merge_scalars(ranks: Sequence[Sequence[Scalars]]) -> list[dict[Any, Any]]:

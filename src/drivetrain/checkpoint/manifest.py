@@ -69,6 +69,7 @@ class Manifest:
         rank_files: by rank, the file with the rank's own state.
         aliases: of each model, the further names of tied parameters -> the name in ``models``;
             empty in manifests that were written before there were aliases.
+        finite: whether all parameters are finite numbers; true in manifests that do not say.
         version: of the format.
     """
 
@@ -78,6 +79,7 @@ class Manifest:
     models: tuple[tuple[SavedTensor, ...], ...]
     rank_files: Mapping[int, str]
     aliases: tuple[Mapping[str, str], ...]
+    finite: bool = True
     version: int = VERSION
 
     def to_text(self) -> str:
@@ -87,6 +89,7 @@ class Manifest:
             "version": self.version,
             "world_size": self.world_size,
             "libraries": dict(self.libraries),
+            "finite": self.finite,
             "files": {name: asdict(record) for name, record in sorted(self.files.items())},
             "models": [
                 {"tensors": [_tensor_to_json(t) for t in model], "aliases": dict(aliases)}
@@ -129,6 +132,7 @@ class Manifest:
         return cls(
             world_size=int(body["world_size"]),
             libraries=dict(body["libraries"]),
+            finite=bool(body.get("finite", True)),
             files=files,
             models=tuple(
                 tuple(_tensor_from_json(tensor, listed) for tensor in model["tensors"])

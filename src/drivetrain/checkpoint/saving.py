@@ -16,11 +16,10 @@ import json
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,7 @@ from drivetrain.checkpoint.agreement import (
     share,
     together,
 )
-from drivetrain.checkpoint.assembly import fits, numel
-from drivetrain.checkpoint.contents import Contents, Scalars, merge_scalars
+from drivetrain.checkpoint.contents import Contents, Scalars, check_shard, merge_scalars
 from drivetrain.checkpoint.manifest import (
     FILE_NAME,
     Manifest,
@@ -49,13 +47,14 @@ from drivetrain.checkpoint.plain import check_plain, encode
 from drivetrain.checkpoint.tensorfile import (
     DTYPES,
     FileRecord,
+    is_finite,
     sync_directory,
     write_bytes,
     write_tensors,
 )
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.shards import Shard, label
+from drivetrain.shards import Shard
 
 FILE_BYTES = 4 * 2**30
 """A rank starts another file of a kind when the current one would hold more than this."""
@@ -115,6 +114,7 @@ class Report:
     rank_file: str = ""
     scalars: Sequence[Scalars] = ()
     aliases: Sequence[Mapping[str, str]] = ()
+    finite: bool = True
 
 
 def save_checkpoint(
@@ -140,6 +140,7 @@ class Save:
     The arguments are those of ``save_checkpoint``.
 
     Attributes:
+        target: the checkpoint's final place.
         draft: the directory that is to become the checkpoint, with all its files.
 
     Raises:
@@ -152,9 +153,9 @@ class Save:
         self._overwrite = overwrite
         wanted = {"the directory": Path(directory).absolute(), "overwrite": overwrite}
         check_same(world, "save a checkpoint", wanted)
-        self._target = Path(directory).resolve()
+        self.target = Path(directory).resolve()
         self._token = share(world, secrets.token_hex(8))
-        self._doing = f"save {self._target}"
+        self._doing = f"save {self.target}"
         self.draft = together(world, self._doing, self._begin)
         self._writer = RankWriter(self.draft, world)
 
@@ -193,11 +194,11 @@ class Save:
 
     def _begin(self) -> Path:
         if self._world.is_main:
-            return commit.begin(self._target, self._token, overwrite=self._overwrite)
-        return commit.draft_of(self._target, self._token)
+            return commit.begin(self.target, self._token, overwrite=self._overwrite)
+        return commit.draft_of(self.target, self._token)
 
     def _commit(self) -> None:
-        commit.commit(self.draft, self._target, self._token, overwrite=self._overwrite)
+        commit.commit(self.draft, self.target, self._token, overwrite=self._overwrite)
 
     def _on_main(self, work: Callable[[], None]) -> None:
         if self._world.is_main:
@@ -217,6 +218,7 @@ class RankWriter:
         self._report = Report()
         self._failure: Exception | None = None
         self._needed = 0  # bytes
+        self._parameters: Sequence[Collection[str]] = ()
         self._batches: dict[tuple[int, str], PendingFile] = {}
         self._written: dict[int, list[SavedTensor]] = defaultdict(list)
 
@@ -227,6 +229,7 @@ class RankWriter:
             CheckpointError: the first failure of a file.
             RuntimeError: there is no memory for the copy.
         """
+        self._parameters = contents.parameters
         staged = contents.staged(self._add)
         self._check()
         return staged
@@ -237,6 +240,7 @@ class RankWriter:
         Raises:
             CheckpointError: the first failure, with the path, the bytes needed and the bytes free.
         """
+        self._parameters = contents.parameters
         scalars = [dict(one) for one in contents.scalars]
         self._attempt(lambda: check_plain(dict(contents.state), "state"))
         self._attempt(lambda: check_plain(scalars, "scalars"))
@@ -257,7 +261,10 @@ class RankWriter:
 
     def _add(self, index: int, shard: Shard) -> None:
         """Let a shard of a model wait for the next file of its kind, or begin that file."""
-        self._attempt(partial(_check_shard, shard))
+        self._attempt(partial(check_shard, shard))
+        names = self._parameters[index] if self._parameters and not shard.state else ()
+        if shard.name in names and not is_finite(shard.tensor):
+            self._report.finite = False
         batch = self._batch(index, OPTIMIZER if shard.state else WEIGHTS)
         if not batch.has_room(shard):
             self._flush(index, batch)
@@ -338,6 +345,7 @@ def write_common(draft: Path, reports: list[Report], contents: Contents) -> None
         files=files,
         models=models,
         aliases=_merge_aliases(reports, len(models)),
+        finite=all(report.finite for report in reports),
         rank_files={
             rank: report.rank_file for rank, report in enumerate(reports) if report.rank_file
         },
@@ -378,15 +386,6 @@ def _check_visible(draft: Path, files: Mapping[str, FileRecord]) -> None:
                 f"expected {record.size} bytes at {path}, rank 0 finds {found}; a checkpoint needs "
                 "a file system that all hosts share"
             )
-
-
-def _check_shard(shard: Shard) -> None:
-    fine = fits(shard.part, shard.shape) and numel(shard.part) == shard.tensor.numel()
-    if not fine:
-        raise CheckpointError(
-            f"the strategy's shard of {label(shard.name, shard.state)} has {shard.tensor.numel()} "
-            f"of {prod(shard.shape)} elements, which does not match its {shard.part}"
-        )
 
 
 def _key(shard: Shard, taken: Mapping[str, Tensor]) -> str:

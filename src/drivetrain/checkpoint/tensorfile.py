@@ -158,6 +158,14 @@ class TensorFile(HashedFile):
             raise CheckpointError(f"{self.path} lacks announced tensors: {missing[:4]}")
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
+        return True
+    # A finite sum is read off faster; a sum of finite numbers may be too large.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
 def file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
     """Return the keys in the order that keeps tensors aligned: wide dtypes first, else as given."""
     return sorted(dtypes, key=lambda key: -dtypes[key].itemsize)

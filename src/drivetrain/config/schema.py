@@ -168,10 +168,11 @@ class RunConfig:
         "optimizer",
         help="optimizer: one scheduler step per optimizer step; samples: one per rank's batch.",
     )
-    stop_at_nonfinite: bool = option(
-        False,
-        help="True ends the run at the first loss or gradient that is infinite or NaN, and names "
-        "step, rank and parameter; costs a wait for the device per step.",
+    on_nonfinite: Literal["stop", "skip", "rollback", "ignore"] = option(
+        "stop",
+        help="What all ranks do at a loss or gradient that is infinite or NaN. stop: end the run; "
+        "skip: leave the step out; rollback: load the newest finite checkpoint and go on with the "
+        "next batches; ignore: nothing.",
     )
     report: bool | None = option(
         None,

@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint
 from drivetrain.checkpoint.agreement import Group, check_same, share, together
-from drivetrain.errors import CheckpointError, UsageError
+from drivetrain.errors import UsageError
 from drivetrain.facade.gradients import WindowGradients
-from drivetrain.facade.loading import Decode, Encode, Registered, StateLoading
+from drivetrain.facade.loading import Decode, Encode, Registered, RunFolder, StateLoading
 from drivetrain.facade.options import ProjectConfiguration
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.log import get_logger
@@ -53,6 +53,8 @@ class RunCheckpoints:
         self._world = world
         self.background = checkpoint.Background(world)
         self._registered: list[Registered] = []
+        self._folder = RunFolder(world)
+        gradients.finite.go_back = self.go_back
         self._loading = StateLoading(prepared, gradients, self._registered, world)
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -78,9 +80,10 @@ class RunCheckpoints:
 
     def save(self, output_dir: str | Path | None, *, overwrite: bool, wait: bool) -> str:
         """Save the whole state, at once or in the background; see ``save_state``. Collective."""
+        self._gradients.finite.before_save()
         self._check_same_step()
         automatic = self.project.automatic_checkpoint_naming
-        directory = self._automatic_directory() if automatic else _given(output_dir)
+        directory = self._folder.next(self.project) if automatic else _given(output_dir)
         doing = f"save {directory}"
         save = checkpoint.Save(directory, self._world, overwrite=overwrite)
         with save.abandoned_on_failure():
@@ -96,33 +99,49 @@ class RunCheckpoints:
             self.background.start(partial(self._finish, save, staged, *old))
         if automatic:
             self.project.iteration += 1
+        else:
+            self._folder.add(directory)
         return str(directory)
 
     def load(self, input_dir: str | Path | None, *, verify: str) -> str:
         """Load the whole state of a run; see ``load_state``. Collective."""
         if input_dir is None:
-            reader = self._open_newest(verify)
+            reader = self._folder.open_newest(self.project, verify)
         else:
             reader = checkpoint.open_checkpoint(Path(input_dir), self._world, verify=verify)
         given = str(reader.directory if input_dir is None else Path(input_dir))
         with reader:
-            models = [entry.model for entry in self._prepared.models]
-            for hook in self._load_hooks.values():
-                hook(models, given)
-            left = [e for e in self._prepared.models if any(e.model is model for model in models)]
-            self._loading.load(reader, left)
+            self._loading.load(reader, self._call_load_hooks(given))
             self.project.iteration = reader.state["iteration"] + 1
+        if input_dir is not None:
+            self._folder.add(Path(input_dir))
         return given
+
+    def _call_load_hooks(self, directory: str) -> list[PreparedModel]:
+        """Let hooks load weights themselves; return the models that are left."""
+        models = [entry.model for entry in self._prepared.models]
+        for hook in self._load_hooks.values():
+            hook(models, directory)
+        return [e for e in self._prepared.models if any(e.model is model for model in models)]
 
     def is_there(self, input_dir: str | Path | None) -> bool:
         """Whether there is a checkpoint, damaged or not; None: one of any automatic name."""
-        root = self._checkpoint_root() if input_dir is None else Path(input_dir).resolve()
+        return self._folder.holds(self.project, input_dir)
 
-        def find() -> bool:
-            return bool(checkpoint.complete(root) if input_dir is None else checkpoint.find(root))
+    def go_back(self) -> str:
+        """Load the newest finite checkpoint of this run; loaders and random numbers go on.
 
-        found = together(self._world, f"look into {root}", find if self._world.is_main else bool)
-        return share(self._world, found)
+        Collective; returns the directory.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        self.background.wait()
+        reader = self._folder.open_finite(self.project)
+        with reader:
+            left = self._call_load_hooks(str(reader.directory))
+            self._loading.load(reader, left, rewinds=False)
+        return str(reader.directory)
 
     def _check_same_step(self) -> None:
         """Raise on every rank when they do not stand between the same two micro-batches."""
@@ -184,6 +203,7 @@ class RunCheckpoints:
             },
             rank_state=rng.capture(),
             encoded=encoded,
+            parameters=[frozenset(entry.names.values()) for entry in entries],
         )
 
     def _finish(
@@ -196,52 +216,14 @@ class RunCheckpoints:
     ) -> None:
         """Complete a save, and then remove the oldest checkpoints beyond the limit."""
         save.finish(contents, group)
+        if self._world.is_main and not checkpoint.is_finite(save.target):
+            logger.warning(
+                f"{save.target} holds weights that are infinite or NaN; the newest checkpoint "
+                "without any is kept, whatever total_limit says"
+            )
         if limit is not None:
             remove = partial(checkpoint.prune, root, limit) if self._world.is_main else list
             together(self._world, f"remove old checkpoints in {root}", remove, group)
-
-    def _automatic_directory(self) -> Path:
-        root = self._checkpoint_root()
-        name = together(self._world, f"save in {root}", partial(self._next_name, root))
-        directory: Path = root / share(self._world, name)
-        self.project.iteration = int(directory.name.rpartition("_")[2])
-        return directory
-
-    def _next_name(self, root: Path) -> str:
-        if not self._world.is_main:
-            return ""
-        checkpoint.sweep(root)
-        return checkpoint.next_name(root)
-
-    def _open_newest(self, verify: str) -> checkpoint.CheckpointReader:
-        """Open the newest checkpoint of an automatic name that is not damaged. Collective."""
-        root, world = self._checkpoint_root(), self._world
-
-        def find() -> list[Path]:
-            return [checkpoint.latest(root), *checkpoint.complete(root)[1:]]
-
-        paths = together(world, f"load from {root}", find if world.is_main else list)
-        paths = share(world, paths)
-        failures: list[CheckpointError] = []
-        for path in paths:
-            try:
-                reader = checkpoint.open_checkpoint(path, world, verify=verify)
-            except CheckpointError as error:  # the same on every rank
-                failures.append(error)
-                continue
-            for failure in failures:
-                logger.warning(f"{failure}; going on from the one before, {path}")
-            return reader
-        raise failures[0]
-
-    def _checkpoint_root(self) -> Path:
-        folder = self.project.project_dir
-        if folder is None:
-            raise UsageError(
-                "expected a directory, found none; pass one, or give the Accelerator a "
-                "project_dir and automatic_checkpoint_naming=True"
-            )
-        return Path(folder) / "checkpoints"
 
     def _state(self, entries: Sequence[PreparedModel]) -> dict[str, Any]:
         return {

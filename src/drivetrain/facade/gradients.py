@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import UsageError
+from drivetrain.facade.exchange import Exchange
 from drivetrain.facade.finite import FiniteCheck
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.preemption import Preemption
@@ -39,6 +40,7 @@ class WindowGradients:
     Attributes:
         step: micro-batch of the window, from 1; kept in checkpoints.
         observer: is told of each event.
+        finite: looks at losses and gradients.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class WindowGradients:
         self.observer = Observer()
         self._prepared = prepared
         self._runs = runs
-        self._finite = FiniteCheck(prepared, runs, scaler)
+        self.finite = FiniteCheck(prepared, runs, scaler)
+        self._exchange = Exchange(runs.default.world)
         self._start_window(counted=False)
 
     @contextmanager
@@ -118,7 +121,7 @@ class WindowGradients:
         strategy = self._prepared.running().strategy
         strategy.backward(scaled, **options)
         strategy.publish(loss)
-        self._finite.see_loss(loss)
+        self.finite.see_loss(loss)
         self.observer.after_backward(loss, weight)
         if self.state.sync_gradients:
             run = self._runs.default
@@ -149,8 +152,11 @@ class WindowGradients:
         for entry in entries:
             self._see_gradients(entry)
         chosen = [_subset(entry, given) for entry in entries]
+        whole = [each for each, only in zip(entries, chosen, strict=True) if only is None]
         if len(entries) == 1:
-            return entries[0].strategy.clip_grad_norm(max_norm, norm_type, only=chosen[0])
+            norm = entries[0].strategy.clip_grad_norm(max_norm, norm_type, only=chosen[0])
+            self.finite.see_norm(whole, norm)
+            return norm
         # Several models have one norm: it is measured for each, and clips all of them.
         norms = [
             entry.strategy.clip_grad_norm(float("inf"), norm_type, only=only)
@@ -162,6 +168,7 @@ class WindowGradients:
         )
         for entry, only in zip(entries, chosen, strict=True):
             clip_(list(entry.strategy.gradients(only)), total, max_norm)
+        self.finite.see_norm(whole, total)
         return total
 
     def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -195,6 +202,8 @@ class WindowGradients:
         for entry in entries:
             entry.check_parameters()
             self._see_gradients(entry)
+        if not self._agree_to_step(entries):
+            return False
         if not self.scaler.is_enabled():
             return True
         bad = [entry.made_with for entry in entries if entry.overflow]
@@ -203,6 +212,24 @@ class WindowGradients:
         self.scaler.record(number, overflow=bool(bad), made_with=min(bad, default=1.0))
         if self.state.micro_batch == 0:  # no accumulate() around the step, which would update it
             self.scaler.update()
+        return not bad
+
+    def _agree_to_step(self, entries: Sequence[PreparedModel]) -> bool:
+        """Exchange facts with the other ranks; return whether all numbers are finite."""
+        if not entries or self.state.uneven:
+            return True
+        self.finite.look(entries)
+        bad = self.finite.is_norm_bad(entries)
+        due = self._exchange.is_due()
+        if not bad and (due or self.finite.must_tell(entries)):
+            found = self.finite.found(entries)
+            exchanged = self._exchange.tell(told=self.preemption.heard, bad=found)
+            self.preemption.told = self.preemption.told or exchanged.told
+            bad = exchanged.bad
+        if bad:
+            self.finite.act(entries)
+        else:
+            self.finite.step_is_good()
         return not bad
 
     def after_step(self) -> None:
@@ -218,12 +245,11 @@ class WindowGradients:
     def _start_window(self, *, counted: bool) -> None:
         self._mean = WindowMean(self.state, counted=counted)
         self._earlier = EarlierGradients(self._prepared)
-        self._finite.start_window()
+        self.finite.start_window()
 
     def _see_gradients(self, entry: PreparedModel) -> None:
         """Show a model's gradients, averaged and unscaled, before they are clipped or used."""
         self._unscale(entry)
-        self._finite.check(entry)
         self.observer.gradients(entry)
 
     def _match_scale(self) -> None:

@@ -1,23 +1,28 @@
-"""Loads the whole state of a run from a checkpoint: all that can be refused is, before a change."""
+"""Finds the checkpoints of a run, and loads its whole state: refusals come before any change."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from drivetrain import checkpoint
-from drivetrain.checkpoint.agreement import together
-from drivetrain.errors import CheckpointError
+from drivetrain.checkpoint import CheckpointReader
+from drivetrain.checkpoint.agreement import share, together
+from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.facade.gradients import WindowGradients
+from drivetrain.facade.options import ProjectConfiguration
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects, check_count
 from drivetrain.log import get_logger
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 Encode = Callable[[Any], bytes]
 Decode = Callable[[bytes], Any]
@@ -46,6 +51,103 @@ class Registered:
                 f"found {type(data).__name__}"
             )
         return data
+
+
+class RunFolder:
+    """The checkpoints of a run, with automatic names or with names of the script.
+
+    Every method but ``add`` is collective.
+
+    Args:
+        world: rank 0 looks, and shares the answer.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._named: list[Path] = []
+
+    def add(self, directory: Path) -> None:
+        """Remember a checkpoint that the script has named."""
+        self._named = [directory, *(each for each in self._named if each != directory)]
+
+    def next(self, project: ProjectConfiguration) -> Path:
+        """Return the next automatic name, in a folder without remains of killed saves."""
+        root = _root(project)
+
+        def name() -> str:
+            checkpoint.sweep(root)
+            return checkpoint.next_name(root)
+
+        directory: Path = root / self._asked(f"save in {root}", name)
+        project.iteration = int(directory.name.rpartition("_")[2])
+        return directory
+
+    def holds(self, project: ProjectConfiguration, directory: str | Path | None) -> bool:
+        """Whether there is a checkpoint, damaged or not; None: one of any automatic name."""
+        if directory is None:
+            root = _root(project)
+            return self._asked(f"look into {root}", lambda: bool(checkpoint.complete(root)))
+        target = Path(directory).resolve()
+        return self._asked(f"look for {target}", lambda: checkpoint.find(target) is not None)
+
+    def open_newest(self, project: ProjectConfiguration, verify: str) -> CheckpointReader:
+        """Open the newest checkpoint of an automatic name that is not damaged."""
+        root = _root(project)
+
+        def paths() -> list[Path]:
+            return [checkpoint.latest(root), *checkpoint.complete(root)[1:]]
+
+        return self._open_first(self._asked(f"load from {root}", paths), verify)
+
+    def open_finite(self, project: ProjectConfiguration) -> CheckpointReader:
+        """Open the newest checkpoint whose weights are finite.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+
+        def paths() -> list[Path]:
+            automatic = checkpoint.complete(_root(project)) if project.project_dir else []
+            found = [path for path in (*self._named, *automatic) if checkpoint.is_finite(path)]
+            return sorted(found, key=lambda path: -path.stat().st_mtime)
+
+        found = self._asked("go back", paths)
+        if not found:
+            raise CheckpointError(
+                "cannot go back, as on_nonfinite: rollback says: expected a checkpoint of this "
+                "run with finite weights, found none; save one before, or take on_nonfinite: stop"
+            )
+        return self._open_first(found, "full")
+
+    def _open_first(self, paths: Sequence[Path], verify: str) -> CheckpointReader:
+        """Open the first checkpoint that is not damaged."""
+        failures: list[CheckpointError] = []
+        for path in paths:
+            try:
+                reader = checkpoint.open_checkpoint(path, self._world, verify=verify)
+            except CheckpointError as error:  # the same on every rank
+                failures.append(error)
+                continue
+            for failure in failures:
+                logger.warning(f"{failure}; going on from the one before, {path}")
+            return reader
+        raise failures[0]
+
+    def _asked(self, doing: str, work: Callable[[], T]) -> T:
+        """Return the result of rank 0."""
+        world = self._world
+        found = together(world, doing, lambda: work() if world.is_main else None)
+        return share(world, found)  # type: ignore[return-value]  # of rank 0
+
+
+def _root(project: ProjectConfiguration) -> Path:
+    """Return the folder of automatic names."""
+    if project.project_dir is None:
+        raise UsageError(
+            "expected a directory, found none; pass one, or give the Accelerator a "
+            "project_dir and automatic_checkpoint_naming=True"
+        )
+    return Path(project.project_dir) / "checkpoints"
 
 
 class StateLoading:
@@ -146,6 +248,7 @@ class StateLoading:
         for optimizer, steps in counts:
             optimizer.steps = steps
         self._gradients.scaler.load_state_dict(state["scaler"])
+        self._gradients.finite.forget()
         self._gradients.step = state["step"]
         self._gradients.state.sync_gradients = True
         for entry in self._prepared.models:

@@ -1,4 +1,4 @@
-"""A run that asks for it stops at the first NaN, on every rank, with the place where it arose."""
+"""At the first infinite or NaN loss or gradient all ranks stop, skip the step or go back."""
 
 import math
 
@@ -6,12 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator, GradScalerKwargs, NonFiniteError
+from drivetrain import Accelerator, CheckpointError, GradScalerKwargs, NonFiniteError
+from drivetrain import ProjectConfiguration as Project
+from drivetrain.checkpoint import is_finite
+from drivetrain.facade import exchange
+
+ROW = torch.ones(1, 2)
 
 
-def start(strategy="ddp", stop=True, **options):
+def start(strategy="ddp", policy="stop", **options):
     accelerator = Accelerator(
-        cpu=True, config={"stop_at_nonfinite": stop, "strategy": strategy}, **options
+        cpu=True, config={"on_nonfinite": policy, "strategy": strategy}, **options
     )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -26,38 +31,137 @@ def step(accelerator, model, optimizer, row, *, clip=True):
     optimizer.zero_grad()
 
 
+def bad_on_rank_1(accelerator):
+    return ROW * math.nan if accelerator.process_index == accelerator.num_processes - 1 else ROW
+
+
+def weights(accelerator, model):
+    with accelerator.gathered(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
 @pytest.mark.parametrize("clip", [True, False])
-def test_the_loss_of_one_rank_is_named_on_every_rank(strategy, clip):
+def test_the_loss_of_one_rank_is_named_on_every_rank(monkeypatch, strategy, clip):
+    exchange.PERIOD_S, period = 0.0, exchange.PERIOD_S
     accelerator, model, optimizer = start(strategy)
-    row = torch.ones(1, 2)
-    step(accelerator, model, optimizer, row, clip=clip)
-    with accelerator.gathered(model):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-    bad = row * math.nan if accelerator.process_index == 1 else row
+    step(accelerator, model, optimizer, ROW, clip=clip)
+    before = weights(accelerator, model)
     with pytest.raises(NonFiniteError) as caught:
-        step(accelerator, model, optimizer, bad, clip=clip)
+        step(accelerator, model, optimizer, bad_on_rank_1(accelerator), clip=clip)
     message = str(caught.value)
-    assert "found in step 2: " in message
-    assert "rank 1: the loss of micro-batch 1 is nan" in message
-    assert "rank 0: the loss" not in message
-    with accelerator.gathered(model):
-        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert "rank 1: in step 2 the loss of micro-batch 1 is nan" in message
+    assert "the loss" not in message.partition("rank 1")[0].partition("found")[2]
+    assert all(map(torch.equal, before, weights(accelerator, model)))
+    exchange.PERIOD_S = period
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_fast_steps_stop_a_little_later_and_save_nothing_before(tmp_path):
+    accelerator, model, optimizer = start()
+    for _ in range(exchange.MOST_STEPS):  # until steps are known to be fast
+        step(accelerator, model, optimizer, ROW, clip=False)
+    step(accelerator, model, optimizer, bad_on_rank_1(accelerator), clip=False)
+    with pytest.raises(NonFiniteError, match=r"rank 1: in step 65 the loss.*nothing was saved"):
+        accelerator.save_state(tmp_path / "ck")
+    assert not (tmp_path / "ck").exists()
+    with pytest.raises(NonFiniteError, match=r"rank 1: in step 65"):
+        for _ in range(exchange.MOST_STEPS):
+            step(accelerator, model, optimizer, ROW, clip=False)
     accelerator.free_memory()
 
 
 def test_the_first_parameter_is_named_where_the_loss_is_finite():
     accelerator, model, optimizer = start()
     model[1].weight.register_hook(lambda grad: grad * math.inf)
-    with pytest.raises(NonFiniteError, match=r"rank 0: the gradient of 1\.weight"):
-        step(accelerator, model, optimizer, torch.ones(1, 2))
+    with pytest.raises(NonFiniteError, match=r"rank 0: in step 1 the gradient of 1\.weight: on_n"):
+        step(accelerator, model, optimizer, ROW)
 
 
-def test_without_the_option_nothing_is_looked_at():
-    accelerator, model, optimizer = start(stop=False)
-    step(accelerator, model, optimizer, torch.ones(1, 2) * math.nan)
-    assert model[1].weight.isnan().all()
+def test_without_a_norm_gradients_are_looked_at_in_turn():
+    accelerator, model, optimizer = start()
+    model[0].weight.register_hook(lambda grad: grad * math.inf)  # in the first turn
+    with pytest.raises(NonFiniteError, match=r"rank 0: in step 1 the gradient of 0\.weight: on_n"):
+        step(accelerator, model, optimizer, ROW, clip=False)
+    accelerator, model, optimizer = start()
+    model[1].bias.register_hook(lambda grad: grad * math.inf)  # in the last, but the loss is faster
+    with pytest.raises(NonFiniteError, match="in step 2 the loss of micro-batch 1 is -inf"):
+        for _ in range(2):
+            step(accelerator, model, optimizer, ROW, clip=False)
+
+
+def test_a_sum_of_finite_gradients_may_be_too_large():
+    accelerator, model, optimizer = start()
+    model[0].weight.register_hook(lambda grad: torch.full_like(grad, 3e38))
+    step(accelerator, model, optimizer, ROW, clip=False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_skipped_step_leaves_everything_as_it_was(strategy, clip):
+    accelerator, model, optimizer = start(strategy, "skip")
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.given, 1))
+    step(accelerator, model, optimizer, ROW, clip=clip)
+    before = weights(accelerator, model)
+    step(accelerator, model, optimizer, bad_on_rank_1(accelerator), clip=clip)
+    scheduler.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert scheduler.last_epoch == 0
+    assert all(map(torch.equal, before, weights(accelerator, model)))
+    step(accelerator, model, optimizer, ROW, clip=clip)
+    after = weights(accelerator, model)
+    assert all(bool(each.isfinite().all()) for each in after)
+    assert not torch.equal(before[0], after[0])
+    with pytest.raises(NonFiniteError, match="10 steps in a row were skipped"):
+        for _ in range(11):
+            step(accelerator, model, optimizer, bad_on_rank_1(accelerator), clip=clip)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_run_goes_back_to_its_newest_finite_checkpoint(tmp_path, strategy):
+    project = Project(project_dir=tmp_path, automatic_checkpoint_naming=True)
+    accelerator, model, optimizer = start(strategy, "rollback", project_config=project)
+    step(accelerator, model, optimizer, ROW)
+    accelerator.save_state()
+    saved = weights(accelerator, model)
+    step(accelerator, model, optimizer, ROW)
+    for _ in range(3):
+        step(accelerator, model, optimizer, bad_on_rank_1(accelerator))
+        assert all(map(torch.equal, saved, weights(accelerator, model)))
+        assert optimizer.steps == 1
+    step(accelerator, model, optimizer, ROW)
+    with pytest.raises(NonFiniteError, match="went back 3 times"):
+        step(accelerator, model, optimizer, bad_on_rank_1(accelerator))
+    accelerator.free_memory()
+
+
+def test_without_a_checkpoint_nothing_can_go_back():
+    accelerator, model, optimizer = start(policy="rollback")
+    with pytest.raises(CheckpointError, match="cannot go back"):
+        step(accelerator, model, optimizer, ROW * math.nan)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_last_finite_checkpoint_is_never_pruned(tmp_path, wait, caplog):
+    project = Project(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator, model, optimizer = start(policy="ignore", project_config=project)
+    model.register_buffer("mask", torch.tensor(-math.inf))
+    step(accelerator, model, optimizer, ROW)
+    accelerator.save_state(wait=wait)
+    step(accelerator, model, optimizer, ROW * math.nan)
+    assert model[1].weight.isnan().all(), "ignored"
+    for _ in range(3):
+        accelerator.save_state(wait=wait)
+    accelerator.wait_for_checkpoint()
+    kept = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["checkpoint_0", "checkpoint_2", "checkpoint_3"]
+    assert list(map(is_finite, kept)) == [True, False, False]
+    assert "holds weights that are infinite or NaN" in caplog.text
 
 
 def test_an_infinite_gradient_skips_a_step_of_fp16_even_so():
@@ -65,5 +169,5 @@ def test_an_infinite_gradient_skips_a_step_of_fp16_even_so():
         mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)]
     )
     model[1].weight.register_hook(lambda grad: grad * math.inf)
-    step(accelerator, model, optimizer, torch.ones(1, 2))
+    step(accelerator, model, optimizer, ROW)
     assert optimizer.step_was_skipped

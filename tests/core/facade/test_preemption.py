@@ -9,14 +9,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, ProjectConfiguration
-from drivetrain.facade import preemption
+from drivetrain.facade import exchange, preemption
 from drivetrain.runtime.notices import Notice
 
 STEPS = 12
 
 
 def start(folder, strategy="ddp", naming=True):
-    preemption.is_launched, preemption.PERIOD_S = lambda: True, 0.0  # an exchange in each step
+    preemption.is_launched = lambda: True
+    exchange.PERIOD_S = 0.0  # in each step
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=naming)
     accelerator = Accelerator(cpu=True, strategy=strategy, project_config=project)
     torch.manual_seed(0)
@@ -41,11 +42,11 @@ def train(parts, on_step=lambda step: None):
             losses.append(float(loss.detach()))
             on_step(len(losses))
     finally:
-        preemption.is_launched, preemption.PERIOD_S = launched, period
+        preemption.is_launched, exchange.PERIOD_S = launched, period
     return losses
 
 
-launched, period = preemption.is_launched, preemption.PERIOD_S
+launched, period = preemption.is_launched, exchange.PERIOD_S
 
 
 def kill_myself(*_):

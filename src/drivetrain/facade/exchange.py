@@ -1,0 +1,106 @@
+"""At a step ranks exchange facts that a single rank may have: a notice, a bad number.
+
+The exchange is eight bytes for each rank, in every step, or in fast steps only now and then. How
+many steps pass until the next exchange follows from the slowest rank, alike on all ranks.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.collectives.meeting import meet, named
+from drivetrain.errors import CollectiveError
+from drivetrain.runtime.world import World
+
+PERIOD_S = 0.2
+"""Ranks exchange in every step, or in steps of less than this every so many seconds."""
+
+MOST_STEPS = 64
+"""Ranks exchange at least every so many steps: a run of fast steps may become a slow one."""
+
+_MARK, _MARK_BITS = 0x5EED, 48
+"""The upper bits of a word: other ranks' collectives of eight bytes hold something else."""
+
+_TOLD, _BAD, _TIME_BITS, _MICROSECONDS = 1 << 47, 1 << 46, 46, 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """The facts of all ranks together.
+
+    Attributes:
+        told: whether a rank has heard a scheduler's notice.
+        bad: whether a rank has found a number that is not finite.
+    """
+
+    told: bool
+    bad: bool
+
+
+class Exchange:
+    """The exchanges of all ranks, at steps that they all come to.
+
+    Args:
+        world: this process among all processes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._group: dist.ProcessGroup | None = None
+        self._left = 1
+        self._steps = 0
+        self._since = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Count a step, and return whether ranks exchange in it: the same on every rank."""
+        self._steps += 1
+        self._left -= 1
+        return self._left <= 0
+
+    def tell(self, *, told: bool, bad: bool) -> Exchanged:
+        """Send facts of this rank, and return those of all ranks together. Collective.
+
+        Raises:
+            CollectiveError: a rank does not come, or came to another collective.
+        """
+        now = time.monotonic()
+        seconds = (now - self._since) / max(1, self._steps)
+        self._since, self._steps = now, 0
+        mine = _packed(told, bad, seconds)
+        words = [mine] if self._world.size == 1 else self._gathered(mine)
+        slowest = max(word & ((1 << _TIME_BITS) - 1) for word in words) / _MICROSECONDS
+        self._left = max(1, int(PERIOD_S / max(slowest, PERIOD_S / MOST_STEPS, 1e-9)))
+        return Exchanged(any(word & _TOLD for word in words), any(word & _BAD for word in words))
+
+    def _gathered(self, mine: int) -> list[int]:
+        if self._group is None:
+            self._group = self._common_group()
+        word = torch.tensor([mine], dtype=torch.int64, device="cpu")
+        words = word.new_empty(self._world.size, 1)
+        doing = "optimizer.step(), where ranks exchange what they found,"
+        with named(doing, self._group) as wait:
+            work = dist.all_gather(list(words.unbind()), word, group=self._group, async_op=True)
+            meet(work, wait, self._group)
+        found: list[int] = words.flatten().tolist()
+        strange = [rank for rank, each in enumerate(found) if each >> _MARK_BITS != _MARK]
+        if strange:
+            raise CollectiveError(
+                f"expected all ranks in {doing} found ranks {strange} in another collective; "
+                "every rank must come to each collective in the same order"
+            )
+        return found
+
+    def _common_group(self) -> dist.ProcessGroup | None:
+        """Return a group of all ranks that needs no accelerator."""
+        if "gloo" in self._world.backend:
+            return dist.group.WORLD
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._world.timeout)
+        return group
+
+
+def _packed(told: bool, bad: bool, seconds: float) -> int:
+    """Return one integer of 63 bits."""
+    time_us = min(int(seconds * _MICROSECONDS), (1 << _TIME_BITS) - 1)
+    return (_MARK << _MARK_BITS) | (_TOLD * told) | (_BAD * bad) | time_us
