@@ -31,6 +31,7 @@ COMMANDS = {
     "estimate": "Show the bytes that each strategy holds and sends for a model.",
     "report": "Show recorded runs, and make or compare their reports.",
     "verify": "Compare a script's numbers under a strategy with the right ones.",
+    "manifest": "Write the job file of a scheduler: SLURM, Kubernetes or SkyPilot.",
     "completion": "Print the completion script of a shell.",
 }
 

@@ -1,0 +1,1 @@
+"""Job files of schedulers, written for one configuration."""

@@ -1,0 +1,150 @@
+"""``drivetrain manifest``: job files that their schedulers take, and what follows an exit code."""
+
+import os
+import shlex
+import subprocess
+
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+
+from drivetrain_launch.commands.options import resolve_command_line
+from drivetrain_launch.manifests.job import arguments_of, name_from
+
+HOSTS = ("--set", "launch.nnodes=2", "--set", "strategy=zero2", "--set", "precision=no")
+FAKE_SRUN = '#!/bin/bash\nprintf "%s\\n" "${#DRIVETRAIN_SECRET}" "$@" >> "$SEEN"\nexit "$CODE"\n'
+FAKE_SCONTROL = '#!/bin/bash\nprintf "scontrol %s\\n" "$*" >> "$SEEN"\n'
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return "train.py"
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Run a batch script where srun ends with a code; return what srun and scontrol were told."""
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
+        path = tmp_path / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def run(batch, code):
+        seen = tmp_path / f"seen-{code}"
+        ended = subprocess.run(
+            ["bash", "-u", "-c", batch],
+            env={
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                "SEEN": str(seen),
+                "CODE": str(code),
+                "SLURM_JOB_ID": "17",
+            },
+            check=False,
+        )
+        return ended.returncode, seen.read_text().splitlines()
+
+    return run
+
+
+def test_a_batch_script_requeues_a_run_that_saved(command, script, cluster):
+    asked = ("--devices", "8", "--time", "1:00:00", "--sbatch=--exclusive", script, "--tag", "a b")
+    code, batch, err = command("manifest", "slurm", *HOSTS, *asked)
+    assert code == 0, err
+    for directive in ("nodes=2", "gpus-per-node=8", "signal=USR1@120", "time=1:00:00", "exclusive"):
+        assert f"#SBATCH --{directive}\n" in batch
+    ended, seen = cluster(batch, 75)
+    launch = ["drivetrain", "launch", "--set", "strategy.name=zero2", "--set", "precision='no'"]
+    secret, option, *started, requeue = seen
+    assert (ended, secret, requeue) == (75, "64", "scontrol requeue 17")
+    assert [option, *started] == ["--kill-on-bad-exit=0", *launch, script, "--tag", "a b"]
+    ended, seen = cluster(batch, 6)
+    assert ended == 6
+    assert not any("scontrol" in line for line in seen)
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
+    asked = ("--image", "registry/image:1", "--kind", kind, "--devices", "8", "train.py", "--lr=1")
+    code, text, err = command("manifest", "kubernetes", *HOSTS, *asked)
+    assert code == 0, err
+    objects = list(yaml.safe_load_all(text))
+    for each in objects:
+        prefix = "JobsetV1alpha2" if each["kind"] == "JobSet" else "TrainerV1alpha1"
+        # A field that the schema does not know would be lost on the way.
+        read = getattr(models, prefix + each["kind"]).from_dict(each)
+        assert read.to_dict() == each
+    spec = objects[0]["spec"] if kind == "jobset" else objects[0]["spec"]["template"]["spec"]
+    indexed = spec["replicatedJobs"][0]["template"]["spec"]
+    rules = indexed["podFailurePolicy"]["rules"]
+    assert {
+        code: rule["action"]
+        for rule in rules
+        if "onExitCodes" in rule
+        for code in rule["onExitCodes"]["values"]
+    } == {75: "Ignore", 2: "FailJob", 4: "FailJob"}
+    assert spec["failurePolicy"]["maxRestarts"] == 3
+    container = indexed["template"]["spec"]["containers"][0]
+    assert container["command"][-2:] == ["train.py", "--lr=1"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    names = {variable["name"] for variable in container["env"]}
+    assert "DRIVETRAIN_SECRET" in names
+    assert ("PET_MASTER_ADDR" in names) == (kind == "jobset")
+
+
+def test_skypilot_gets_a_task_for_spot_hosts(command, script):
+    asked = ("--accelerators", "H100:8", "--spot", "--restarts", "5", script, "a b")
+    code, text, err = command("manifest", "skypilot", *HOSTS, *asked)
+    assert code == 0, err
+    task = yaml.safe_load(text)
+    assert task["num_nodes"] == 2
+    assert task["resources"] == {
+        "accelerators": "H100:8",
+        "use_spot": True,
+        "job_recovery": {"max_restarts_on_errors": 5, "recover_on_exit_codes": [75]},
+    }
+    assert shlex.split(task["run"])[-2:] == [script, "a b"]
+
+
+def test_the_arguments_are_the_configuration(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "strategy: {name: ddp, bucket_mib: 3}\nprecision: 'no'\naccumulation: 4\n"
+        "recompute: {blocks: 'a.*,b: c'}\nlaunch: {nnodes: 2, node_rank: 1, rdzv_endpoint: 'h:1'}\n"
+    )
+    before = resolve_command_line(str(file), ())
+    sets = arguments_of(before)[1::2]
+    assert not any("nnodes" in each or "h:1" in each for each in sets)
+    after = resolve_command_line(None, (*sets, "launch.nnodes=2", "launch.rdzv_endpoint=h:1"))
+    expected = before.to_dict()
+    expected["launch"]["node_rank"] = 0
+    assert after.to_dict() == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "name"), [("runs/My_train 2.py", "my-train-2"), ("9.py", "train"), ("a.b", "a-b")]
+)
+def test_a_job_is_named_after_its_script(script, name):
+    assert name_from(script) == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("slurm", "train.py"), "launch.nproc_per_node: auto"),
+        (("slurm", "--devices", "-1", "train.py"), "--devices: expected at least 0, found -1"),
+        (("slurm", "--devices", "0", "--notice", "0", "train.py"), "--notice: expected at least 1"),
+        (("slurm", "--devices", "0", "--name", "A_b", "train.py"), "found 'A_b'"),
+        (("slurm", "--devices", "0", "--sbatch", "x", "train.py"), "an option of sbatch"),
+        (("slurm", "--devices", "0", "--time", "1\n2", "train.py"), "in one line"),
+        (("slurm", "--devices", "0", "other.py"), "cannot run the script 'other.py'"),
+        (("slurm", "--devices", "0", "--output", "train.py", "train.py"), "expected a new file"),
+        (("kubernetes", "--image", "i", "--devices", "1"), "expected a SCRIPT"),
+    ],
+)
+def test_a_wrong_request_is_one_line(command, script, arguments, message):
+    code, out, err = command("manifest", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
