@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from base import load_model, load_tokenizer
 from data import IGNORED, Examples, Pair, is_chinese, prompt_batch, read_split
+from rouge_score.rouge_scorer import RougeScorer
+from sacrebleu.metrics.bleu import BLEU
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
@@ -49,9 +51,6 @@ class Characters:
 
 def scores(found: Sequence[str], expected: Sequence[str], *, chinese: bool) -> dict[str, Score]:
     """Return corpus BLEU-4 (Papineni et al., 2002) and mean ROUGE F (Lin, 2004), times 100."""
-    from rouge_score.rouge_scorer import RougeScorer
-    from sacrebleu.metrics.bleu import BLEU
-
     bleu = BLEU(tokenize="zh" if chinese else "13a")
     result = bleu.corpus_score(list(found), [list(expected)], n_bootstrap=RESAMPLES)
     told = json.loads(result.format(4, is_json=True, signature=str(bleu.get_signature())))

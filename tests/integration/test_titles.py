@@ -36,14 +36,16 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def example() -> SimpleNamespace:
+def example(*more: str) -> SimpleNamespace:
     """Return the example's modules by name; their names are free again afterwards."""
     sys.path.insert(0, str(EXAMPLE))
     try:
-        return SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+        return SimpleNamespace(
+            **{name: importlib.import_module(name) for name in (*MODULES, *more)}
+        )
     finally:
         sys.path.remove(str(EXAMPLE))
-        for name in MODULES:
+        for name in (*MODULES, *more):
             sys.modules.pop(name, None)
 
 
@@ -51,6 +53,7 @@ def experiment(titles, strategy, *words):
     """Run the experiment under a strategy."""
     accelerator = Accelerator(
         strategy=dict(strategy),
+        config={"report": False},  # one run leaves a report, and the others are quicker
         cpu=True,
         log_with=["jsonl"],
         project_dir=words[words.index("--output") + 1],
@@ -84,6 +87,7 @@ def alone(pairs, tmp_path_factory):
     done = run_python(str(EXAMPLE / "train.py"), *words, folder=folder)
     assert done.returncode == 0, done.stderr
     assert "ROUGE-L  before" in done.stdout
+    assert (folder / "run" / "run" / "report.html").exists()
     return folder / "run"
 
 
@@ -161,6 +165,47 @@ def test_the_merged_model_has_the_scores_of_the_run(alone):
     expected = json.loads((alone / "result.json").read_text())["scores"]["after"]
     assert found == expected
     assert expected["ROUGE-1"]["value"] > 1  # the titles have words
+
+
+def test_a_missing_library_names_the_extra(tmp_path):
+    (tmp_path / "peft.py").write_text("raise ImportError('No module named peft')")
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = run_python(str(EXAMPLE / "train.py"), folder=tmp_path, env=env)
+    assert done.returncode == 1
+    assert done.stderr.endswith("needs: pip install -c constraints.txt '.[titles]'\n")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("differs", "code"), [(5e-4, 0), (2e-3, 1)])
+def test_the_table_of_strategies(alone, tmp_path, monkeypatch, capsys, differs, code):
+    """Complete runs are not run again; an exact strategy with another loss is an error."""
+    strategies = example("strategies").strategies
+    result = json.loads((alone / "result.json").read_text())
+    for name in strategies.RUNS:
+        folder = tmp_path / strategies.folder_of(name)
+        folder.mkdir()
+        shutil.copy(alone / "titles.jsonl", folder)
+        shift = {"fsdp": differs, "ddp, powersgd": 0.5}.get(name, 0.0)
+        found = {**result, "loss": result["loss"] + shift, "ranks": [{"sent": 4096, "memory": 0}]}
+        (folder / "result.json").write_text(json.dumps(found))
+    monkeypatch.setattr(sys, "argv", ["strategies.py", str(alone), "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        strategies.main()
+    assert bool(ended.value.code) == bool(code)
+    if code:
+        assert "['fsdp']" in ended.value.code
+    rows = (tmp_path / "table.md").read_text().splitlines()[2:]
+    assert [row.split(" | ")[0].strip("| `") for row in rows] == list(strategies.RUNS)
+    cells = rows[-1].split(" | ")
+    assert cells[4:7] == ["1", f"{result['loss'] + 0.5:.4f}", "+5e-01"]
+    assert "<svg" in (tmp_path / "losses.svg").read_text()
+    assert capsys.readouterr().out.count("`ddp, powersgd`") == 1
+
+
+def test_the_table_needs_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["strategies.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"found no pairs\.json"):
+        example("strategies").strategies.main()
 
 
 @pytest.mark.ranks(1)
