@@ -73,8 +73,15 @@ class StepFigures:
 
     def to_json(self) -> str:
         """Return one line of JSON: no NaN, which JSON does not know, and nothing empty."""
-        values = {name: getattr(self, name) for name in _NAMES}
-        return json.dumps({name: _plain(value) for name, value in values.items() if _says(value)})
+        named = ((name, getattr(self, name)) for name in _NAMES)
+        values = {name: value for name, value in named if _says(value)}
+        try:
+            return json.dumps(values, allow_nan=False)
+        except (
+            TypeError,
+            ValueError,
+        ):  # rare: a number that is not finite, another kind of mapping
+            return json.dumps({name: _plain(value) for name, value in values.items()})
 
     @classmethod
     def from_json(cls, line: str) -> "StepFigures":
@@ -149,13 +156,7 @@ def _says(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, float):
-        return float(f"{value:.7g}") if math.isfinite(value) and value < 1e8 else _word(value)
-    return value
-
-
-def _word(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: Any) -> Any:
