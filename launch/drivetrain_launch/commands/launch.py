@@ -13,8 +13,10 @@ import click
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
 from drivetrain.profiling.window import StepWindow
+from drivetrain_launch.commands.host_options import chosen_hosts, host_options, without_hosts
 from drivetrain_launch.commands.options import (
     FLAGS,
+    GIVEN_WORDS,
     GroupedCommand,
     GroupedOption,
     command_line_layer,
@@ -23,6 +25,7 @@ from drivetrain_launch.commands.options import (
     resolve_command_line,
     source_options,
 )
+from drivetrain_launch.hosts.remote import RemoteJob, run_hosts
 from drivetrain_launch.hosts.surroundings import KEYS, Surroundings, recognise
 from drivetrain_launch.ranks.placement import (
     Endpoint,
@@ -80,6 +83,7 @@ LAUNCHERS_OWN = tuple(
     is_flag=True,
     help="One host, as without it; refused with --nnodes above 1.",
 )
+@host_options
 @click.option(
     "--dry-run",
     cls=GroupedOption,
@@ -109,7 +113,8 @@ def command(
     Everything after SCRIPT belongs to the script. Values on the command line win over the file.
     """
     chosen = command_line_layer(flags, assignments).origins
-    explicit = standalone or any(key in chosen for key in KEYS)
+    listed = chosen_hosts(flags, chosen, standalone=standalone)
+    explicit = standalone or bool(listed) or any(key in chosen for key in KEYS)
     surroundings = None if explicit else recognise(os.environ)
     resolved = resolve_command_line(config, assignments, flags, surroundings)
     check_seat(resolved, surroundings)
@@ -132,6 +137,11 @@ def command(
     check_run(resolved)
     if text := misplaced(arguments):
         click.echo(text, err=True)
+    if listed:
+        given = click.get_current_context().meta[GIVEN_WORDS]
+        head = without_hosts(given[: len(given) - len(script)])
+        endpoint = resolved.run.launch.rdzv_endpoint
+        return run_hosts(RemoteJob(hosts=listed, words=(*head, *script), endpoint=endpoint))
     words = (AS_ACCELERATE, *arguments) if as_accelerate else arguments
     return launch(resolved, words, surroundings)
 

@@ -53,6 +53,9 @@ class Flag:
         return self.names[0].lstrip("-").replace("-", "_")
 
 
+GIVEN_WORDS = "drivetrain.words"
+"""Where a command finds its words as they were typed, in ``click.Context.meta``."""
+
 STRATEGY_KEY = "strategy.name"
 FOLDER = "DIR"
 STRATEGY_FLAG = Flag("Training", STRATEGY_KEY, ("--strategy",))
@@ -94,6 +97,7 @@ class GroupedCommand(click.Command):
             click.UsageError: there is no such option.
         """
         given = list(args)
+        ctx.meta[GIVEN_WORDS] = given
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

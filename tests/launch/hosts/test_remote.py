@@ -1,0 +1,137 @@
+"""Runs started over ssh, with a program in its place that runs the command on this machine."""
+
+import os
+import signal
+import stat
+import time
+
+import pytest
+
+from drivetrain.errors import ConfigError
+from drivetrain_launch.commands.host_options import without_hosts
+from drivetrain_launch.hosts.hostfile import RemoteHost, read_hostfile, read_hosts, select
+
+SSH = """#!/bin/sh
+if [ "$1" = -G ]; then echo "hostname 127.0.0.1"; exit 0; fi
+echo "$@" >> {log}
+while [ "$1" != -- ]; do shift; done
+[ "$2" = off ] && {{ echo "ssh: connect to host off port 22: No route to host" >&2; exit 255; }}
+shift 2
+exec sh -c "$*"
+"""
+
+
+@pytest.fixture
+def ssh(sandbox):
+    """A folder for the path with an ssh that reaches every host but ``off``."""
+    folder = sandbox.folder / "bin"
+    folder.mkdir()
+    program = folder / "ssh"
+    program.write_text(SSH.format(log=sandbox.folder / "ssh.log"))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "HF_TOKEN": "canary"}
+
+
+def test_hosts_of_a_list_run_together_and_each_line_has_its_host(sandbox, ssh):
+    script = sandbox.script(
+        "import os, sys\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "value = torch.ones(1)\n"
+        "dist.all_reduce(value)\n"
+        "if dist.get_rank() == 0:\n"
+        "    print('sum', value.item(), sys.argv[1:], sys.stdin.read(), flush=True)\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1:\n"
+        "    sys.exit(7)\n"
+    )
+    awkward = ["a b", "$HOME", "it's", ""]
+    done = sandbox.launch("--hosts", "h1:1,me@h2:1", script, *awkward, env=ssh)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == f"h1: sum 2.0 {awkward} \n"
+    for name in ("h1", "h2"):
+        assert f"{name}: rank 1 failed first" in done.stderr
+    log = (sandbox.folder / "ssh.log").read_text()
+    assert "-o BatchMode=yes" in log
+    assert "-- me@h2 " in log
+    assert "canary" not in log
+    assert "train.py" not in log
+
+
+def test_a_host_that_cannot_be_reached_is_named_and_the_others_end(sandbox, ssh):
+    script = sandbox.script("import time; time.sleep(300)")
+    begin = time.monotonic()
+    done = sandbox.launch("--hosts", "h1:1,off:1", script, env=ssh)
+    assert time.monotonic() - begin < 25
+    assert done.returncode == 3
+    assert "off: ssh: connect to host off port 22: No route to host" in done.stderr
+    assert "cannot start the run on off: ssh ended with exit code 255" in done.stderr
+
+
+def test_one_interrupt_ends_all_hosts(sandbox, ssh):
+    script = sandbox.script(
+        "import os, time\nopen('ready-' + os.environ['RANK'], 'w').close()\ntime.sleep(300)\n"
+    )
+    process = sandbox.start("launch", "--strategy", "toy", "--hosts", "h1:1,h2:1", script, env=ssh)
+    end = time.monotonic() + 40
+    while not all((sandbox.folder / f"ready-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert sandbox.alive() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("n1:2,n1:2", "n1 is there twice"),
+        ("-oProxyCommand=touch x", "expected a host such as n1"),
+        ("a;touch x:1", "expected a host such as n1"),
+        ("$(touch x)", "expected a host such as n1"),
+        ("n1:0", "expected a number of ranks from 1"),
+        ("n1,,n2", "expected a host such as n1"),
+    ],
+)
+def test_malformed_lists_of_hosts(text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_hosts(text)
+
+
+def test_hostfile_and_selection(tmp_path):
+    path = tmp_path / "hostfile"
+    path.write_text("# two hosts\nn1 slots=4\nme@n2 slots=2  # small\n\nn3\n")
+    hosts = read_hostfile(path)
+    assert hosts == [RemoteHost("n1", 4), RemoteHost("me@n2", 2), RemoteHost("n3")]
+    assert select(hosts, "n1:0,2@n2", "") == [
+        RemoteHost("n1", 2, (0, 2)), RemoteHost("me@n2", 2),
+    ]  # fmt: skip
+    assert select(hosts, "", "n1:0@n2") == [RemoteHost("n1", 3, (1, 2, 3)), RemoteHost("n3")]
+    for include, exclude, message in (
+        ("n9", "", "no host n9; hosts: n1, n2, n3"),
+        ("", "n1@n2@n3", "no host is left"),
+        ("n1", "n2", "expected one of them, found both"),
+        ("n1:4", "", "device 4 of n1: expected an index below the host's slots, found 4"),
+        ("n1:x", "", "expected HOST:0,1@HOST"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            select(hosts, include, exclude)
+    for line, message in (
+        ("n1 slot=4", ":1: expected 'HOST slots=N'"),
+        ("n1 slots=4\nn1 slots=2", "n1 is there twice"),
+        ("# nobody", "found no host"),
+    ):
+        path.write_text(line)
+        with pytest.raises(ConfigError, match=message):
+            read_hostfile(path)
+
+
+def test_options_about_hosts_do_not_reach_the_hosts(command, sandbox):
+    words = ["--hosts", "a,b", "--cpu", "--hostfile=x", "--rdzv_endpoint", "h:1", "--set", "seed=1"]
+    assert without_hosts(words) == ["--cpu", "--set", "seed=1"]
+    script = sandbox.script("")
+    for extra in (["--nnodes", "2"], ["--standalone"], ["--hostfile", "x"]):
+        code, _, err = command("launch", "--hosts", "a,b", *extra, script)
+        assert code == 2, err
+        assert err.count("\n") == 1
