@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ from drivetrain.facade.settings import (
 )
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.weights import WholeWeights
+from drivetrain.log import Bar
 from drivetrain.processes import Processes, StaysInProcess
 from drivetrain.profiling.follower import StepProfiler
 from drivetrain.reporting.run_report import RunReport
@@ -63,12 +64,14 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy
+from drivetrain.telemetry.live import LiveFigures
 from drivetrain.tracking import Trackers
 from drivetrain.tracking.run_figures import RunFigures
 from drivetrain.verify.recorder import launched_observer
 
 HOSTS_OWN = ("launch.node_rank", "launch.nproc_per_node", "launch.log_dir")
 """Keys of the configuration in which hosts may differ."""
+T = TypeVar("T")
 
 
 class Accelerator(AnswersArguments, StaysInProcess, Processes):
@@ -204,6 +207,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         )
         self.report = RunReport(self.config, self.run, self.scaler, self.project_dir)
         self.report.listen(RunFigures(self._trackers, self.mesh["dp"].size).take)
+        self._live = LiveFigures(self.mesh["dp"].size, self.report.listen)
         self._profiler = StepProfiler(self.config, self.handlers.profile, self.project_dir)
         for end in (self.report.close, self._profiler.end):
             weakref.finalize(self, end)  # also where the script forgets to end it
@@ -494,6 +498,30 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         return extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile)
 
     # --- the loop ---
+
+    def progress(
+        self,
+        iterable: Iterable[T],
+        *,
+        total: float | None = None,
+        desc: str = "",
+        every: int = 0,
+        disable: bool = False,
+    ) -> Bar[T]:
+        """Return the iterable of a loop with a bar on rank 0, which shows the run's figures.
+
+        Behind count, rate and times stand the loss of rank 0, tokens or samples per second of all
+        ranks, and the memory of rank 0. Where standard error is no terminal, lines take the place
+        of the bar.
+
+        Args:
+            iterable: a loader, or anything else; a ``range``, as of epochs, is counted alone.
+            total: its length, when it does not know it.
+            desc: text before the figures.
+            every: steps from line to line; 0 writes one each 30 seconds.
+            disable: iterate without a bar.
+        """
+        return self._live.bar(iterable, total, desc, every, disable or not self.is_main_process)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return the loader positioned ``num_batches`` from the start of its epoch.

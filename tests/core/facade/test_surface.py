@@ -77,6 +77,7 @@ SURFACE = {
     "print": "(*args, **kwargs)",
     "process_index": "property",
     "profile": "(profile_handler=None)",
+    "progress": "(iterable, *, total=None, desc='', every=0, disable=False)",
     "project_configuration": "property, settable",
     "project_dir": "property",
     "recompute": "(model, *, mode='full', blocks=(), every=1, keep='device', partition=None)",
