@@ -222,7 +222,16 @@ def test_table_of_launch_options_equals_the_flags():
         key = flag.key.removesuffix(".name") + (f": {flag.value}" if flag.value else "")
         assert shown[flag.names] == key
     others = set(shown) - {flag.names for flag in FLAGS}
-    assert others == {("--config",), ("--set",), ("--dry-run",), ("--as-accelerate",)}
+    assert others == {
+        ("--config",),
+        ("--set",),
+        ("--dry-run",),
+        ("--as-accelerate",),
+        ("--hosts",),
+        ("--hostfile",),
+        ("--include",),
+        ("--exclude",),
+    }
 
 
 def test_table_of_exit_codes_holds_every_error():
