@@ -229,15 +229,16 @@ def test_a_rank_that_waits_for_another_says_so(tmp_path):
     accelerator, model, optimizer, loader = start(tmp_path, rows=16)
     for (rows,) in loader:
         if accelerator.process_index == 1:
-            time.sleep(0.03)
+            time.sleep(0.1)
         accelerator.backward(model(rows).square().mean())
         optimizer.step()
+    rank = accelerator.process_index
     end(accelerator)
-    waited = [each.waiting.get("dp", 0.0) for each in records(tmp_path, accelerator.process_index)]
-    if accelerator.process_index == 0:
-        assert min(waited[1:]) > 0.02
+    waited = sum(each.waiting.get("dp", 0.0) for each in records(tmp_path, rank)[1:])
+    if rank == 0:  # a busy machine lets rank 1 wait at times, too, and rank 0 no less
+        assert waited > 0.2
     else:
-        assert max(waited[1:]) < 0.02
+        assert waited < 0.2
 
 
 def test_the_ledger_can_be_printed():
