@@ -199,7 +199,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             self._uneven,
         )
         self._gathering = Gathering(self._runs, self.gradient_state)
-        self._weights = WholeWeights(self._prepared, self.world)
+        self._weights = WholeWeights(self._prepared, self._runs, self._gradients)
         self._checkpoints = RunCheckpoints(self._prepared, self._gradients, project, self.world)
         self._preemption.listen(project)
         self._trackers = Trackers(

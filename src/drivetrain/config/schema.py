@@ -182,6 +182,12 @@ class RunConfig:
     profile: ProfileConfig = section(
         ProfileConfig, help="Which steps are profiled, and where the profile goes."
     )
+    check_replicas_every: int = option(
+        0,
+        help="Compare the parameters of all ranks bit by bit after each so many optimizer steps; 0 "
+        "never does.",
+        minimum=0,
+    )
     seed: int | None = option(
         None,
         help="Seed of the shuffle order; unset takes that of the loader's own generator, or else "

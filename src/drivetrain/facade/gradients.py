@@ -41,6 +41,7 @@ class WindowGradients:
         step: micro-batch of the window, from 1; kept in checkpoints.
         observer: is told of each event.
         finite: looks at losses and gradients.
+        compare_replicas: called after each step, if the run asks for it.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class WindowGradients:
         self._prepared = prepared
         self._runs = runs
         self.finite = FiniteCheck(prepared, runs, scaler)
+        self.compare_replicas: Callable[[], None] | None = None
         self._exchange = Exchange(runs.default.world)
         self._start_window(counted=False)
 
@@ -236,6 +238,8 @@ class WindowGradients:
         """Tell the observer that an optimizer has stepped, or left out a step."""
         self.observer.after_step()
         self.preemption.after_step()
+        if self.compare_replicas is not None and not self.state.uneven:
+            self.compare_replicas()
 
     def _is_plain(self, weight: float | Tensor | None = None) -> bool:
         """Whether no model is prepared, and none needs to be: autograd's gradients are right."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,13 @@ from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import AutocastKwargs
 from drivetrain.facade.pace import describe_step, describe_unused_schedule
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects, compute_in, describe_dtypes
+from drivetrain.facade.prepared import (
+    KERNELS,
+    PreparedModel,
+    PreparedObjects,
+    compute_in,
+    describe_dtypes,
+)
 from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
@@ -89,12 +95,16 @@ class Preparation:
         self._gradients.observer.before_prepare(model)
         values = self._constructions.values_of(model)
         world, precision = self._runs.default.world, self._runs.default.precision
-        agree(world, f"the model {type(model).__name__}", [*_facts(model), *values.facts])
-        values.check()
-        resolved, run = self._runs.of(choice)
         names = _names_of(model)
         earlier = [prepared.optimizer for prepared in self._prepared.optimizers]
         mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
+        agree(
+            world,
+            f"the model {type(model).__name__}",
+            [*_facts(model), *values.facts, *_facts_of_optimizers(mine, names)],
+        )
+        values.check()
+        resolved, run = self._runs.of(choice)
         given = ModelSpec.of(model).parameters
         kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
         kind.check_options(options, precision)
@@ -140,6 +150,8 @@ class Preparation:
         bound = next((after for given, after in pairs if given is optimizer), optimizer)
         for entry in self._prepared.models:
             if _holds(bound, entry.names) and not any(o is bound for o in entry.optimizers):
+                facts = list(_facts_of_optimizers([bound], entry.names))
+                agree(self._runs.default.world, "an optimizer", facts)
                 bound = entry.strategy.bind(bound)
                 entry.optimizers = (*entry.optimizers, bound)
         gradients = self._gradients
@@ -153,6 +165,7 @@ class Preparation:
         """Wrap a scheduler; ``with_optimizer=False`` steps it on every call."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
+        agree(self._runs.default.world, "a scheduler", _facts_of_scheduler(scheduler))
         inner = getattr(scheduler, "optimizer", None)
         optimizers = self._prepared.optimizers
         mine = [o for o in optimizers if inner is o or inner is o.given or inner is o.optimizer]
@@ -303,11 +316,51 @@ def _check_undispatched(model: nn.Module) -> None:
 
 
 def _facts(model: nn.Module) -> list[str]:
-    """Return a line per parameter and buffer: name, shape, dtype, whether it trains."""
-    return [
-        f"parameter {name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}"
-        for name, p in model.named_parameters()
-    ] + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    """Return a line per parameter, buffer and module: name, shape, dtype, whether it trains."""
+    return (
+        [
+            f"module {name or 'itself'} of class {type(module).__name__}"
+            for name, module in model.named_modules()
+        ]
+        + [
+            f"parameter {name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}"
+            for name, p in model.named_parameters()
+        ]
+        + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    )
+
+
+def _facts_of_optimizers(
+    optimizers: Sequence[Optimizer], names: Mapping[int, str]
+) -> Iterator[str]:
+    """Yield lines about optimizers: class, hyperparameters and parameters of each group."""
+    for number, optimizer in enumerate(optimizers):
+        yield f"optimizer {number} of class {type(optimizer).__name__}"
+        for index, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {number}, group {index}:"
+            for key, value in group.items():
+                if key != "params" and key not in KERNELS:
+                    yield f"{where} {key} = {_plain(value)}"
+            for parameter in group["params"]:
+                yield f"{where} {names.get(id(parameter), 'a parameter of another model')}"
+
+
+def _facts_of_scheduler(scheduler: Any) -> list[str]:
+    """Return lines about a scheduler: its class, and the plain values of its state."""
+    lines = [f"scheduler of class {type(scheduler).__name__}"]
+    state = scheduler.state_dict()
+    return lines + [f"scheduler: {key} = {_plain(value)}" for key, value in sorted(state.items())]
+
+
+def _plain(value: Any) -> str:
+    """Return a value in words that are alike on ranks with the same script."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist()) if value.numel() == 1 else f"a tensor {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

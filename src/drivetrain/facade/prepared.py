@@ -31,7 +31,7 @@ from drivetrain.runtime.world import World
 from drivetrain.strategy import Strategy
 
 _ORIGINAL = "_forward_before_prepare"
-_KERNELS = frozenset({"foreach", "fused"})
+KERNELS = frozenset({"foreach", "fused"})
 """Hyperparameters that choose a kernel: no checkpoint overrules the choice of the loading run."""
 
 
@@ -160,7 +160,7 @@ class PreparedModel:
         for optimizer, groups in zip(self.optimizers, saved, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in values.items():
-                    if key in _KERNELS:
+                    if key in KERNELS:
                         continue
                     if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                         group[key].copy_(value)

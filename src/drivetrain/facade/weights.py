@@ -1,29 +1,50 @@
 """A model's whole weights, however a strategy divides them: in place, as a state dict, as files."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain import checkpoint
-from drivetrain.errors import UsageError
+from drivetrain import checkpoint, communication
+from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.facade.settings import Runs
 from drivetrain.parts.naming import uncompiled
-from drivetrain.runtime.world import World
 from drivetrain.shards import Readable, TensorFacts
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes."""
 
 GATHERED_BYTES = 32 * 2**20
 """Parameters are gathered together while they fit into this: small ones share a collective."""
 
 
-class WholeWeights:
-    """The whole weights of one Accelerator's prepared models."""
+class TellsOfSteps(Protocol):
+    """Calls a function after each optimizer step of all ranks."""
 
-    def __init__(self, prepared: PreparedObjects, world: World) -> None:
+    compare_replicas: Callable[[], None] | None
+
+
+class WholeWeights:
+    """The whole weights of one Accelerator's prepared models.
+
+    Args:
+        prepared: the models.
+        runs: all ranks, and after how many steps their replicas are compared.
+        gradients: tells of each step.
+    """
+
+    def __init__(self, prepared: PreparedObjects, runs: Runs, gradients: TellsOfSteps) -> None:
         self._prepared = prepared
-        self._world = world
+        self._world = runs.default.world
+        self._every = runs.config.run.check_replicas_every
+        self._compared = 0
+        if self._every and self._world.size > 1:
+            gradients.compare_replicas = self._compare_when_due
 
     @contextmanager
     def gathered(
@@ -110,6 +131,31 @@ class WholeWeights:
 
         checkpoint.write_export(Path(save_directory), plan, fetch, world=self._world)
 
+    def _compare_when_due(self) -> None:
+        steps = max((optimizer.steps for optimizer in self._prepared.optimizers), default=0)
+        if steps // self._every != self._compared // self._every:
+            self.compare_replicas(steps)
+        self._compared = steps
+
+    def compare_replicas(self, step: int) -> None:
+        """Compare the ranks' parameters bit by bit, by sums of their words. Collective.
+
+        Raises:
+            RankMismatchError: on every rank: names step, ranks and the first parameter.
+        """
+        for entry in self._prepared.models:
+            module = uncompiled(entry.module)
+            facts = {one.identity: one for one in entry.strategy.state_facts(module)}
+            names, sums = [], []
+            for batch in _batches(one for one in facts.values() if one.trainable):
+                wanted = [one.name for one in batch]
+                with entry.strategy.whole_state(module, wanted) as state:
+                    sums += [_sum_of_words(state[name]) for name in wanted]
+                names += wanted
+            if sums:
+                everyone = communication.gather(torch.stack(sums).unsqueeze(0)).tolist()
+                _check_equal(names, everyone, step)
+
     def _readable(self, model: nn.Module) -> tuple[nn.Module, Readable]:
         """Return the user's uncompiled module, and who reads whole tensors of it.
 
@@ -123,6 +169,31 @@ class WholeWeights:
             entry = self._prepared.model(model)
             return uncompiled(entry.module), entry.strategy
         return uncompiled(model), Readable()
+
+
+def _sum_of_words(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits as integers of its element's size, on the CPU."""
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    words = values.contiguous().view(_WORDS[values.element_size()])
+    return words.sum(dtype=torch.int64).cpu()
+
+
+def _check_equal(names: Sequence[str], everyone: Sequence[Sequence[int]], step: int) -> None:
+    """Refuse sums of parameters that differ between ranks."""
+    for index, name in enumerate(names):
+        sums = [each[index] for each in everyone]
+        usual, count = Counter(sums).most_common(1)[0]
+        odd = [str(rank) for rank, each in enumerate(sums) if each != usual]
+        if not odd:
+            continue
+        majority = count > len(sums) / 2
+        who = f"rank {', '.join(odd)} alone" if majority else "no majority of ranks alike"
+        raise RankMismatchError(
+            f"expected equal replicas on all ranks after step {step}, found other values of "
+            f"{name!r}: {who}; ranks updated them differently (an optimizer of another kind, code "
+            "that depends on the rank), or memory of a rank is faulty: load a checkpoint"
+        )
 
 
 def _batches(facts: Iterable[TensorFacts]) -> Iterator[list[TensorFacts]]:

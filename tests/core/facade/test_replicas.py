@@ -1,0 +1,84 @@
+"""Ranks must hold the same optimizers and schedules, and replicas that stay equal."""
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator, RankMismatchError
+
+
+def start(strategy, **config):
+    accelerator = Accelerator(cpu=True, config={"strategy": strategy, **config})
+    torch.manual_seed(0)
+    return accelerator, nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+
+
+def step(accelerator, model, optimizer):
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def optimizer_of(kind, model, odd):
+    parameters = list(model.parameters())
+    if kind == "class" and odd:
+        return torch.optim.SGD(parameters, lr=0.1)
+    if kind == "lr":
+        return torch.optim.AdamW(parameters, lr=0.2 if odd else 0.1)
+    if kind == "missing":
+        return torch.optim.AdamW(parameters[: 2 if odd else 4], lr=0.1)
+    if kind == "order":
+        return torch.optim.AdamW(parameters[::-1] if odd else parameters, lr=0.1)
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+SAID = {
+    "class": "'optimizer 0 of class AdamW', rank 1 has 'optimizer 0 of class SGD'",
+    "lr": "'optimizer 0, group 0: lr = 0.1', rank 1 has 'optimizer 0, group 0: lr = 0.2'",
+    "missing": "'optimizer 0, group 0: 2.weight', rank 1 has 'nothing'",
+    "order": "'optimizer 0, group 0: 0.weight', rank 1 has 'optimizer 0, group 0: 2.bias'",
+    "activation": "'module 1 of class ReLU', rank 1 has 'module 1 of class GELU'",
+    "scheduler": "'scheduler: step_size = 1', rank 1 has 'scheduler: step_size = 2'",
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
+@pytest.mark.parametrize("kind", SAID)
+def test_ranks_that_train_otherwise_are_refused(strategy, kind):
+    accelerator, model = start(strategy)
+    odd = accelerator.process_index == 1
+    if kind == "activation" and odd:
+        model[1] = nn.GELU()
+    optimizer = optimizer_of(kind, model, odd)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 if kind == "scheduler" and odd else 1)
+    with pytest.raises(RankMismatchError) as caught:
+        accelerator.prepare(model, optimizer, scheduler)
+    assert SAID[kind] in str(caught.value)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_comes_later_is_compared_too():
+    accelerator, model = start("ddp")
+    model = accelerator.prepare(model)
+    with pytest.raises(RankMismatchError, match="disagree on an optimizer: .*lr = 0.1"):
+        accelerator.prepare(optimizer_of("lr", model, accelerator.process_index == 1))
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_a_flipped_bit_of_a_replica_is_found(strategy):
+    accelerator, model = start(strategy, check_replicas_every=2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for _ in range(4):
+        step(accelerator, model, optimizer)
+    if strategy == "ddp":
+        if accelerator.process_index == 1:
+            model[2].weight.data.view(torch.int32)[0, 1] ^= 1 << 3
+        step(accelerator, model, optimizer)
+        who = "rank 1 alone" if accelerator.num_processes > 2 else "no majority"
+        with pytest.raises(RankMismatchError, match=f"after step 6, .*'2.weight': {who}"):
+            step(accelerator, model, optimizer)
+    accelerator.free_memory()
