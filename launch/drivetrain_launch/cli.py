@@ -30,6 +30,8 @@ COMMANDS = {
     "test": "Check in seconds that this machine trains correctly.",
     "estimate": "Show the bytes that each strategy holds and sends for a model.",
     "report": "Show recorded runs, and make or compare their reports.",
+    "plan": "Predict the time and memory of layouts, and find the best one.",
+    "hardware": "Show the descriptions of hardware that plans are made for.",
     "verify": "Compare a script's numbers under a strategy with the right ones.",
     "manifest": "Write the job file of a scheduler: SLURM, Kubernetes or SkyPilot.",
     "completion": "Print the completion script of a shell.",

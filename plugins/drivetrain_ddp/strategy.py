@@ -10,7 +10,11 @@ from torch.optim import Optimizer
 
 from drivetrain.collectives import Communicator, connect_over_hosts, route_over_hosts
 from drivetrain.cost import Cost, ModelSpec
-from drivetrain.errors import UsageError
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.paper.data_parallel import data_parallel_step
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.step import PaperStep
+from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
@@ -132,6 +136,20 @@ class Ddp(Strategy[DdpConfig]):
     def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:
         """Return the estimate of ``drivetrain_ddp.cost``."""
         return estimate(config, model, run.precision, route_over_hosts(run.mesh, "dp", run.world))
+
+    @classmethod
+    def step(cls, config: DdpConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Draw whole state on every rank, and one all-reduce per step beside the last backward.
+
+        Raises:
+            ConfigError: gradients are compressed, whose time is not drawn.
+        """
+        if config.hook != "none":
+            raise ConfigError(
+                f"expected hook: none in a step on paper, found {config.hook}: the time of "
+                "compression is not drawn; leave hook out"
+            )
+        return data_parallel_step(units, run)
 
     @classmethod
     def forms(cls, world: World) -> Sequence[Form]:

@@ -24,6 +24,10 @@ from torch.optim import Optimizer
 from drivetrain.collectives import Route, route_over_hosts
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.log import get_logger
+from drivetrain.paper.data_parallel import Sharing, data_parallel_step
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.step import PaperStep
+from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import Rounds
@@ -35,6 +39,7 @@ from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.optimizers import Fragments
+from drivetrain.sharding.options import check_undrawn
 from drivetrain.sharding.placement import Ranks
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.slot import ParameterSlot
@@ -53,6 +58,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
 
     summary: ClassVar[str] = "every rank keeps some rows of each parameter, and whole units in use"
     Config: ClassVar[type] = FsdpConfig
+    layout_keys: ClassVar[Mapping[str, str]] = {"shard_group": "shard_size"}
 
     def __init__(self, config: FsdpConfig, run: Run) -> None:
         config.check()
@@ -66,6 +72,30 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         """Return one axis, ``dp``, over all ranks: groups of it divide a model, if asked for."""
         config.check()
         return super().axes(config, world_size)
+
+    @classmethod
+    def options_of_layout(cls, keys: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the options of division inside of groups, where a size of groups is given."""
+        options = super().options_of_layout(keys)
+        return {"sharding": "hybrid", **options} if options else {}
+
+    @classmethod
+    def step(cls, config: FsdpConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Draw the step: units gathered before use, gradients reduced as they come.
+
+        Raises:
+            ConfigError: state lies in a store.
+        """
+        check_undrawn(config)
+        hybrid = config.sharding == "hybrid"
+        sharing = Sharing(
+            optimizer=True,
+            gradients=config.reduces_each,
+            parameters=True,
+            keeps=config.until != "forward",
+            group=(config.shard_size or run.per_host) if hybrid else 0,
+        )
+        return data_parallel_step(units, run, sharing)
 
     @classmethod
     def forms(cls, world: World) -> Sequence[Form]:

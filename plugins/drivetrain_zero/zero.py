@@ -23,6 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.cost import ModelSpec
+from drivetrain.paper.data_parallel import Sharing, data_parallel_step
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.step import PaperStep
+from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import Rounds
 from drivetrain.sharding.gather import Gather
@@ -31,6 +35,7 @@ from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.optimizers import Fragments
+from drivetrain.sharding.options import check_undrawn
 from drivetrain.sharding.placement import Ranks
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.slot import ParameterSlot
@@ -57,6 +62,18 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
         """Cut into buckets (stages 1 and 2), or into blocks and large layers (stage 3)."""
         specs = [spec for spec in model.parameters if config.places(spec)]
         return cut_model(specs, run.precision, config.sizes, run.mesh["dp"].size, devices)
+
+    @classmethod
+    def step(cls, config: ConfigT, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Draw the step of this stage: see the top of this file."""
+        check_undrawn(config)
+        sharing = Sharing(
+            optimizer=True,
+            gradients=config.reduces_each,
+            parameters=config.divides_parameters,
+            keeps=config.until != "forward",
+        )
+        return data_parallel_step(units, run, sharing)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make everything that a step needs, once; parameters become views of units."""

@@ -18,6 +18,7 @@ from drivetrain.building import WeightSource, fill, meta_tensors
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import UsageError
+from drivetrain.paper.contract import OnPaper
 from drivetrain.parts.blocks import model_units
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
@@ -133,7 +134,7 @@ class Profiled:
         return model_units(module)
 
 
-class Strategy(Readable, Verifiable, Profiled, ABC, Generic[ConfigT]):
+class Strategy(Readable, Verifiable, Profiled, OnPaper, ABC, Generic[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh.
 
     Attributes:

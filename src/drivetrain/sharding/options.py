@@ -225,6 +225,19 @@ class UnitsOptions:
         return spec.trainable
 
 
+def check_undrawn(options: UnitsOptions) -> None:
+    """Refuse options whose time is not drawn on paper.
+
+    Raises:
+        ConfigError: state lies in a store.
+    """
+    if options.offload != OffloadOptions():
+        raise ConfigError(
+            "expected no offload in a step on paper, found state in a store, whose time is not "
+            "drawn; leave offload out"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions(UnitsOptions):
     """The options of strategies that divide gradients."""

@@ -1,0 +1,207 @@
+"""A layout: how a step is spread over ranks, as text, as options of a strategy, and as YAML."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import yaml
+
+from drivetrain.config import Layer, ValueOrigin
+from drivetrain.config.resolve import resolve
+from drivetrain.errors import ConfigError
+from drivetrain.paper.run import BYTES
+from drivetrain.registry import strategies
+from drivetrain.strategy import Strategy, find_strategy
+
+RECOMPUTE = ("none", "selective", "full")
+OWN = {
+    "dp": "0",
+    "micro_batch": "1",
+    "recompute": "none",
+    "precision": "bf16",
+    "data_parallel": "",
+}
+"""Keys that every layout has, with their defaults; dp 0 takes the ranks that are left."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayout:
+    """A layout.
+
+    Attributes:
+        strategy: the installed name.
+        kind: its class.
+        config: its options.
+        values: the options that are not defaults, as the configuration has them.
+        dp: data-parallel ranks; 0 for those that are left.
+        micro_batch: sequences of a micro-batch.
+        recompute: none, selective or full.
+        precision: fp16, bf16 or no.
+        keys: as ``--layout`` takes them.
+    """
+
+    strategy: str
+    kind: type[Strategy[Any]]
+    config: Any
+    values: Mapping[str, Any]
+    dp: int
+    micro_batch: int
+    recompute: str
+    precision: str
+    keys: Mapping[str, str]
+
+    def yaml(self) -> str:
+        """Return the strategy's section of a configuration file."""
+        section = {"strategy": {"name": self.strategy, **plain(self.values)}}
+        return yaml.safe_dump(section, sort_keys=False)
+
+    def text(self, dp: int) -> str:
+        """Return the layout in the form that ``--layout`` takes."""
+        return ",".join(f"{key}={value}" for key, value in {**self.keys, "dp": dp}.items())
+
+
+def read_pairs(text: str, option: str) -> dict[str, str]:
+    """Return the keys and values of a text such as ``tp=8,pp=4``.
+
+    Raises:
+        ConfigError: a part is no assignment, or a key comes twice.
+    """
+    found: dict[str, str] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        key, sign, value = part.partition("=")
+        key = key.strip()
+        if not sign or not key or not value.strip():
+            raise ConfigError(f"{option}: expected KEY=VALUE between commas, found {part!r}")
+        if key in found:
+            raise ConfigError(f"{option}: found {key} twice; keep one")
+        found[key] = value.strip()
+    return found
+
+
+def read_layout(text: str) -> PlannedLayout:
+    """Read a layout.
+
+    Raises:
+        ConfigError: a key or a value is wrong, or they do not fit together.
+    """
+    return layout_of(read_pairs(text, "--layout"))
+
+
+def layout_of(keys: Mapping[str, str]) -> PlannedLayout:
+    """Return the layout of keys as ``--layout`` has them.
+
+    Raises:
+        ConfigError: see ``read_layout``.
+    """
+    own = {**OWN, **{key: value for key, value in keys.items() if key in OWN}}
+    inner_name, inner_kind = _data_parallel(own["data_parallel"])
+    rest = {key: value for key, value in keys.items() if key not in OWN}
+    inner = {key: rest.pop(key) for key in list(rest) if key in inner_kind.layout_keys}
+    outer = _around(rest)
+    inner_options = inner_kind.options_of_layout(inner)
+    if outer is None:
+        name, values = inner_name, dict(inner_options)
+    else:
+        name, kind = outer
+        nested = {"name": inner_name, **inner_options}
+        values = {**kind.options_of_layout(rest), kind.inner_option: nested}
+    kind, config = _configured(name, values)
+    if own["recompute"] not in RECOMPUTE:
+        raise ConfigError(
+            f"--layout: expected recompute of {', '.join(RECOMPUTE)}, found {own['recompute']!r}"
+        )
+    if own["precision"] not in BYTES:
+        raise ConfigError(
+            f"--layout: expected a precision of {', '.join(BYTES)}, found {own['precision']!r}"
+        )
+    return PlannedLayout(
+        name, kind, config, values, _count(own, "dp", 0), _count(own, "micro_batch", 1),
+        own["recompute"], own["precision"], {**keys, "data_parallel": inner_name},
+    )  # fmt: skip
+
+
+def _data_parallel(name: str) -> tuple[str, type[Strategy[Any]]]:
+    registry = strategies()
+    name = name or registry.default()
+    kind = registry.load(name)
+    if kind.inner_option:
+        raise ConfigError(
+            f"--layout: expected data_parallel to name a data-parallel strategy, found {name!r}, "
+            "which holds one itself"
+        )
+    return name, kind
+
+
+def _around(keys: Mapping[str, str]) -> tuple[str, type[Strategy[Any]]] | None:
+    """Return the strategy that the keys are about; None where they are all at 1 or left out.
+
+    Raises:
+        ConfigError: no installed strategy knows the keys.
+    """
+    holders = _holders()
+    known = {key for _, kind in holders for key in kind.layout_keys}
+    if unknown := sorted(set(keys) - known):
+        every = sorted({*OWN, *known, *_inner_keys()})
+        raise ConfigError(
+            f"--layout: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(every)}"
+        )
+    for name, kind in holders:
+        if keys and set(keys) <= set(kind.layout_keys) and not _trivial(name, kind, keys):
+            return name, kind
+    return None
+
+
+def _trivial(name: str, kind: type[Strategy[Any]], keys: Mapping[str, str]) -> bool:
+    """Whether all keys say what holds without the strategy: its options at their defaults."""
+    config = _configured(name, kind.options_of_layout(keys))[1]
+    return bool(config == kind.Config())
+
+
+def _holders() -> list[tuple[str, type[Strategy[Any]]]]:
+    registry = strategies()
+    found = ((name, registry.load(name)) for name in registry.names)
+    return [(name, kind) for name, kind in found if kind.inner_option and kind.layout_keys]
+
+
+def _inner_keys() -> set[str]:
+    registry = strategies()
+    kinds = (registry.load(name) for name in registry.names)
+    return {key for kind in kinds if not kind.inner_option for key in kind.layout_keys}
+
+
+def _configured(name: str, values: Mapping[str, Any]) -> tuple[type[Strategy[Any]], Any]:
+    """Return the class and its checked options."""
+    return _resolved(name, json.dumps(values, sort_keys=True))
+
+
+@lru_cache(maxsize=4096)
+def _resolved(name: str, values: str) -> tuple[type[Strategy[Any]], Any]:
+    typed = plain(json.loads(values))
+    origin = ValueOrigin("command line", "--layout")
+    layer = Layer({"strategy": {"name": name, **typed}}, {"strategy": origin})
+    resolved = resolve(layer, find_config=strategies().find_config)
+    return find_strategy(resolved.strategy, resolved.strategy_config)
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with their texts as the values that YAML would read."""
+    return {key: _value(value) for key, value in values.items()}
+
+
+def _value(value: Any) -> Any:
+    """Return a value as YAML would have it."""
+    if isinstance(value, dict):
+        return {key: _value(each) for key, each in value.items()}
+    if not isinstance(value, str):
+        return value
+    words = {"true": True, "false": False}
+    return words.get(value.lower(), int(value) if value.isdigit() else value)
+
+
+def _count(keys: Mapping[str, str], name: str, least: int) -> int:
+    text = keys[name]
+    if not text.isdigit() or int(text) < least:
+        raise ConfigError(f"--layout: expected {name} of {least} or more, found {text!r}")
+    return int(text)

@@ -1,0 +1,247 @@
+"""Predicts one layout: its step on paper, played against the prices of the hardware."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from drivetrain.errors import ConfigError
+from drivetrain.hardware.description import Hardware
+from drivetrain.hardware.prices import HardwarePrices, axis_places
+from drivetrain.paper.lanes import PlayedStep, play
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.step import PaperStep
+from drivetrain.paper.transformer import GptShape
+from drivetrain.paper.work import PaperUnit
+from drivetrain_launch.planner.layout import PlannedLayout
+
+TERA = 1e12
+FRAGMENTS = 1.05
+"""What an allocator takes over what it is asked for, when layouts are judged to fit (Megatron-LM,
+``theoretical_memory_usage``)."""
+
+ROUNDS = 3
+"""Rounds of a pipeline that are played; from then on every round is like the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is planned.
+
+    Attributes:
+        shape: of the model.
+        batch: sequences of a step, of all ranks.
+        hardware: see there.
+        hosts: how many.
+        per_host: devices of each.
+    """
+
+    shape: GptShape
+    batch: int
+    hardware: Hardware
+    hosts: int
+    per_host: int
+
+    @property
+    def ranks(self) -> int:
+        """Devices of all hosts."""
+        return self.hosts * self.per_host
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one layout will cost.
+
+    Attributes:
+        layout: in the form that ``--layout`` takes.
+        planned: see there.
+        axes: the size of each axis.
+        step_seconds: of an optimizer step.
+        tokens_per_second: of all ranks.
+        mfu: operations that the model needs over those that the devices could do.
+        peak_bytes: of the worst rank.
+        held: bytes between steps on that rank, by kind.
+        sent: bytes that a rank sends in a step, by axis and operation.
+        idle: share of the step in which the busiest rank does not compute.
+        played: the step.
+    """
+
+    layout: str
+    planned: PlannedLayout
+    axes: Mapping[str, int]
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    peak_bytes: float
+    held: Mapping[str, float]
+    sent: Mapping[tuple[str, str], float]
+    idle: float
+    played: PlayedStep
+
+    def needed(self) -> float:
+        """Return the memory that a device must have."""
+        return self.peak_bytes * FRAGMENTS
+
+    def against(self, best: "Prediction") -> str:
+        """Return what binds this layout, where another one is quicker."""
+        if self is best:
+            return ""
+        slower = self.step_seconds / best.step_seconds - 1
+        if self.idle > best.idle + slower / 2:
+            return f"+{slower:.1%}: waits for stages or links"
+        return f"+{slower:.1%}: more work or smaller kernels on each rank"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers for ``--json``."""
+        sent: dict[str, dict[str, int]] = {}
+        for (axis, operation), nbytes in self.sent.items():
+            sent.setdefault(axis, {})[operation] = round(nbytes)
+        return {
+            "layout": self.layout,
+            "strategy": self.planned.strategy,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "peak_bytes": round(self.peak_bytes),
+            "held": {kind: round(nbytes) for kind, nbytes in self.held.items()},
+            "sent": sent,
+            "idle": self.idle,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A step that was played, perhaps with fewer micro-batches than the time is of."""
+
+    step: PaperStep
+    played: PlayedStep
+    seconds: float
+    busy: float
+    sent: Mapping[tuple[str, str], float]
+
+    def continued(self, before: "_Sample", rounds: float) -> "_Sample":
+        """Return the sample after some more rounds, each of them as the last one was."""
+        return replace(
+            self,
+            seconds=self.seconds + rounds * (self.seconds - before.seconds),
+            busy=self.busy + rounds * (self.busy - before.busy),
+            sent={
+                key: nbytes + rounds * (nbytes - before.sent.get(key, 0.0))
+                for key, nbytes in self.sent.items()
+            },
+        )
+
+
+class Predictor:
+    """Predicts layouts of one task; what they share is computed once."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._prices: dict[tuple[str, tuple[tuple[str, int], ...]], HardwarePrices] = {}
+        self._units = lru_cache(maxsize=64)(self._made)
+
+    def predict(self, planned: PlannedLayout) -> Prediction:
+        """Return what a layout will cost.
+
+        Raises:
+            ConfigError: it does not divide the batch, the ranks or the model.
+        """
+        axes, micro_batches = self.divisions(planned)
+        sample = self._sample(planned, axes, micro_batches)
+        return self._prediction(planned, axes, sample)
+
+    def sketch(self, planned: PlannedLayout) -> Prediction:
+        """Return a bound from below, from the step of a single micro-batch.
+
+        Raises:
+            ConfigError: as ``predict`` does.
+        """
+        axes, micro_batches = self.divisions(planned)
+        one = self._play(planned, axes, 1)
+        per_micro_batch = max(one.played.phased)
+        seconds = one.seconds + (micro_batches - 1) * per_micro_batch
+        busy = one.busy + (micro_batches - 1) * per_micro_batch
+        sample = replace(one, seconds=seconds, busy=busy)
+        return self._prediction(planned, axes, sample)
+
+    def _sample(
+        self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int
+    ) -> "_Sample":
+        """Play a step: some rounds of the pipeline, and the others by the last round's length."""
+        stages = len(self.step(planned, axes, 1).held)
+        played = ROUNDS * stages + micro_batches % stages
+        if micro_batches <= played + stages:
+            return self._play(planned, axes, micro_batches)
+        first = self._play(planned, axes, played)
+        second = self._play(planned, axes, played + stages)
+        return second.continued(first, (micro_batches - played - stages) / stages)
+
+    def _play(
+        self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int
+    ) -> "_Sample":
+        step = self.step(planned, axes, micro_batches)
+        played = play(step, self.prices(planned, step.axes))
+        return _Sample(step, played, played.seconds, max(played.computing), dict(step.sent()))
+
+    def _prediction(
+        self, planned: PlannedLayout, axes: Mapping[str, int], sample: "_Sample"
+    ) -> Prediction:
+        task, seconds = self.task, sample.seconds
+        peak, worst = max((each, index) for index, each in enumerate(sample.played.peaks))
+        peak_flops = task.hardware.device.teraflops[planned.precision] * TERA  # type: ignore[index]
+        return Prediction(
+            layout=planned.text(axes["dp"]),
+            planned=planned,
+            axes=axes,
+            step_seconds=seconds,
+            tokens_per_second=task.batch * task.shape.seq / seconds,
+            mfu=task.shape.model_flops(task.batch) / (seconds * peak_flops * task.ranks),
+            peak_bytes=peak,
+            held=sample.step.held[worst],
+            sent=sample.sent,
+            idle=max(0.0, 1 - sample.busy / seconds),
+            played=sample.played,
+        )
+
+    def divisions(self, planned: PlannedLayout) -> tuple[Mapping[str, int], int]:
+        """Return the axes and the number of micro-batches.
+
+        Raises:
+            ConfigError: ranks or batch do not divide.
+        """
+        task = self.task
+        axes = dict(planned.kind.axes(planned.config, task.ranks))
+        dp = axes.setdefault("dp", 1)
+        if planned.dp not in (0, dp):
+            rest = " x ".join(f"{key} {size}" for key, size in axes.items() if key != "dp") or "1"
+            raise ConfigError(
+                f"--layout: expected dp={dp}, which {task.ranks} ranks leave beside {rest}, found "
+                f"dp={planned.dp}; change dp, another axis, --hosts or --devices-per-host"
+            )
+        share, rest_of_batch = divmod(task.batch, dp * planned.micro_batch)
+        if rest_of_batch:
+            raise ConfigError(
+                f"--layout: expected a --batch that dp x micro_batch = {dp} x "
+                f"{planned.micro_batch} divides, found {task.batch}; change one of them"
+            )
+        return axes, share
+
+    def step(
+        self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int
+    ) -> PaperStep:
+        """Draw a layout's step with so many micro-batches."""
+        run = PaperRun(axes, micro_batches, planned.precision, self.task.per_host)
+        units = self._units(planned.micro_batch, planned.recompute)
+        return planned.kind.step(planned.config, units, run)
+
+    def prices(self, planned: PlannedLayout, axes: Mapping[str, int]) -> HardwarePrices:
+        """Return the prices for ranks laid out on these axes."""
+        key = (planned.precision, tuple(axes.items()))
+        if key not in self._prices:
+            places = axis_places(axes, self.task.per_host)
+            self._prices[key] = HardwarePrices(self.task.hardware, places, planned.precision)
+        return self._prices[key]
+
+    def _made(self, micro_batch: int, recompute: Any) -> list[PaperUnit]:
+        fused = self.task.hardware.host.attention == "fused" and recompute != "selective"
+        return self.task.shape.units(micro_batch, recompute, fused=fused)

@@ -1,0 +1,269 @@
+"""The step of a cell on paper: units divided over ``tp``, cut into stages, in a schedule's order.
+
+Each stage's own step comes from the data-parallel strategy inside of the cell; the schedule only
+puts the tasks of all stages into its order, with messages between stages. Paper: Narayanan et al.
+2021 (arXiv 2104.04473), sections 2.2 and 2.3; with ``sequence_parallel`` Korthikanti et al. 2022
+(arXiv 2205.05198), section 4.2.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from drivetrain.errors import ConfigError
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
+from drivetrain.paper.work import (
+    Boundary,
+    Collective,
+    Direction,
+    MatrixProduct,
+    MemoryPass,
+    Operation,
+    PaperUnit,
+)
+from drivetrain_megatron.cell import data_parallel
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.pipeline.schedules import (
+    Action,
+    ActionKind,
+    Schedule,
+    make_schedule,
+    needs,
+)
+
+# --- tensor parallelism ---
+
+
+@lru_cache(maxsize=256)
+def divided(unit: PaperUnit, ranks: int, by_tokens: bool) -> PaperUnit:
+    """Return what one of the ranks of ``tp`` computes, sends, keeps and holds of a unit.
+
+    Args:
+        unit: of the whole model.
+        ranks: of the axis.
+        by_tokens: whether norms, dropouts and residuals are divided as well.
+
+    Raises:
+        ConfigError: heads of attention cannot be divided so.
+    """
+    if unit.heads % ranks:
+        raise ConfigError(
+            f"expected tp that divides the {unit.heads} heads of attention, found {ranks}; lower tp"
+        )
+
+    def share(direction: Direction) -> int:
+        return ranks if direction == "features" or (direction == "tokens" and by_tokens) else 1
+
+    return replace(
+        unit,
+        forward=_divide(unit.forward, ranks, by_tokens),
+        back=_divide(unit.backward, ranks, by_tokens),
+        saved=tuple(replace(each, nbytes=each.nbytes / share(each.divided)) for each in unit.saved),
+        parameters=tuple(
+            (-(-count // ranks) if cut else count, cut) for count, cut in unit.parameters
+        ),
+        enters=unit.enters / (ranks if by_tokens else 1),
+    )
+
+
+def _divide(operations: Sequence[Operation], ranks: int, by_tokens: bool) -> tuple[Operation, ...]:
+    found = (_operation(each, ranks, by_tokens) for each in operations)
+    return tuple(each for each in found if each is not None)
+
+
+_SIZES: Mapping[Direction, str] = {
+    "rows": "rows", "columns": "columns", "inner": "inner", "copies": "copies"
+}  # fmt: skip
+
+
+def _operation(operation: Operation, ranks: int, by_tokens: bool) -> Operation | None:
+    """Return one rank's part; where activations enter and nothing is divided, nothing is sent."""
+    match operation:
+        case MatrixProduct() if operation.divided:
+            size = _SIZES[operation.divided]
+            return replace(operation, **{size: -(-getattr(operation, size) // ranks)})
+        case MemoryPass():
+            cut = operation.divided == "features" or (operation.divided == "tokens" and by_tokens)
+            parts = ranks if cut else 1
+            return replace(operation, nbytes=operation.nbytes / parts, back=operation.back / parts)
+        case Boundary(enters=True):
+            gathers = by_tokens and ranks > 1
+            return Collective("tp", "all_gather", operation.nbytes) if gathers else None
+        case Boundary():
+            kind = "reduce_scatter" if by_tokens else "all_reduce"
+            return Collective("tp", kind, operation.nbytes) if ranks > 1 else None
+    return operation
+
+
+# --- stages ---
+
+
+def cut_into_stages(units: Sequence[PaperUnit], stages: int) -> list[list[PaperUnit]]:
+    """Return consecutive units with as many blocks per stage as possible alike.
+
+    The first stage also has what comes before the blocks, the last one what comes behind them;
+    where blocks do not divide, stages in the middle have one more.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages.
+    """
+    blocks = [unit for unit in units if unit.repeated]
+    if stages > len(blocks):
+        raise ConfigError(
+            f"expected at most as many stages as the model has blocks, {len(blocks)}, found "
+            f"{stages}; lower pp or chunks"
+        )
+    first = next(index for index, unit in enumerate(units) if unit.repeated)
+    each, rest = divmod(len(blocks), stages)
+    start = (stages - rest) // 2
+    found, at = [], 0
+    for stage in range(stages):
+        count = each + (start <= stage < start + rest)
+        found.append(blocks[at : at + count])
+        at += count
+    found[0] = [*units[:first], *found[0]]
+    found[-1] = [*found[-1], *units[first + len(blocks) :]]
+    return found
+
+
+# --- the pipeline ---
+
+
+@dataclass
+class PipelineStep:
+    """Puts the steps of stages into the order of a schedule.
+
+    Attributes:
+        steps: of every stage of the schedule, each for all micro-batches.
+        schedule: see there.
+        message: the activation between two stages.
+    """
+
+    steps: Sequence[PaperStep]
+    schedule: Schedule
+    message: Collective
+
+    def merged(self) -> PaperStep:
+        """Return one step of all ranks of the pipeline."""
+        self.tasks: list[PaperTask] = []
+        self.places: list[dict[int, int]] = [{} for _ in self.steps]
+        self.arrived: dict[Action, int] = {}
+        self.ended: dict[Action, int] = {}
+        self.groups = [_groups(step) for step in self.steps]
+        ranks = self.schedule.ranks
+        for stage in range(len(self.steps)):
+            self._emit(stage, self.groups[stage]["", 0][0])
+        waiting = [list(reversed(actions)) for actions in ranks]
+        while any(waiting):
+            for actions in waiting:
+                while actions and self._ready(actions[-1]):
+                    self._act(actions.pop())
+        for stage in range(len(self.steps)):
+            self._emit(stage, self.groups[stage]["", 0][1])
+        held = [defaultdict[str, float](float) for _ in ranks]
+        for stage, step in enumerate(self.steps):
+            for kind, nbytes in step.held[0].items():
+                held[stage % len(ranks)][kind] += nbytes
+        return PaperStep(self.tasks, held, self.steps[0].axes)
+
+    def _ready(self, action: Action) -> bool:
+        return all(need in self.ended for need in needs(action, self.schedule.stages))
+
+    def _act(self, action: Action) -> None:
+        forward = action.kind is ActionKind.FORWARD
+        phase = "forward" if forward else "backward"
+        tasks = self.groups[action.stage][phase, action.micro_batch][0]
+        before = [
+            self.arrived.get(need, self.ended[need])
+            for need in needs(action, self.schedule.stages)
+            if need.stage != action.stage
+        ]
+        self.ended[action] = self._emit(action.stage, tasks, before, action.kind)
+        self._send(action, forward)
+
+    def _send(self, source: Action, forward: bool) -> None:
+        """Send what a stage made to its neighbor, unless that is on the same rank."""
+        neighbor = source.stage + (1 if forward else -1)
+        count = len(self.schedule.ranks)
+        if count == 1 or not 0 <= neighbor < self.schedule.stages:
+            return
+        if not forward and not source.kind.returns:
+            return
+        self.arrived[source] = len(self.tasks)
+        self.tasks.append(
+            PaperTask(
+                f"send {source}", (self.message,), "pp", (self.ended[source],),
+                source.stage % count,
+            )
+        )  # fmt: skip
+
+    def _emit(
+        self,
+        stage: int,
+        indices: Sequence[int],
+        before: Sequence[int] = (),
+        kind: ActionKind | None = None,
+    ) -> int:
+        """Append tasks of a stage's own step; return the last one that computes."""
+        step, places = self.steps[stage], self.places[stage]
+        last = -1
+        for index in indices:
+            task = step.tasks[index]
+            part = _part(task, kind)
+            if part is None:
+                continue
+            after = [places[each] for each in task.after if each in places]
+            if task.lane == COMPUTE:
+                after += before if last < 0 else []
+            places[index] = len(self.tasks)
+            if task.lane == COMPUTE:
+                last = len(self.tasks)
+            self.tasks.append(
+                replace(part, stage=stage % len(self.schedule.ranks), after=tuple(after))
+            )
+        return last
+
+
+def _part(task: PaperTask, kind: ActionKind | None) -> PaperTask | None:
+    """Return the half of a task that an action runs; None where it belongs to the other half."""
+    if kind not in (ActionKind.INPUT, ActionKind.WEIGHT):
+        return task
+    weights = kind is ActionKind.WEIGHT
+    if task.lane != COMPUTE:
+        return task if weights else None
+    chosen = tuple(
+        each
+        for each in task.operations
+        if (isinstance(each, MatrixProduct) and each.for_weights) == weights
+    )
+    if weights:
+        return replace(task, operations=chosen, during=0.0)
+    return replace(task, operations=chosen, frees=0.0)
+
+
+def _groups(step: PaperStep) -> dict[tuple[str, int], tuple[list[int], list[int]]]:
+    """Return the tasks of each phase and micro-batch; those of none: before, and behind, all."""
+    groups: dict[tuple[str, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    seen = False
+    for index, task in enumerate(step.tasks):
+        seen = seen or bool(task.phase)
+        groups[task.phase, task.micro_batch][bool(seen and not task.phase)].append(index)
+    return groups
+
+
+def cell_step(config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+    """Return the step of a cell.
+
+    Raises:
+        ConfigError: blocks, micro-batches or options do not fit together.
+    """
+    config.check()
+    kind, options = data_parallel(config)
+    schedule = make_schedule(config.schedule, config.pp, run.micro_batches, config.chunks)
+    parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
+    stages = cut_into_stages(parts, config.pp * config.chunks)
+    steps = [kind.step(options, stage, run) for stage in stages]
+    message = Collective("pp", "send", max(unit.enters for unit in parts))
+    return PipelineStep(steps, schedule, message).merged()

@@ -1,0 +1,66 @@
+"""The descriptions of hardware that come with the package, and files of one's own."""
+
+import difflib
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from drivetrain.errors import ConfigError
+from drivetrain.hardware.description import Hardware
+
+SUFFIX = ".yaml"
+_BUILTIN = files("drivetrain.hardware") / "builtin"
+
+
+def hardware_names() -> list[str]:
+    """Return the names of the descriptions that come with the package."""
+    return sorted(each.name.removesuffix(SUFFIX) for each in _BUILTIN.iterdir()
+                  if each.name.endswith(SUFFIX))  # fmt: skip
+
+
+def hardware_text(source: str) -> str:
+    """Return the text of a description, by its name or as a file.
+
+    Raises:
+        ConfigError: there is no such name and no such file.
+    """
+    path = Path(source)
+    if path.suffix in (SUFFIX, ".yml"):
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"cannot read the hardware file {source!r}: {error}; check the path"
+            ) from error
+    names = hardware_names()
+    if source.lower() not in names:
+        near = difflib.get_close_matches(source.lower(), names, n=3, cutoff=0.3)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise ConfigError(
+            f"unknown hardware {source!r}; {hint}known: {', '.join(names)}; or give a file that "
+            f"ends with {SUFFIX}"
+        )
+    return (_BUILTIN / f"{source.lower()}{SUFFIX}").read_text(encoding="utf-8")
+
+
+def load_hardware(source: str) -> Hardware:
+    """Return a description, by its name or from a file.
+
+    Raises:
+        ConfigError: there is none, or the file is no description.
+    """
+    text = hardware_text(source)
+    try:
+        return Hardware.model_validate(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: expected YAML, found {error}; mend the file") from error
+    except ValidationError as error:
+        lines = (
+            f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}, found {each['input']!r}"
+            for each in error.errors()
+        )
+        raise ConfigError(
+            f"{source} is no description of hardware:\n  " + "\n  ".join(lines)
+        ) from error

@@ -1,0 +1,182 @@
+"""The prices of work on described hardware: seconds of products, passes over memory, messages.
+
+Products: waves of tiles over the processors, and never faster than memory allows. Messages: rings
+(Thakur et al. 2005), 2 (n-1)/n of the bytes at the slowest link of the ring, with a share of the
+bandwidth that grows with the message, and a latency per hop.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from drivetrain.hardware.description import Curve, Hardware, LinkFacts
+from drivetrain.paper.step import COMPUTE, PaperTask
+from drivetrain.paper.work import Collective, MatrixProduct, MemoryPass, Operation
+
+GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
+NEAR = "near"
+"""The part of an axis that is a group of neighbors; see ``Mesh.neighbors``."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPlace:
+    """How the ranks of a line of an axis lie on hosts.
+
+    Attributes:
+        ranks: of the line.
+        together: of them on one host.
+        beside: lines that share a host's link to other hosts.
+    """
+
+    ranks: int
+    together: int
+    beside: int
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the line crosses a network."""
+        return self.together < self.ranks
+
+
+def axis_places(axes: Mapping[str, int], per_host: int) -> dict[str, AxisPlace]:
+    """Lay axes over hosts, the first axis on neighbors.
+
+    Args:
+        axes: sizes, the closest first.
+        per_host: devices of a host.
+    """
+    found: dict[str, AxisPlace] = {}
+    strides: dict[str, int] = {}
+    stride = 1
+    for name, size in axes.items():
+        whole, _, part = name.partition(".")
+        if part:  # groups of neighbors, or the lines across them
+            near = axes.get(f"{whole}.{NEAR}", 1)
+            start = strides[whole] * (near if part != NEAR else 1)
+        else:
+            start = strides[name] = stride
+            stride *= size
+        together = max(1, min(size, per_host // start))
+        found[name] = AxisPlace(size, together, max(1, per_host // together))
+    return found
+
+
+def _launches(operation: Operation) -> int:
+    return operation.launches if isinstance(operation, MemoryPass) else 1
+
+
+def share_at(curve: Curve, size: float) -> float:
+    """Return the share of the peak at a size, linear in the size's logarithm."""
+    below = curve[0]
+    if size <= below[0]:
+        return below[1]
+    for point in curve[1:]:
+        if size <= point[0]:
+            part = math.log(size / below[0]) / math.log(point[0] / below[0])
+            return below[1] + part * (point[1] - below[1])
+        below = point
+    return below[1]
+
+
+@dataclass
+class HardwarePrices:
+    """What work costs on some hardware, for ranks laid out in a certain way.
+
+    Attributes:
+        hardware: the description.
+        axes: how each axis lies on the hosts.
+        precision: fp16, bf16 or no.
+    """
+
+    hardware: Hardware
+    axes: Mapping[str, AxisPlace]
+    precision: str
+    _known: dict[int, tuple[tuple[Operation, ...], float]] = field(default_factory=dict, repr=False)
+
+    @property
+    def slowdown(self) -> float:
+        """Seconds of compute lost per second beside a collective."""
+        return self.hardware.links.slowdown
+
+    def seconds(self, task: PaperTask) -> float:
+        """Return how long a task runs alone, its repetitions included."""
+        known = self._known.get(id(task.operations))
+        if known is None:
+            # The tuple is kept, so that its identity stays its own.
+            known = self._known[id(task.operations)] = (
+                task.operations,
+                self._all(task.operations, task.lane),
+            )
+        return known[1] * task.repeat
+
+    def _all(self, operations: tuple[Operation, ...], lane: str) -> float:
+        device = math.fsum(map(self.price, operations))
+        if lane != COMPUTE:
+            return device
+        launches = sum(map(_launches, operations))
+        # The processor runs ahead of the device, or the device waits for it.
+        return max(device, launches * self.hardware.host.dispatch_us * MICRO)
+
+    def price(self, operation: Operation) -> float:
+        """Return the seconds of one operation on the device."""
+        match operation:
+            case MatrixProduct():
+                return self._product(operation)
+            case MemoryPass():
+                start = operation.launches * self.hardware.device.launch_us * MICRO
+                return (
+                    self._memory(operation.nbytes / operation.launches) * operation.launches + start
+                )
+            case Collective():
+                return self._message(operation)
+        return 0.0
+
+    def _memory(self, nbytes: float) -> float:
+        memory = self.hardware.device.memory
+        if not nbytes:
+            return 0.0
+        return nbytes / (memory.gigabytes_per_second * GIGA * share_at(memory.shares, nbytes))
+
+    def _product(self, product: MatrixProduct) -> float:
+        device, facts = self.hardware.device, self.hardware.device.products
+        peak = device.teraflops[self.precision] * TERA  # type: ignore[index]
+        each = peak / facts.processors
+        width = 4 if self.precision == "no" else 2
+        best = math.inf
+        for rows, columns, share in facts.tiles:
+            tiles = -(-product.rows // rows) * -(-product.columns // columns) * product.copies
+            waves = -(-tiles // facts.processors)
+            work = 2.0 * rows * columns * (product.inner + facts.depth) * waves
+            best = min(best, work / (each * share))
+        seconds = max(best * product.work, self._memory(product.elements() * width))
+        return seconds + device.launch_us * MICRO
+
+    def _message(self, message: Collective) -> float:
+        place = self.axes.get(message.axis, AxisPlace(1, 1, 1))
+        if place.ranks == 1 or not message.nbytes:
+            return 0.0
+        inside, between = self.hardware.links.inside, self.hardware.links.between
+        steps = {"all_reduce": 2 * (place.ranks - 1), "send": 1}.get(
+            message.operation, place.ranks - 1
+        )
+        part = 1.0 if message.operation == "send" else 1 / place.ranks
+        link = between if place.spans_hosts else inside
+        bandwidth = inside.gigabytes_per_second
+        if place.spans_hosts:
+            bandwidth = min(bandwidth, between.gigabytes_per_second / place.beside)
+        share = share_at(link.shares, part * message.nbytes)
+        alone = self._latency(link, inside, place, steps) + (
+            steps * part * message.nbytes / (bandwidth * GIGA * share)
+        )
+        return alone * self.hardware.links.in_training
+
+    @staticmethod
+    def _latency(link: LinkFacts, inside: LinkFacts, place: AxisPlace, steps: int) -> float:
+        """Return the base latency, and one hop per step: over the network where it is crossed."""
+        if not place.spans_hosts:
+            return (link.latency_us + inside.hop_us * steps) * MICRO
+        hosts = place.ranks / place.together
+        crossing = steps * min(1.0, hosts / place.ranks)
+        return (
+            link.latency_us + link.hop_us * crossing + inside.hop_us * (steps - crossing)
+        ) * MICRO

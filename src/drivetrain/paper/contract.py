@@ -1,0 +1,63 @@
+"""The part of a strategy's contract that draws its step on paper, and lists its layouts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from drivetrain.errors import ConfigError
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.step import PaperStep
+from drivetrain.paper.work import PaperUnit
+
+
+class OnPaper:
+    """What ``drivetrain plan`` asks of a strategy; a strategy that says nothing is not planned.
+
+    Attributes:
+        layout_keys: keys of ``--layout`` that are about this strategy, with the option that each
+            one sets. Data-parallel strategies that need none have none.
+        inner_option: the option that holds a data-parallel strategy inside of this one, or "".
+    """
+
+    layout_keys: ClassVar[Mapping[str, str]] = {}
+    inner_option: ClassVar[str] = ""
+
+    @classmethod
+    def step(cls, config: Any, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Draw the step of the ranks of one replica.
+
+        Args:
+            config: the strategy's options.
+            units: of the whole model, for one micro-batch, in the order of forward.
+            run: sizes of axes, micro-batches, bytes per element.
+
+        Raises:
+            ConfigError: the strategy draws no step, or the model cannot be divided so.
+        """
+        raise ConfigError(
+            f"{cls.__name__} draws no step on paper, so it cannot be planned; choose another "
+            "strategy, or write its method step()"
+        )
+
+    @classmethod
+    def draws_steps(cls) -> bool:
+        """Whether the strategy has a ``step`` of its own."""
+        return cls.step.__func__ is not OnPaper.step.__func__  # type: ignore[attr-defined]
+
+    @classmethod
+    def options_of_layout(cls, keys: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the options that some of ``layout_keys`` stand for."""
+        return {cls.layout_keys[key]: value for key, value in keys.items()}
+
+    @classmethod
+    def layouts(
+        cls, blocks: int, heads: int, ranks: int, per_host: int
+    ) -> Iterable[Mapping[str, Any]]:
+        """Return the values of ``layout_keys`` that a search tries; the empty ones by default.
+
+        Args:
+            blocks: repeated blocks of the model.
+            heads: heads of attention.
+            ranks: of all hosts.
+            per_host: ranks of a host.
+        """
+        return ({},)

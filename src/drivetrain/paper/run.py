@@ -1,0 +1,65 @@
+"""What a strategy knows when it draws a step on paper: sizes of axes, micro-batches, bytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from drivetrain.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class BytesPerElement:
+    """Bytes of the state of one parameter under a policy.
+
+    Attributes:
+        parameter: as forward reads it.
+        gradient: as it is summed and sent.
+        optimizer: masters, moments, and gradients that are kept in the master's dtype.
+        update: read and written by the optimizer for one element, with the check for infinities,
+            the norm and the cast to the parameter.
+    """
+
+    parameter: int
+    gradient: int
+    optimizer: int
+    update: int
+
+
+BYTES: Mapping[str, BytesPerElement] = {
+    "fp16": BytesPerElement(2, 2, 16, 40),
+    "bf16": BytesPerElement(2, 4, 12, 36),
+    "no": BytesPerElement(4, 4, 8, 32),
+}
+"""By precision. fp16: gradients of 2 bytes, copied to 4 beside the master's 4 and the moments' 8;
+bf16: gradients summed in 4 bytes (Megatron-LM, docs of the distributed optimizer: 20 and 18 bytes
+per parameter). An update reads gradient, master and moments and writes master, moments and
+parameter (28 + 2 with fp16), and reads gradients for the norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaperRun:
+    """The run of which a step is drawn.
+
+    Attributes:
+        axes: the size of each axis, the closest first.
+        micro_batches: of one step.
+        precision: a key of ``BYTES``.
+        per_host: ranks of a host.
+    """
+
+    axes: Mapping[str, int]
+    micro_batches: int
+    precision: str
+    per_host: int = 8
+
+    @property
+    def bytes(self) -> BytesPerElement:
+        """Bytes of the state of one element.
+
+        Raises:
+            ConfigError: the precision is unknown.
+        """
+        if self.precision not in BYTES:
+            raise ConfigError(
+                f"expected a precision of {', '.join(BYTES)}, found {self.precision!r}"
+            )
+        return BYTES[self.precision]

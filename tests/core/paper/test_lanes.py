@@ -1,0 +1,126 @@
+"""A step on paper: times, peaks and bytes of graphs that are worked out by hand."""
+
+import json
+
+import pytest
+
+from drivetrain.errors import UsageError
+from drivetrain.paper.data_parallel import Sharing, data_parallel_step
+from drivetrain.paper.lanes import play
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.step import PaperStep, PaperTask
+from drivetrain.paper.trace import write_trace
+from drivetrain.paper.transformer import GptShape
+from drivetrain.paper.work import Collective, flops_of
+
+
+class Seconds:
+    """Every compute task takes 2 seconds, every collective 1."""
+
+    def __init__(self, slowdown=0.0):
+        self.slowdown = slowdown
+
+    def seconds(self, task):
+        return (2.0 if task.lane == "compute" else 1.0) * task.repeat
+
+
+MESSAGE = (Collective("dp", "all_reduce", 100.0),)
+SHAPE = GptShape(layers=2, hidden=64, heads=4, seq=16, vocab=128)
+UNITS = SHAPE.units(2, "none", fused=False)
+
+
+def test_lanes_run_side_by_side_and_wait_for_what_they_need():
+    tasks = [
+        PaperTask("a", takes=10, frees=10),
+        PaperTask("reduce a", MESSAGE, "dp", after=(0,)),
+        PaperTask("b", takes=30, during=5),
+        PaperTask("last", after=(1,)),
+    ]
+    played = play(PaperStep(tasks, [{"parameters": 100}]), Seconds())
+    assert [(each.start, each.stop) for each in played.tasks] == [(0, 2), (2, 3), (2, 4), (4, 6)]
+    assert played.seconds == 6
+    assert played.peaks == [135]
+
+
+def test_compute_beside_a_collective_is_slower():
+    tasks = [
+        PaperTask("a"),
+        PaperTask("reduce a", MESSAGE, "dp", after=(0,)),
+        PaperTask("b"),
+    ]
+    assert play(PaperStep(tasks, [{}]), Seconds(slowdown=0.5)).seconds == 2 + 2 + 0.5
+
+
+def test_tasks_that_wait_for_each_other_are_refused():
+    tasks = [PaperTask("a", after=(1,)), PaperTask("b", MESSAGE, "dp", after=(0,))]
+    with pytest.raises(UsageError, match="'a' waits for ever"):
+        play(PaperStep(tasks, [{}]), Seconds())
+
+
+@pytest.mark.parametrize(
+    ("sharing", "sent", "divided"),
+    [
+        (Sharing(), {"all_reduce": 2 * 2}, ()),
+        (Sharing(optimizer=True), {"reduce_scatter": 2, "all_gather": 2}, ("optimizer",)),
+        (
+            Sharing(optimizer=True, gradients=True),
+            {"reduce_scatter": 3 * 2, "all_gather": 2},
+            ("optimizer", "gradients"),
+        ),
+        (
+            Sharing(optimizer=True, gradients=True, parameters=True),
+            {"reduce_scatter": 3 * 2, "all_gather": 3 * 2 * 2},
+            ("optimizer", "gradients", "parameters"),
+        ),
+    ],
+)
+def test_bytes_of_data_parallelism_are_those_of_the_paper(sharing, sent, divided):
+    """Volumes of Rajbhandari et al. 2020, section 7, gradients per micro-batch from stage 2."""
+    run = PaperRun({"dp": 4}, micro_batches=3, precision="fp16")
+    step = data_parallel_step(UNITS, run, sharing)
+    share = SHAPE.parameters * 3 / 4
+    assert {key[1]: nbytes / share for key, nbytes in step.sent().items()} == pytest.approx(sent)
+    for kind, each in (("parameters", 2), ("gradients", 2), ("optimizer", 16)):
+        parts = 4 if kind in divided else 1
+        assert step.held[0][kind] == pytest.approx(SHAPE.parameters * each / parts)
+
+
+def test_activations_of_a_layer_are_those_of_the_paper():
+    """Korthikanti et al. 2022, section 4: s b h (34 + 5 a s / h) bytes."""
+    s, b, h, a = SHAPE.seq, 2, SHAPE.hidden, SHAPE.heads
+    assert UNITS[1].kept == s * b * h * (34 + 5 * a * s / h)
+    full = SHAPE.units(b, "full", fused=False)[1]
+    assert (full.kept, full.kept + full.transient) == (2 * s * b * h, UNITS[1].kept)
+    selective = SHAPE.units(b, "selective", fused=False)[1]
+    assert selective.kept == s * b * h * 34
+
+
+def test_operations_of_a_layer_are_those_of_the_paper():
+    """Narayanan et al. 2021, appendix: 24 B s h^2 (1 + s / 6h) per layer and forward."""
+    s, b, h = SHAPE.seq, 2, SHAPE.hidden
+    forward = 24 * b * s * h**2 * (1 + s / (6 * h))
+    assert flops_of(UNITS[1].forward) == pytest.approx(forward)
+    assert flops_of(UNITS[1].backward) == pytest.approx(2 * forward)
+    head = 6 * b * s * h * SHAPE.vocab
+    assert SHAPE.model_flops(b) == pytest.approx(3 * SHAPE.layers * forward + head)
+
+
+def test_parameters_are_counted_once():
+    h, v, s = SHAPE.hidden, SHAPE.vocab, SHAPE.seq
+    layer = 12 * h * h + 13 * h
+    assert SHAPE.parameters == SHAPE.layers * layer + (v + s) * h + 2 * h
+    untied = GptShape(layers=2, hidden=64, heads=4, seq=16, vocab=128, tied=False)
+    assert untied.parameters == SHAPE.parameters + v * h
+
+
+def test_the_trace_has_every_task_in_its_lane(tmp_path):
+    step = data_parallel_step(UNITS, PaperRun({"dp": 2}, 1, "bf16"))
+    played = play(step, Seconds())
+    write_trace(played, tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    lanes = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    drawn = [lanes[event["tid"]] for event in events if event["ph"] == "X"]
+    assert drawn == [each.task.lane for each in played.tasks]
+    assert {"compute", "dp"} == set(drawn)
