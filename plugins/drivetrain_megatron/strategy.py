@@ -17,9 +17,6 @@ from drivetrain.collectives import connect
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.log import get_logger
 from drivetrain.model import PLANNING, untouched
-from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import PaperStep
-from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.naming import named_parameters, persistent_buffers, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
@@ -30,8 +27,7 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout.chain import Dropout, MaskSource
 from drivetrain_megatron.dropout.draws import AlikeDraws
-from drivetrain_megatron.paper.layouts import LAYOUT_KEYS, cell_layouts
-from drivetrain_megatron.paper.step import cell_step
+from drivetrain_megatron.paper.layouts import CellOnPaper
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.plan.model import TensorParallel
@@ -50,7 +46,7 @@ from drivetrain_megatron.state import (
 logger = get_logger(__name__)
 
 
-class Megatron(DataParallelCell):
+class Megatron(CellOnPaper, DataParallelCell):
     """Tensor and pipeline parallelism, over data parallelism.
 
     ``prepare`` returns the very model it was given: its layers compute in parts.
@@ -58,8 +54,6 @@ class Megatron(DataParallelCell):
 
     summary: ClassVar[str] = "ranks share layers (tensor) and blocks (pipeline) of one replica"
     Config: ClassVar[type] = MegatronConfig
-    layout_keys: ClassVar[Mapping[str, str]] = LAYOUT_KEYS
-    inner_option: ClassVar[str] = "data_parallel"
 
     def __init__(self, config: MegatronConfig, run: Run) -> None:
         super().__init__(config, run)
@@ -228,18 +222,6 @@ class Megatron(DataParallelCell):
     def cost(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
         """Return bytes held and sent by this rank; ``cost`` says which of these are exact."""
         return estimate(config, model, run)
-
-    @classmethod
-    def step(cls, config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-        """Draw the step of a cell; the strategy inside draws that of each stage."""
-        return cell_step(config, units, run)
-
-    @classmethod
-    def layouts(
-        cls, blocks: int, heads: int, ranks: int, per_host: int
-    ) -> Iterable[Mapping[str, Any]]:
-        """Return the divisions that a search tries."""
-        return cell_layouts(blocks, heads, ranks, per_host)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:

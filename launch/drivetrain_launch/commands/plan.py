@@ -157,7 +157,7 @@ def _search(task: "Task", precision: str, as_json: bool) -> None:
 
 
 def show_found(task: "Task", found: "Found") -> None:
-    """Print the best layouts, why the others lose, and what was left out."""
+    """Print the best layouts, the reasons of the others' defeat, and the numbers left out."""
     rows = [_row(each, found.best[0]) for each in found.best[:SHOWN]]
     columns = ["layout", "step", "tokens/s", "MFU", "memory", "idle", "why not first"]
     title = (

@@ -1,1 +1,1 @@
-"""What a layout will cost: its step on paper, priced and played, and the search for the best."""
+"""The cost of a layout: its step on paper, priced and played, and the search for the best."""

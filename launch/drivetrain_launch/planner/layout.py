@@ -148,15 +148,16 @@ def _around(keys: Mapping[str, str]) -> tuple[str, type[Strategy[Any]]] | None:
             f"--layout: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(every)}"
         )
     for name, kind in holders:
-        if keys and set(keys) <= set(kind.layout_keys) and not _trivial(name, kind, keys):
+        if keys and set(keys) <= set(kind.layout_keys) and not _trivial(kind, keys):
             return name, kind
     return None
 
 
-def _trivial(name: str, kind: type[Strategy[Any]], keys: Mapping[str, str]) -> bool:
-    """Whether all keys say what holds without the strategy: its options at their defaults."""
-    config = _configured(name, kind.options_of_layout(keys))[1]
-    return bool(config == kind.Config())
+def _trivial(kind: type[Strategy[Any]], keys: Mapping[str, str]) -> bool:
+    """Whether all keys name defaults of the strategy, which then changes nothing."""
+    defaults = kind.Config()
+    values = plain(kind.options_of_layout(keys))
+    return all(getattr(defaults, name, None) == value for name, value in values.items())
 
 
 def _holders() -> list[tuple[str, type[Strategy[Any]]]]:

@@ -1,6 +1,6 @@
 """Predicts one layout: its step on paper, played against the prices of the hardware."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import HardwarePrices, axis_places
+from drivetrain.paper.bounds import PaperBound, UnitCosts
 from drivetrain.paper.lanes import PlayedStep, play
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
@@ -20,13 +21,13 @@ FRAGMENTS = 1.05
 """What an allocator takes over what it is asked for, when layouts are judged to fit (Megatron-LM,
 ``theoretical_memory_usage``)."""
 
-ROUNDS = 3
+ROUNDS = 2
 """Rounds of a pipeline that are played; from then on every round is like the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is planned.
+    """The model, the batch and the hardware of a plan.
 
     Attributes:
         shape: of the model.
@@ -50,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one layout will cost.
+    """The predicted cost of a layout.
 
     Attributes:
         layout: in the form that ``--layout`` takes.
@@ -83,7 +84,7 @@ class Prediction:
         return self.peak_bytes * FRAGMENTS
 
     def against(self, best: "Prediction") -> str:
-        """Return what binds this layout, where another one is quicker."""
+        """Return the reason why a layout is slower than the best."""
         if self is best:
             return ""
         slower = self.step_seconds / best.step_seconds - 1
@@ -111,37 +112,44 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A step that was played, perhaps with fewer micro-batches than the time is of."""
+    """A step that was played, perhaps with fewer micro-batches than the numbers are of."""
 
     step: PaperStep
     played: PlayedStep
     seconds: float
     busy: float
-    sent: Mapping[tuple[str, str], float]
+    peaks: Sequence[float]
+    sent: Sequence[Mapping[tuple[str, str], float]]
 
     def continued(self, before: "_Sample", rounds: float) -> "_Sample":
         """Return the sample after some more rounds, each of them as the last one was."""
+
+        def later(now: float, then: float) -> float:
+            return now + rounds * (now - then)
+
         return replace(
             self,
-            seconds=self.seconds + rounds * (self.seconds - before.seconds),
-            busy=self.busy + rounds * (self.busy - before.busy),
-            sent={
-                key: nbytes + rounds * (nbytes - before.sent.get(key, 0.0))
-                for key, nbytes in self.sent.items()
-            },
+            seconds=later(self.seconds, before.seconds),
+            busy=later(self.busy, before.busy),
+            peaks=list(map(later, self.peaks, before.peaks)),
+            sent=[
+                {key: later(nbytes, then.get(key, 0.0)) for key, nbytes in now.items()}
+                for now, then in zip(self.sent, before.sent, strict=True)
+            ],
         )
 
 
 class Predictor:
-    """Predicts layouts of one task; what they share is computed once."""
+    """Predicts layouts of a task; common parts are computed once."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self._prices: dict[tuple[str, tuple[tuple[str, int], ...]], HardwarePrices] = {}
+        self._costs: dict[int, UnitCosts] = {}
         self._units = lru_cache(maxsize=64)(self._made)
 
     def predict(self, planned: PlannedLayout) -> Prediction:
-        """Return what a layout will cost.
+        """Return the prediction for a layout.
 
         Raises:
             ConfigError: it does not divide the batch, the ranks or the model.
@@ -150,19 +158,18 @@ class Predictor:
         sample = self._sample(planned, axes, micro_batches)
         return self._prediction(planned, axes, sample)
 
-    def sketch(self, planned: PlannedLayout) -> Prediction:
-        """Return a bound from below, from the step of a single micro-batch.
+    def bound(self, planned: PlannedLayout) -> PaperBound:
+        """Return a lower bound of a layout.
 
         Raises:
             ConfigError: as ``predict`` does.
         """
         axes, micro_batches = self.divisions(planned)
-        one = self._play(planned, axes, 1)
-        per_micro_batch = max(one.played.phased)
-        seconds = one.seconds + (micro_batches - 1) * per_micro_batch
-        busy = one.busy + (micro_batches - 1) * per_micro_batch
-        sample = replace(one, seconds=seconds, busy=busy)
-        return self._prediction(planned, axes, sample)
+        run = PaperRun(axes, micro_batches, planned.precision, self.task.per_host)
+        prices = self.prices(planned, axes)
+        costs = self._costs.setdefault(id(prices), UnitCosts(prices))
+        units = self._units(planned.micro_batch, planned.recompute)
+        return planned.kind.bound(planned.config, units, run, costs)
 
     def _sample(
         self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int
@@ -181,13 +188,14 @@ class Predictor:
     ) -> "_Sample":
         step = self.step(planned, axes, micro_batches)
         played = play(step, self.prices(planned, step.axes))
-        return _Sample(step, played, played.seconds, max(played.computing), dict(step.sent()))
+        busy = max(played.computing)
+        return _Sample(step, played, played.seconds, busy, played.peaks, step.sent())
 
     def _prediction(
         self, planned: PlannedLayout, axes: Mapping[str, int], sample: "_Sample"
     ) -> Prediction:
         task, seconds = self.task, sample.seconds
-        peak, worst = max((each, index) for index, each in enumerate(sample.played.peaks))
+        peak, worst = max((each, index) for index, each in enumerate(sample.peaks))
         peak_flops = task.hardware.device.teraflops[planned.precision] * TERA  # type: ignore[index]
         return Prediction(
             layout=planned.text(axes["dp"]),
@@ -198,7 +206,7 @@ class Predictor:
             mfu=task.shape.model_flops(task.batch) / (seconds * peak_flops * task.ranks),
             peak_bytes=peak,
             held=sample.step.held[worst],
-            sent=sample.sent,
+            sent=max(sample.sent, key=lambda counts: sum(counts.values())),
             idle=max(0.0, 1 - sample.busy / seconds),
             played=sample.played,
         )
@@ -236,7 +244,7 @@ class Predictor:
 
     def prices(self, planned: PlannedLayout, axes: Mapping[str, int]) -> HardwarePrices:
         """Return the prices for ranks laid out on these axes."""
-        key = (planned.precision, tuple(axes.items()))
+        key = (planned.precision, tuple(axes.items()))  # their order is the order of the ranks
         if key not in self._prices:
             places = axis_places(axes, self.task.per_host)
             self._prices[key] = HardwarePrices(self.task.hardware, places, planned.precision)

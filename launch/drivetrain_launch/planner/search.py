@@ -1,22 +1,26 @@
 """The search: every layout that installed strategies declare, judged by bounds, then played.
 
-A layout is sketched first: one micro-batch is played, which bounds its time and its memory from
-below. Only layouts whose bounds beat the best ones found are played in full.
+Bounds come first, from the work of single units: a layout whose bound does not fit is left out. The
+others are played in full in the order of their bounds, until no bound beats the best.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import ceil
 
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain_launch.forecast.sizes import GIB, size_text
-from drivetrain_launch.planner.layout import RECOMPUTE, layout_of
-from drivetrain_launch.planner.predict import Prediction, Predictor, Task
+from drivetrain_launch.planner.layout import RECOMPUTE, PlannedLayout, layout_of
+from drivetrain_launch.planner.predict import FRAGMENTS, Prediction, Predictor, Task
 
-PLAYED = 24
-"""Layouts that are played in full, the most promising sketches first."""
+PLAYED = 10
+"""Layouts that are played in full at least, the most promising bounds first."""
+
+MOST_PLAYED = 40
+"""Layouts that are played in full at most."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
@@ -45,42 +49,50 @@ def search(task: Task, precision: str) -> Found:
     predictor = Predictor(task)
     room = task.hardware.device.memory.gib * GIB
     left_out: Counter[str] = Counter()
-    sketches: list[Prediction] = []
-    smallest: Prediction | None = None
+    sketches: list[tuple[float, PlannedLayout]] = []
+    smallest: tuple[float, PlannedLayout] | None = None
     tried = 0
     for keys in candidates(task, precision):
         tried += 1
         try:
-            sketch = predictor.sketch(layout_of(keys))
+            planned = layout_of(keys)
+            bound = predictor.bound(planned)
         except ConfigError as error:
             left_out[_reason(str(error))] += 1
             continue
-        if smallest is None or sketch.needed() < smallest.needed():
-            smallest = sketch
-        if sketch.needed() > room:
-            left_out["do not fit into memory with a single micro-batch"] += 1
-            continue
-        sketches.append(sketch)
-    if not sketches:
-        raise ConfigError(_nowhere(task, smallest, room))
-    best = _played(predictor, sorted(sketches, key=lambda each: each.step_seconds), room, left_out)
+        needed = bound.nbytes * FRAGMENTS
+        if smallest is None or needed < smallest[0]:
+            smallest = needed, planned
+        if needed > room:
+            left_out["do not fit into memory, by their bound"] += 1
+        else:
+            sketches.append((bound.seconds, planned))
+    sketches.sort(key=lambda each: each[0])
+    best = _played(predictor, sketches, room, left_out)
     if not best:
-        raise ConfigError(_nowhere(task, smallest, room))
+        raise ConfigError(_nowhere(predictor, smallest, room))
     return Found(best, tried, {reason: count for reason, count in left_out.items() if count})
 
 
 def _played(
-    predictor: Predictor, sketches: Sequence[Prediction], room: float, left_out: Counter[str]
+    predictor: Predictor,
+    sketches: Sequence[tuple[float, PlannedLayout]],
+    room: float,
+    left_out: Counter[str],
 ) -> list[Prediction]:
-    """Play the most promising sketches, until enough of them fit and no bound can beat them."""
+    """Play the most promising layouts, until enough of them fit."""
     best: list[Prediction] = []
-    for index, sketch in enumerate(sketches):
-        if len(best) >= PLAYED and sketch.step_seconds >= best[0].step_seconds:
-            left_out["are slower by their bound than the best"] += len(sketches) - index
+    for index, (seconds, planned) in enumerate(sketches):
+        enough = len(best) >= PLAYED
+        if enough and seconds >= best[0].step_seconds:
+            left_out["are slower, by their bound, than the best"] += len(sketches) - index
             break
-        prediction = predictor.predict(sketch.planned)
+        if len(best) >= MOST_PLAYED:
+            left_out["promise less than those that were played"] += len(sketches) - index
+            break
+        prediction = predictor.predict(planned)
         if prediction.needed() > room:
-            left_out["do not fit into memory with all micro-batches in flight"] += 1
+            left_out["do not fit into memory"] += 1
             continue
         best.append(prediction)
         best.sort(key=lambda each: each.step_seconds)
@@ -117,22 +129,20 @@ def _reason(text: str) -> str:
     return "do not divide the model or the ranks"
 
 
-def _nowhere(task: Task, smallest: Prediction | None, room: float) -> str:
+def _nowhere(
+    predictor: Predictor, smallest: tuple[float, PlannedLayout] | None, room: float
+) -> str:
+    task = predictor.task
     if smallest is None:
         return (
             f"no layout divides a batch of {task.batch} and {task.ranks} ranks; take a batch that "
             "is a multiple of the ranks"
         )
-    missing = round(smallest.needed() - room)
-    more, hosts = "", task.hosts
-    while hosts < task.hosts * 64:
-        hosts *= 2
-        if smallest.needed() * task.hosts / hosts <= room:
-            more = f"; about {hosts} hosts would hold it"
-            break
-    needed = size_text(round(smallest.needed()))
+    needed, planned = smallest
+    text = planned.text(predictor.divisions(planned)[0]["dp"])
     return (
-        f"no layout fits: the smallest, {smallest.layout}, needs {needed} of "
-        f"{size_text(round(room))} on its worst rank, {size_text(missing)} too much{more}; take "
-        "more devices, or devices with more memory"
+        f"no layout fits: the smallest, {text}, needs {size_text(round(needed))} of "
+        f"{size_text(round(room))} on its worst rank, {size_text(round(needed - room))} too much; "
+        f"take more hosts ({task.hosts * ceil(needed / room)}, where all of it is divided), or "
+        "devices with more memory"
     )

@@ -1,13 +1,51 @@
-"""The divisions of a model over cells that a search tries."""
+"""The part of ``megatron`` that plans ask: its step on paper, and the divisions that are tried."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from drivetrain.paper.bounds import PaperBound, UnitCosts
+from drivetrain.paper.contract import OnPaper
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.step import PaperStep
+from drivetrain.paper.work import PaperUnit
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.paper.step import cell_bound, cell_step
 
 LAYOUT_KEYS: Mapping[str, str] = {
     key: key for key in ("tp", "pp", "schedule", "chunks", "sequence_parallel")
 }
 CHUNKS = (2, 4, 8)
 """Stages per rank of the interleaved schedules that are tried."""
+
+
+class CellOnPaper(OnPaper):
+    """A cell of ranks in plans."""
+
+    layout_keys: ClassVar[Mapping[str, str]] = LAYOUT_KEYS
+    inner_option: ClassVar[str] = "data_parallel"
+
+    @classmethod
+    def step(cls, config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Draw the step of a cell; the strategy inside draws that of each stage."""
+        return cell_step(config, units, run)
+
+    @classmethod
+    def bound(
+        cls,
+        config: MegatronConfig,
+        units: Sequence[PaperUnit],
+        run: PaperRun,
+        costs: UnitCosts,
+    ) -> PaperBound:
+        """Return a bound from the slowest stage and the fullest stage."""
+        return cell_bound(config, units, run, costs)
+
+    @classmethod
+    def layouts(
+        cls, blocks: int, heads: int, ranks: int, per_host: int
+    ) -> Iterable[Mapping[str, Any]]:
+        """Return the divisions that a search tries."""
+        return cell_layouts(blocks, heads, ranks, per_host)
 
 
 def cell_layouts(blocks: int, heads: int, ranks: int, per_host: int) -> Iterator[Mapping[str, Any]]:

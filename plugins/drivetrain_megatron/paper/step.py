@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from drivetrain.errors import ConfigError
+from drivetrain.paper.bounds import PaperBound, UnitCosts, stage_bound
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
 from drivetrain.paper.work import (
@@ -38,7 +39,7 @@ from drivetrain_megatron.pipeline.schedules import (
 
 @lru_cache(maxsize=256)
 def divided(unit: PaperUnit, ranks: int, by_tokens: bool) -> PaperUnit:
-    """Return what one of the ranks of ``tp`` computes, sends, keeps and holds of a unit.
+    """Return the share of a unit for each rank of ``tp``: work, messages, activations, parameters.
 
     Args:
         unit: of the whole model.
@@ -184,7 +185,7 @@ class PipelineStep:
         self._send(action, forward)
 
     def _send(self, source: Action, forward: bool) -> None:
-        """Send what a stage made to its neighbor, unless that is on the same rank."""
+        """Send a stage's result to its neighbor, unless both are on the same rank."""
         neighbor = source.stage + (1 if forward else -1)
         count = len(self.schedule.ranks)
         if count == 1 or not 0 <= neighbor < self.schedule.stages:
@@ -206,7 +207,7 @@ class PipelineStep:
         before: Sequence[int] = (),
         kind: ActionKind | None = None,
     ) -> int:
-        """Append tasks of a stage's own step; return the last one that computes."""
+        """Append tasks of a stage's own step; return the last task of its compute."""
         step, places = self.steps[stage], self.places[stage]
         last = -1
         for index in indices:
@@ -227,7 +228,7 @@ class PipelineStep:
 
 
 def _part(task: PaperTask, kind: ActionKind | None) -> PaperTask | None:
-    """Return the half of a task that an action runs; None where it belongs to the other half."""
+    """Return the part of a task for an action; None where the other half runs the task."""
     if kind not in (ActionKind.INPUT, ActionKind.WEIGHT):
         return task
     weights = kind is ActionKind.WEIGHT
@@ -267,3 +268,39 @@ def cell_step(config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun)
     steps = [kind.step(options, stage, run) for stage in stages]
     message = Collective("pp", "send", max(unit.enters for unit in parts))
     return PipelineStep(steps, schedule, message).merged()
+
+
+def cell_bound(
+    config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun, costs: UnitCosts
+) -> PaperBound:
+    """Return a bound of a cell's step: the slowest stage, and the idle time.
+
+    The first rank keeps the activations of p micro-batches; with v chunks, of p (1 + (p-1)/(p v))
+    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+    Raises:
+        ConfigError: as ``cell_step`` does.
+    """
+    config.check()
+    kind, options = data_parallel(config)
+    parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
+    stages = cut_into_stages(parts, config.pp * config.chunks)
+    p, m = config.pp, run.micro_batches
+
+    def draw(some: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        return kind.step(options, some, run)
+
+    found, key = [], (kind, repr(options))
+    for rank in sorted({0, p - 1, p // 2}):
+        mine = [unit for stage in stages[rank::p] for unit in stage]
+        each = costs.of(mine, key, draw, run)
+        extra = (p - 1) / p if config.chunks > 1 else 0.0
+        kept = m if config.schedule == "gpipe" else min(m, p - rank + extra * p / config.chunks)
+        found.append(
+            (stage_bound(each, m, kept), sum(cost.compute * count for cost, count in each))
+        )
+    idle = (p - 1) / config.chunks * min(compute for _, compute in found)
+    return PaperBound(
+        max(bound.seconds for bound, _ in found) + (idle if config.schedule != "zb-h1" else 0.0),
+        max(bound.nbytes for bound, _ in found),
+    )

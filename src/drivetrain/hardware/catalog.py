@@ -1,4 +1,4 @@
-"""The descriptions of hardware that come with the package, and files of one's own."""
+"""The package's own descriptions of hardware, and files of a user."""
 
 import difflib
 from importlib.resources import files

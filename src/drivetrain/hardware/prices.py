@@ -80,7 +80,7 @@ def share_at(curve: Curve, size: float) -> float:
 
 @dataclass
 class HardwarePrices:
-    """What work costs on some hardware, for ranks laid out in a certain way.
+    """The prices of work on some hardware, for ranks laid out in a certain way.
 
     Attributes:
         hardware: the description.

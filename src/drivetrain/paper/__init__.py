@@ -1,4 +1,4 @@
-"""The step on paper: what a strategy does in one step, before anything runs.
+"""The step on paper: a strategy's work in one step, before anything runs.
 
 ================= =================================================================================
 ``work``          operations of kernels, and the units of a model: what is computed, kept, divided

@@ -1,4 +1,4 @@
-"""Draws the step of data parallelism: what a strategy divides decides what it sends, and when.
+"""Draws the step of data parallelism: the divided state decides about the messages.
 
 Volumes follow Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.
 """
@@ -76,7 +76,7 @@ class _Drawing:
     # --- the phases of a step ---
 
     def _gather_stepped(self) -> dict[int, int]:
-        """Gather what the last step updated, unit by unit; the first forward waits for each."""
+        """Gather updated parameters, unit by unit; the first forward waits for each unit."""
         divided = self.sharing.optimizer and not self.sharing.parameters and self.group > 1
         if not divided:
             return {}
@@ -156,7 +156,7 @@ class _Drawing:
         return task
 
     def _whole(self, unit: PaperUnit) -> float:
-        """Return the bytes of two whole units: the one that computes and the one on its way."""
+        """Return the bytes of two whole units: the computing unit and the unit on its way."""
         return 2.0 * unit.elements * self.run.bytes.parameter if self._gathers else 0.0
 
     def _runs(self, *, alone: bool) -> Iterator[tuple[int, int, PaperUnit]]:

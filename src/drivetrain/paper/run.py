@@ -1,4 +1,4 @@
-"""What a strategy knows when it draws a step on paper: sizes of axes, micro-batches, bytes."""
+"""The facts for drawing a step on paper: sizes of axes, micro-batches, bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A step on paper: tasks with their lanes, what they wait for, and the memory they take and free.
+"""A step on paper: tasks with their lanes, their order, and the memory they take and free.
 
 A strategy draws the graph once. The bytes held and sent follow from it, and, with a description of
 the hardware, the time, the peak of memory and the picture (``drivetrain.paper.lanes``).
@@ -16,7 +16,7 @@ COMPUTE = "compute"
 
 @dataclass(slots=True)
 class PaperTask:
-    """One thing that a rank does, or that goes on beside it.
+    """A piece of a rank's work, or a collective beside it.
 
     Attributes:
         name: for pictures.
@@ -62,8 +62,8 @@ class PaperStep:
     held: Sequence[Mapping[str, float]]
     axes: Mapping[str, int] = field(default_factory=dict)
 
-    def sent(self) -> Mapping[tuple[str, str], float]:
-        """Return the bytes that the rank of the busiest stage sends, by axis and operation."""
+    def sent(self) -> Sequence[Mapping[tuple[str, str], float]]:
+        """Return the bytes that a rank of each stage sends, by axis and operation."""
         stages: list[Counter[tuple[str, str]]] = [Counter() for _ in self.held]
         for task in self.tasks:
             for operation in task.operations:
@@ -71,4 +71,4 @@ class PaperStep:
                     ranks = self.axes.get(operation.axis, 1)
                     key = (operation.axis, operation.operation)
                     stages[task.stage][key] += operation.sent(ranks) * task.repeat  # type: ignore[assignment]
-        return max(stages, key=lambda counts: counts.total())
+        return stages

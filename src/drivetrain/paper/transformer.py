@@ -84,7 +84,7 @@ class GptShape:
         return sum(unit.elements for unit in self.units(1, "none", fused=True))
 
     def model_flops(self, batch: int) -> float:
-        """Return the operations that a step of a batch needs, without those computed again."""
+        """Return the operations of a step, without recomputation."""
         h, s = self.hidden, self.seq
         linear = h * (h + 2 * self.keys_width) + h * h + h * self.inner * (3 if self.gated else 2)
         layer = 2 * linear + 4 * s * h

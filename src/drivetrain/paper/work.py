@@ -1,4 +1,4 @@
-"""What the kernels of a step do: products, passes over memory, messages; and how work is divided.
+"""The work of a step's kernels: products, passes over memory, messages; and its division.
 
 An operation says what there is to compute, never how long it takes: ``drivetrain.hardware`` prices
 it. Operations are those of a whole model; ``divided`` says along which direction a strategy may
@@ -103,7 +103,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective over all ranks of an axis; compute that needs it waits.
+    """A collective over all ranks of an axis.
 
     Attributes:
         axis: its name in the mesh.
@@ -146,7 +146,7 @@ Recompute: TypeAlias = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, eq=False)
 class PaperUnit:
-    """A block, the embedding or the head: what one micro-batch computes there, and what it keeps.
+    """A block, the embedding or the head: the work and the activations of a micro-batch.
 
     Attributes:
         name: for pictures.
@@ -178,7 +178,7 @@ class PaperUnit:
 
     @property
     def again(self) -> tuple[Operation, ...]:
-        """What backward computes a second time, before its own work."""
+        """The operations of forward to be repeated in backward, before its own work."""
         if not self.repeated or self.recompute == "none":
             return ()
         if self.recompute == "full":
@@ -187,7 +187,7 @@ class PaperUnit:
 
     @cached_property
     def computed_backward(self) -> tuple[Operation, ...]:
-        """All that backward computes: what is recomputed first."""
+        """Everything in backward: recomputation first."""
         return (*self.again, *self.backward)
 
     @cached_property
@@ -197,7 +197,7 @@ class PaperUnit:
 
     @property
     def backward(self) -> tuple[Operation, ...]:
-        """The operations of backward without what is recomputed: forward's, the other way round."""
+        """The operations of backward without recomputation: forward's, the other way round."""
         return tuple(backward_of(self.forward)) if self.back is None else self.back
 
     @cached_property

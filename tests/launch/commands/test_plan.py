@@ -6,9 +6,13 @@ import pytest
 
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import hardware_names, hardware_text, load_hardware
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.transformer import GptShape
+from drivetrain_launch.planner import predict
 from drivetrain_launch.planner.layout import read_layout
 
-SMALL = ("--gpt", "layers=12,hidden=1024,heads=16,seq=1024", "--batch", "16")
+SMALL = ("--gpt", "layers=4,hidden=1024,heads=16,seq=1024", "--batch", "16")
+H100 = load_hardware("h100")
 HOST = ("--hardware", "a100-80gb", "--hosts", "1", "--devices-per-host", "8")
 
 # Published steps on A100 80 GB hosts of 8, fp16, sequences of 2048, vocabulary 51200: sizes of the
@@ -88,6 +92,45 @@ def test_more_memory_is_needed_without_recomputation(command):
 
 
 @pytest.mark.parametrize(
+    "layout",
+    [
+        "pp=4,micro_batch=1",
+        "pp=4,micro_batch=1,schedule=gpipe",
+        "pp=2,tp=2,micro_batch=1,schedule=interleaved,chunks=2,data_parallel=zero2",
+        "micro_batch=1,data_parallel=fsdp",
+    ],
+)
+def test_rounds_that_are_not_played_go_on_as_the_last_one(monkeypatch, layout):
+    task = predict.Task(GptShape(layers=8, hidden=256, heads=4, seq=64), 64, H100, 1, 8)
+    few = predict.Predictor(task).predict(read_layout(layout))
+    monkeypatch.setattr(predict, "ROUNDS", 1000)
+    every = predict.Predictor(task).predict(read_layout(layout))
+    assert len(few.played.tasks) < len(every.played.tasks)
+    assert few.step_seconds == pytest.approx(every.step_seconds, rel=1e-3)
+    assert few.peak_bytes == pytest.approx(every.peak_bytes, rel=1e-3)
+    assert dict(few.sent) == pytest.approx(dict(every.sent))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp=2,micro_batch=1,recompute=full",
+        "tp=2,pp=2,sequence_parallel=true,micro_batch=2",
+        "pp=2,chunks=2,schedule=interleaved,micro_batch=1",
+        "micro_batch=1,data_parallel=fsdp",
+        "micro_batch=1,data_parallel=zero2",
+        "micro_batch=1",
+    ],
+)
+def test_bounds_are_never_above_the_prediction(layout):
+    task = predict.Task(GptShape(layers=8, hidden=256, heads=4, seq=64), 64, H100, 1, 8)
+    predictor, planned = predict.Predictor(task), read_layout(layout)
+    bound, found = predictor.bound(planned), predictor.predict(planned)
+    assert 0.5 * found.step_seconds < bound.seconds <= found.step_seconds * (1 + 1e-9)
+    assert 0.5 * found.peak_bytes < bound.nbytes <= found.peak_bytes * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (("--layout", "tp=3"), "multiple of tp x pp"),
@@ -118,13 +161,10 @@ def test_a_model_that_fits_nowhere_says_by_how_much(command):
     code, _, err = command("plan", "--gpt", large, "--batch", "8", *HOST)
     assert code == ConfigError.exit_code
     assert "no layout fits: the smallest, " in err
-    assert "too much; about" in err
+    assert "too much; take more hosts (5, " in err
 
 
 def test_heads_that_do_not_divide_are_named():
-    from drivetrain.paper.run import PaperRun
-    from drivetrain.paper.transformer import GptShape
-
     layout = read_layout("tp=8")
     units = GptShape(layers=2, hidden=48, heads=4, seq=8).units(1, "none", fused=True)
     with pytest.raises(ConfigError, match="tp that divides the 4 heads"):
