@@ -12,8 +12,8 @@ from drivetrain_launch.commands.options import (
     resolve_command_line,
     source_options,
 )
-from drivetrain_launch.commands.tables import show_table
 from drivetrain_launch.forecast.sizes import DEVICES, device_bytes, unit_of
+from drivetrain_launch.tables import show_table
 
 if TYPE_CHECKING:
     from drivetrain.cost import ModelSpec

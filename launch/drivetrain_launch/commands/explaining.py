@@ -12,7 +12,7 @@ from drivetrain.config.option import is_union
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.options import FLAGS, described_strategies
-from drivetrain_launch.commands.tables import yaml_text
+from drivetrain_launch.tables import yaml_text
 
 COLUMNS = 80
 """Columns of a line of text."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from drivetrain.verify import Comparison, Difference
-from drivetrain_launch.commands.tables import show_table
+from drivetrain_launch.tables import show_table
 from drivetrain_launch.verification.examine import Finding
 
 KINDS = {

@@ -12,8 +12,8 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.hardware.description import Hardware
 from drivetrain.paper.transformer import GptShape
-from drivetrain_launch.commands.tables import show_table
 from drivetrain_launch.forecast.sizes import GIB, size_text
+from drivetrain_launch.tables import show_table
 
 if TYPE_CHECKING:
     from drivetrain_launch.planner.predict import Prediction, Task

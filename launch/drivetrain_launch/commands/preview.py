@@ -7,10 +7,10 @@ import torch
 from drivetrain.config.resolve import Resolved
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.strategy import find_strategy
-from drivetrain_launch.commands.tables import show_table, yaml_text
 from drivetrain_launch.forecast.planning import plan
 from drivetrain_launch.forecast.sizes import size_text
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
+from drivetrain_launch.tables import show_table, yaml_text
 
 LAYERS = 1000
 LAYER_SHAPE = (1000, 1000)

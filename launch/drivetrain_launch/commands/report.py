@@ -12,7 +12,7 @@ from drivetrain.reporting.history import RunHistory, load_history
 from drivetrain.reporting.page import missing_packages, write_report
 from drivetrain.reporting.summary import differences, status_of, summary_of
 from drivetrain.reporting.words import in_seconds
-from drivetrain_launch.commands.tables import show_table
+from drivetrain_launch.tables import show_table
 
 COMPARISON = Path("comparison")
 """Where the report of several runs goes, in the working directory."""
