@@ -19,7 +19,7 @@ from drivetrain_launch.ranks.placement import cores
 PREFIXES = ("NCCL_", "GLOO_", "OMP_", "TORCH_", "DRIVETRAIN_")
 """Variables outside these families are never shown: they may hold tokens."""
 
-SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
+SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASS", "PW", "AUTH", "BEARER", "DSN", "CREDENTIAL")
 
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),

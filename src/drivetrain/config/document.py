@@ -21,6 +21,9 @@ Kind: TypeAlias = Literal["default", "environment", "file", "command line", "cod
 MAX_BYTES = 1 << 20
 """A larger file is not a configuration: it is refused before it is parsed."""
 
+MAX_NODES, MAX_DEPTH = 20_000, 40
+"""Keys and values of a configuration, and how deep they lie: more would explode by aliases."""
+
 ORIGINS_KEY = "resolved_from"
 """Key under which ``drivetrain launch`` writes where each value of a resolved file came from."""
 
@@ -200,9 +203,13 @@ def put(values: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _compose(text: str, path: Path) -> yaml.Node | None:
-    loader = _YamlLoader(text)
+    loader: _YamlLoader | None = None
     try:
+        loader = _YamlLoader(text)
         node: yaml.Node | None = loader.get_single_node()
+        _check_extent(node, path)
+    except RecursionError:
+        raise ConfigError(f"{path}: expected at most {MAX_DEPTH} levels, found more") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -212,8 +219,28 @@ def _compose(text: str, path: Path) -> yaml.Node | None:
             f"{getattr(error, 'problem', None) or error}"
         ) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return node
+
+
+def _check_extent(root: yaml.Node | None, path: Path) -> None:
+    """Refuse aliases that repeat each other without end, and documents that are too deep."""
+    waiting = [(root, 0)] if root is not None else []
+    met = 0
+    while waiting:
+        node, depth = waiting.pop()
+        met += 1
+        if met > MAX_NODES or depth > MAX_DEPTH:
+            raise ConfigError(
+                f"{path}:{node.start_mark.line + 1}: expected at most {MAX_NODES} keys and values "
+                f"in {MAX_DEPTH} levels, aliases counted where they stand, found more; is this "
+                "the right file?"
+            )
+        if isinstance(node, yaml.MappingNode):
+            waiting += [(each, depth + 1) for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [(each, depth + 1) for each in node.value]
 
 
 def _construct(node: yaml.Node) -> Any:
@@ -225,6 +252,8 @@ def _construct(node: yaml.Node) -> Any:
         raise ConfigError(
             f"line {mark.line + 1}: expected plain values, found {getattr(error, 'problem', error)}"
         ) from error
+    except ValueError as error:  # an integer of more digits than python reads
+        raise ConfigError(f"expected plain values, found a number too long: {error}") from error
     finally:
         loader.dispose()
 

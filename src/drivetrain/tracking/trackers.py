@@ -20,10 +20,13 @@ logger = get_logger(__name__)
 
 _SECRET = re.compile(
     r"(?:^|[^a-z]|(?-i:[a-z](?=[A-Z])))"
-    r"(?:token|(?:api|access|private|secret)[_-]?key|secret|password|passwd|credentials?)$",
+    r"(?:token|(?:api|access|private|secret)[_-]?key|secret|password|passwd|passphrase|pwd|auth|"
+    r"bearer|dsn|credentials?)$",
     re.IGNORECASE,
 )
 """Whole words at the end of a setting's name."""
+
+_PASSWORD_IN_ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://[^/@\s:]*:[^/@\s]+@", re.IGNORECASE)
 
 _WORD_OF_A_TOKENIZER = re.compile(r"(?:bos|cls|eos|mask|pad|sep|unk)_token$", re.IGNORECASE)
 _ALL = "all"
@@ -320,7 +323,8 @@ def _without_secrets(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 def _is_secret(name: str, value: Any) -> bool:
     """Whether a setting looks like a secret: by its name, and with a text as its value."""
     sounds = _SECRET.search(name) and not _WORD_OF_A_TOKENIZER.search(name)
-    return isinstance(value, str | bytes) and bool(sounds)
+    holds = isinstance(value, str) and _PASSWORD_IN_ADDRESS.match(value)
+    return isinstance(value, str | bytes) and bool(sounds or holds)
 
 
 def _choose(

@@ -158,9 +158,18 @@ def test_secrets_are_not_stored_and_the_log_says_so(caplog):
     assert "hf_x" not in caplog.text
 
 
-@pytest.mark.parametrize("name", ["token", "hub_token", "hubToken", "AWS_SECRET", "access-key"])
+@pytest.mark.parametrize(
+    "name",
+    ["token", "hub_token", "hubToken", "AWS_SECRET", "access-key", "db_pwd", "auth", "sentry_dsn"],
+)
 def test_texts_by_the_name_of_a_secret_are_left_out(name):
     assert started([Memory], config={name: "x"}).active[0].said == [{}]
+
+
+def test_addresses_with_a_password_are_left_out():
+    plain = {"url": "https://host:8080/data@2", "file": "C:/a:b@c"}
+    config = {**plain, "storage": "postgres://me:canary@host/runs"}
+    assert started([Memory], config=config).active[0].said == [plain]
 
 
 def test_settings_of_language_models_are_no_secrets():

@@ -26,7 +26,8 @@ def test_env_shows_known_variables_and_no_secret(command, monkeypatch):
     _, out, _ = command("env")
     assert "- NCCL_DEBUG: INFO" in out
     assert "canary" not in out
-    assert shown_variables({"TORCH_API_KEY": "x", "PATH": "y", "GLOO_A": "z"}) == {"GLOO_A": "z"}
+    secrets = dict.fromkeys(("TORCH_API_KEY", "NCCL_PASS", "TORCH_AUTH", "DRIVETRAIN_PW"), "x")
+    assert shown_variables({**secrets, "PATH": "y", "GLOO_A": "z"}) == {"GLOO_A": "z"}
 
 
 def test_cgroup_limit_is_read_and_no_limit_is_said(tmp_path):
