@@ -48,9 +48,9 @@ def run(tmp_path, profile, count=5, accumulation=1, end=True):
         if index == count * accumulation:
             break
         with accelerator.accumulate(model):
-            loss = model(rows).square().mean()
-            accelerator.backward(loss)
-            for optimizer in (first, second):
+            for optimizer in (first, second):  # as adversaries take turns in one step
+                loss = model(rows).square().mean()
+                accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -62,9 +62,9 @@ def run(tmp_path, profile, count=5, accumulation=1, end=True):
     return Path(folder), losses, sent
 
 
-def steps_in(folder):
+def steps_in(folder, kind=STEP):
     events = TraceReader(folder / "profile_0.json")
-    return [event["name"] for event in events if str(event["name"]).startswith(STEP)]
+    return [event["name"] for event in events if str(event["name"]).startswith(kind)]
 
 
 @pytest.mark.ranks(2)
@@ -75,6 +75,8 @@ def test_the_steps_that_were_asked_for_are_profiled(tmp_path, accumulation):
     assert numbers == list(plain[1:])  # losses, and bytes sent
     assert not is_profiled()
     assert steps_in(folder / "out") == ["step 2", "step 3"]
+    forwards = 2 * 2 * accumulation  # of two steps, each with two optimizers
+    assert len(steps_in(folder / "out", "forward of 0")) == forwards
     assert json.loads((folder / "out/costs.json").read_text())["steps"] == 2
     assert (folder / "out/trace.json.gz").is_file()
     again, *_ = run(tmp_path, {"steps": ":1"}, accumulation=accumulation)
