@@ -184,10 +184,12 @@ class ModelReader:
                 f"expected a part of {label(name, state)} inside its shape {saved.shape}, "
                 f"found {wanted}"
             )
+        # The files first: a manifest that promises more than they hold must not cost memory.
+        held = [self._files.tensor(one, saved.dtype) for one in saved.parts]
         memory = torch.empty(numel(wanted), dtype=dtype or _TORCH_DTYPES[saved.dtype], device="cpu")
         copied = sum(
-            copy_overlap(memory, wanted, self._files.tensor(one, saved.dtype), one.part)
-            for one in saved.parts
+            copy_overlap(memory, wanted, tensor, one.part)
+            for tensor, one in zip(held, saved.parts, strict=True)
         )
         if copied != len(memory):
             raise CheckpointError(

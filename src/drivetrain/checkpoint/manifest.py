@@ -117,7 +117,7 @@ class Manifest:
         _check_format(path, body)
         try:
             return cls._parse(body)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"{path} is not a valid manifest: {type(error).__name__}: {error}"
             ) from error

@@ -14,7 +14,7 @@ from drivetrain.collectives.meeting import meet, named
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.world import World
 
-PERIOD_S = 0.2
+PERIOD_S = 0.5
 """Ranks exchange in every step, or in steps of less than this every so many seconds."""
 
 MOST_STEPS = 64

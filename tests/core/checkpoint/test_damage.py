@@ -124,6 +124,10 @@ def part(body):
         (lambda body: part(body).pop("offsets"), "not a valid manifest: KeyError"),
         (lambda body: body["models"][0]["tensors"][0].update(dtype="Q4"), "unknown dtype 'Q4'"),
         (lambda body: body.pop("files"), "not a valid manifest"),
+        (
+            lambda body: next(iter(body["files"].values())).update(size=1e999),
+            "not a valid manifest",
+        ),
         (lambda body: body.update(models=3), "not a valid manifest"),
     ],
 )
