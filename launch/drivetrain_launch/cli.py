@@ -33,7 +33,7 @@ COMMANDS = {
     "plan": "Predict the time and memory of layouts, and find the best one.",
     "hardware": "Show the descriptions of hardware that plans are made for.",
     "verify": "Compare a script's numbers under a strategy with the right ones.",
-    "manifest": "Write the job file of a scheduler: SLURM, Kubernetes or SkyPilot.",
+    "manifest": "Write the job file of SLURM, Kubernetes or SkyPilot.",
     "completion": "Print the completion script of a shell.",
 }
 

@@ -215,9 +215,15 @@ class Predictor:
         """Return the axes and the number of micro-batches.
 
         Raises:
-            ConfigError: ranks or batch do not divide.
+            ConfigError: ranks or batch do not divide, or the device lacks the precision.
         """
         task = self.task
+        peaks = task.hardware.device.teraflops
+        if planned.precision not in peaks:
+            raise ConfigError(
+                f"expected a precision that {task.hardware.name} computes in, {', '.join(peaks)}, "
+                f"found {planned.precision!r}; set precision"
+            )
         axes = dict(planned.kind.axes(planned.config, task.ranks))
         dp = axes.setdefault("dp", 1)
         if planned.dp not in (0, dp):

@@ -46,6 +46,12 @@ def search(task: Task, precision: str) -> Found:
     Raises:
         ConfigError: no layout fits, or none divides the batch and the ranks.
     """
+    peaks = task.hardware.device.teraflops
+    if precision not in peaks:
+        raise ConfigError(
+            f"expected a --precision that {task.hardware.name} computes in, {', '.join(peaks)}, "
+            f"found {precision}"
+        )
     predictor = Predictor(task)
     room = task.hardware.device.memory.gib * GIB
     left_out: Counter[str] = Counter()
@@ -126,6 +132,8 @@ def _reason(text: str) -> str:
     """Return why a layout cannot be, without its numbers, so that reasons can be counted."""
     if "--batch" in text:
         return "do not divide the batch"
+    if "on paper" in text:
+        return "are of strategies whose time is not drawn"
     return "do not divide the model or the ranks"
 
 

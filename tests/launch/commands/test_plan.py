@@ -143,6 +143,8 @@ def test_bounds_are_never_above_the_prediction(layout):
         (("--layout", "data_parallel=megatron"), "which holds one itself"),
         (("--layout", "recompute=half"), "expected recompute of none, selective, full"),
         (("--layout", "precision=fp8"), "expected a precision of"),
+        (("--hardware", "t4", "--layout", "precision=bf16"), "that t4 computes in, fp16, no"),
+        (("--hardware", "t4"), "--precision that t4 computes in, fp16, no"),
         (("--link-between", "fast"), "expected a rate such as 100GB/s"),
         (("--hardware", "a100"), "did you mean"),
         (("--gpt", "layers=2,hidden=64"), "expected heads, seq as well"),
