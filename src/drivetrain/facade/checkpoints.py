@@ -80,8 +80,8 @@ class RunCheckpoints:
 
     def save(self, output_dir: str | Path | None, *, overwrite: bool, wait: bool) -> str:
         """Save the whole state, at once or in the background; see ``save_state``. Collective."""
-        self._gradients.finite.before_save()
         self._check_same_step()
+        self._gradients.finite.before_save()
         automatic = self.project.automatic_checkpoint_naming
         directory = self._folder.next(self.project) if automatic else _given(output_dir)
         doing = f"save {directory}"
