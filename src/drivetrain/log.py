@@ -72,11 +72,13 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             super().log(level, msg, *args, **kwargs)
 
     def announce(self, msg: str) -> None:
-        """Log at INFO on rank 0; where logging is not configured, write it to stderr.
+        """Log at INFO on rank 0; where nothing would show that, write it to stderr.
 
-        ``logging.getLogger("drivetrain").setLevel(logging.WARNING)`` silences both.
+        So a handler alone hides no line: some libraries add one when they are imported (absl does,
+        and TensorBoard imports absl). ``logging.getLogger("drivetrain").setLevel(logging.WARNING)``
+        silences all of it.
         """
-        if self.logger.hasHandlers():
+        if self.logger.hasHandlers() and self.logger.isEnabledFor(logging.INFO):
             self.info(msg, stacklevel=2)
         elif rank() == 0 and not self._is_silenced():
             print(f"{rank_prefix()}{msg}", file=sys.stderr, flush=True)  # noqa: T201

@@ -226,7 +226,8 @@ def _error(where: str, what: str) -> NonFiniteError:
 
 def _sum(piece: Tensor) -> Tensor:
     """Return the sum, which is finite only if all elements are; it reads them once."""
-    return piece.sum(dtype=torch.float64 if piece.dtype == torch.float64 else torch.float32)
+    real = torch.view_as_real(piece.resolve_conj()) if piece.is_complex() else piece
+    return real.sum(dtype=torch.float64 if real.dtype == torch.float64 else torch.float32)
 
 
 def _bad_gradients(entries: Sequence[PreparedModel]) -> str:
