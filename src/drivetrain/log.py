@@ -72,7 +72,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             super().log(level, msg, *args, **kwargs)
 
     def announce(self, msg: str) -> None:
-        """Log at INFO on rank 0; where nothing would show that, write it to stderr.
+        """Log at INFO on rank 0, or write to stderr where no handler shows lines of that level.
 
         So a handler alone hides no line: some libraries add one when they are imported (absl does,
         and TensorBoard imports absl). ``logging.getLogger("drivetrain").setLevel(logging.WARNING)``

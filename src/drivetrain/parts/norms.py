@@ -57,9 +57,10 @@ def clip_(pieces: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """
     factor = clip_factor(norm, max_norm)
     for (device, dtype), group in _grouped(pieces).items():
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        # On a GPU one kernel scales a whole group, if the factor is no wider than that.
-        torch._foreach_mul_(group, factor.to(device, wide if device.type != "cpu" else None))
+        # A factor of fp64 would scale 0-d gradients, and these alone, in fp64; and on a GPU one
+        # kernel scales a whole group only if the factor is no wider than that.
+        wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+        torch._foreach_mul_(group, factor.to(device, wide))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
