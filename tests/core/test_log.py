@@ -91,3 +91,20 @@ def test_in_order(tmp_path):
     handler.close()
     lines = (tmp_path / "log").read_text().split("\n")[:-1]
     assert lines == [f"[r{rank}] turn" for rank in (0, 2, 0, 1, 2)]
+
+
+def test_an_announcement_is_shown_or_logged_unless_a_level_silences_it(capsys):
+    """A handler alone, such as an imported library adds, takes no line away."""
+    plain, handler = logging.getLogger("drivetrain.announced"), Collect()
+    plain.addHandler(handler)
+    logger = get_logger(plain.name)
+    for level, shown, logged in (
+        (logging.NOTSET, "said\n", 0),
+        (logging.INFO, "", 1),
+        (logging.WARNING, "", 1),
+    ):
+        plain.setLevel(level)
+        logger.announce("said")
+        assert capsys.readouterr().err == shown
+        assert len(handler.records) == logged
+    plain.removeHandler(handler)
