@@ -1,13 +1,20 @@
 """``drivetrain hardware``: the descriptions of hardware that plans are made for."""
 
+from pathlib import Path
+from typing import Any
+
 import click
 
-from drivetrain.hardware.catalog import hardware_names, hardware_text, load_hardware
+from drivetrain.errors import ConfigError
+from drivetrain.hardware.catalog import SUFFIX, hardware_names, hardware_text, load_hardware
+
+MODULE = "drivetrain.measuring"
+"""The program that measures, on every rank."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Show descriptions of hardware, which ``drivetrain plan`` reads."""
+    """Show or measure descriptions of hardware, which ``drivetrain plan`` reads."""
 
 
 @command.command()
@@ -25,3 +32,28 @@ def show(source: str | None) -> None:
         return
     load_hardware(source)
     click.echo(hardware_text(source), nl=False)
+
+
+@command.command()
+@click.argument("target", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--nproc-per-node", default="auto", metavar="N|auto", show_default=True,
+              help="Processes of this host, one per device.")  # fmt: skip
+@click.option("--cpu", is_flag=True, help="Leave accelerators alone.")
+@click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts. [default: 1]")
+@click.option("--node-rank", type=click.IntRange(min=0), help="Index of this host, from 0.")
+@click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the hosts meet.")
+def measure(target: Path, **flags: Any) -> int:
+    """Measure devices, memory, links and disk, and write a description to FILE, in two minutes.
+
+    With several hosts, run it on each of them, as `drivetrain launch`: FILE is written on host 0.
+    Lines of the file say which figures scattered by more than 20%.
+    """
+    from drivetrain_launch.commands.launch import launch
+    from drivetrain_launch.commands.options import resolve_command_line
+
+    if target.suffix != SUFFIX:
+        raise ConfigError(f"expected a file that ends with {SUFFIX}, found {str(target)!r}")
+    if not target.resolve().parent.is_dir():
+        raise ConfigError(f"cannot write {str(target)!r}: there is no such folder; make it first")
+    given = {name: value for name, value in flags.items() if value not in (None, False)}
+    return launch(resolve_command_line(None, (), given), ("-m", MODULE, str(target.resolve())))

@@ -1,7 +1,9 @@
 """The package's own descriptions of hardware, and files of a user."""
 
 import difflib
+import re
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -20,16 +22,31 @@ def hardware_names() -> list[str]:
                   if each.name.endswith(SUFFIX))  # fmt: skip
 
 
+def name_of_device(title: str) -> str | None:
+    """Return the description of a device with this title, such as "NVIDIA H100 80GB HBM3".
+
+    None where there is none: all parts of a description's name must be words of the title.
+    """
+    words = [word for word in re.split(r"[^a-z0-9]+", title.lower()) if word]
+    known = {*words, *(one + other for one, other in pairwise(words))}
+    fitting = [name for name in hardware_names() if set(name.split("-")) <= known]
+    return max(fitting, key=len, default=None)
+
+
+def names_a_device(source: str) -> bool:
+    """Whether hardware is given by a name of the package, and not by a file."""
+    return Path(source).suffix not in (SUFFIX, ".yml")
+
+
 def hardware_text(source: str) -> str:
     """Return the text of a description, by its name or as a file.
 
     Raises:
         ConfigError: there is no such name and no such file.
     """
-    path = Path(source)
-    if path.suffix in (SUFFIX, ".yml"):
+    if not names_a_device(source):
         try:
-            return path.read_text(encoding="utf-8")
+            return Path(source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"cannot read the hardware file {source!r}: {error}; check the path"

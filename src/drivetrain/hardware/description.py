@@ -4,10 +4,16 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from drivetrain.errors import ConfigError
+
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Curve: TypeAlias = Annotated[list[tuple[Positive, Share]], Field(min_length=1)]
 """(size, share of the peak), sizes ascending; between them the share is linear in the logarithm."""
+
+
+UNMEASURED = "NOT MEASURED"
+"""How the source of a link begins whose numbers stand there only because a file must have some."""
 
 
 class _Section(BaseModel):
@@ -24,11 +30,13 @@ class Products(_Section):
         processors: that compute tiles at the same time.
         tiles: (rows, columns, share of the peak of a long product) of the kernels to choose from.
         depth: inner size that the start and the end of a tile cost.
+        shares: of the rate that tiles give, by floating-point operations of a product.
     """
 
     processors: Annotated[int, Field(gt=0)]
     tiles: Annotated[list[tuple[int, int, Share]], Field(min_length=1)]
     depth: Annotated[float, Field(ge=0)]
+    shares: Curve = Field(default_factory=lambda: [(1.0, 1.0)])
 
 
 class DeviceMemory(_Section):
@@ -45,20 +53,39 @@ class DeviceMemory(_Section):
     shares: Curve
 
 
+class KernelFacts(BaseModel):
+    """Kernels of one kind, beside plain products or passes over memory of their size.
+
+    Attributes:
+        times: how many times as long they take.
+        start_us: of the host's processor for each of them, in the place of ``dispatch_us``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    times: Positive
+    start_us: Annotated[float, Field(ge=0)]
+
+
 class DeviceFacts(_Section):
     """One device.
 
     Attributes:
-        teraflops: peak of products by precision: fp16, bf16, and no for fp32.
+        teraflops: peak of dense products by precision: fp16, bf16, and no for fp32.
+        recognized_by: regular expression for the whole name that the driver gives the device;
+            empty where none tells it from other devices.
         products: see there.
         memory: see there.
         launch_us: seconds x 1e-6 from one kernel's start to the next, when the host is ahead.
+        kernels: by kind, such as ``gelu`` and ``gelu backward``; other kinds are as plain ones.
     """
 
     teraflops: dict[Literal["fp16", "bf16", "no"], Positive]
+    recognized_by: str = ""
     products: Products
     memory: DeviceMemory
     launch_us: Positive
+    kernels: dict[str, KernelFacts] = Field(default_factory=dict)
 
 
 class LinkFacts(_Section):
@@ -70,12 +97,46 @@ class LinkFacts(_Section):
             of one device, or of a whole host between hosts.
         hop_us: of each further rank in a ring.
         shares: of the bandwidth, by bytes per rank: those of a message, over the ranks of its ring.
+        operations: how many times as long an operation takes as its steps of a ring.
     """
 
     latency_us: Positive
     gigabytes_per_second: Positive
     hop_us: Positive
     shares: Curve
+    operations: dict[str, Positive] = Field(default_factory=dict)
+
+
+class HostPairs(_Section):
+    """Rates between hosts, two at a time.
+
+    Attributes:
+        hosts: names.
+        gigabytes_per_second: a row for each host, with a rate to each host.
+    """
+
+    hosts: Annotated[list[str], Field(min_length=2)]
+    gigabytes_per_second: list[list[Annotated[float, Field(ge=0)]]]
+
+    def rate(self, one: str, other: str) -> float:
+        """Return the rate between two hosts; the slowest one where a pair was not measured.
+
+        Raises:
+            KeyError: a host is not there.
+        """
+        places = {name: index for index, name in enumerate(self.hosts)}
+        found = self.gigabytes_per_second[places[one]][places[other]]
+        every = [rate for row in self.gigabytes_per_second for rate in row if rate]
+        return found or min(every)
+
+    @model_validator(mode="after")
+    def _square(self) -> "HostPairs":
+        rows = self.gigabytes_per_second
+        if [len(row) for row in rows] != [len(self.hosts)] * len(self.hosts):
+            raise ValueError("expected a row and a column for each host")
+        if not any(rate for row in rows for rate in row):
+            raise ValueError("expected a rate above 0")
+        return self
 
 
 class Links(_Section):
@@ -85,6 +146,8 @@ class Links(_Section):
         inside: between the devices of a host.
         between: between hosts.
         disk: between a host and its disk.
+        pairs: between hosts, two at a time; None where one host was measured.
+        bus: between a device and its host, in one direction; None where the device is the host.
         reached: share of a data sheet's rate between hosts that rings reach.
         in_training: how much longer a message takes inside of a training step than alone.
         slowdown: seconds of compute lost per second beside a collective.
@@ -93,9 +156,23 @@ class Links(_Section):
     inside: LinkFacts
     between: LinkFacts
     disk: LinkFacts
+    pairs: HostPairs | None = None
+    bus: LinkFacts | None = None
     reached: Share
     in_training: Annotated[float, Field(ge=1)]
-    slowdown: Annotated[float, Field(ge=0, lt=1)]
+    slowdown: Annotated[float, Field(ge=0, le=1)]
+
+
+class HostMemory(_Section):
+    """The memory of a host, where offloaded state lies.
+
+    Attributes:
+        gib: size.
+        gigabytes_per_second: of reads and writes together, as updates of all devices reach it.
+    """
+
+    gib: Positive
+    gigabytes_per_second: Positive
 
 
 class HostFacts(_Section):
@@ -105,11 +182,16 @@ class HostFacts(_Section):
         devices: of a host.
         dispatch_us: of the processor for each kernel of an eager step, autograd included.
         attention: which kernels are usual: one fused kernel, or scores in memory.
+        runs_ahead: whether the processor starts kernels while earlier ones run; not where it
+            computes itself.
+        memory: None where the device computes in it.
     """
 
     devices: Annotated[int, Field(gt=0)]
     dispatch_us: Positive
     attention: Literal["fused", "scores"]
+    runs_ahead: bool = True
+    memory: HostMemory | None = None
 
 
 class Hardware(BaseModel):
@@ -131,10 +213,36 @@ class Hardware(BaseModel):
     links: Links
     host: HostFacts
 
+    def check_measured(self, hosts: int, per_host: int) -> None:
+        """Refuse to price a link that such a run needs and nobody measured.
+
+        Args:
+            hosts: of the run.
+            per_host: its ranks on each of them.
+
+        Raises:
+            ConfigError: the numbers of the link are placeholders.
+        """
+        needed = [
+            ("between hosts", self.links.between, hosts > 1, "on several hosts"),
+            ("inside of a host", self.links.inside, per_host > 1, "with several ranks of a host"),
+        ]
+        for where, link, used, how in needed:
+            if used and link.source.startswith(UNMEASURED):
+                raise ConfigError(
+                    f"the links {where} were not measured for {self.name}, found {hosts} hosts "
+                    f"with {per_host} ranks each; run `drivetrain hardware measure` {how}, or "
+                    "write the link's numbers and their source into the description"
+                )
+
     @model_validator(mode="after")
     def _ascending(self) -> "Hardware":
         levels = (self.links.inside, self.links.between, self.links.disk)
-        for curve in (self.device.memory.shares, *(level.shares for level in levels)):
+        for curve in (
+            self.device.memory.shares,
+            self.device.products.shares,
+            *(level.shares for level in levels),
+        ):
             sizes = [size for size, _ in curve]
             if sizes != sorted(set(sizes)):
                 raise ValueError(f"expected shares by ascending sizes, found {sizes}")

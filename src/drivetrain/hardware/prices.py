@@ -9,9 +9,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from drivetrain.hardware.description import Curve, Hardware, LinkFacts
+from drivetrain.errors import ConfigError
+from drivetrain.hardware.description import Curve, Hardware, KernelFacts, LinkFacts
 from drivetrain.paper.step import COMPUTE, PaperTask
-from drivetrain.paper.work import Collective, MatrixProduct, MemoryPass, Operation
+from drivetrain.paper.work import (
+    Collective,
+    HostPass,
+    MatrixProduct,
+    MemoryPass,
+    Operation,
+    TierCopy,
+)
 
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 NEAR = "near"
@@ -61,8 +69,11 @@ def axis_places(axes: Mapping[str, int], per_host: int) -> dict[str, AxisPlace]:
     return found
 
 
-def _launches(operation: Operation) -> int:
-    return operation.launches if isinstance(operation, MemoryPass) else 1
+def _without_host(name: str) -> str:
+    return (
+        f"expected links.bus and host.memory in the description {name}, since state is offloaded, "
+        "found none; add them, or leave offload out"
+    )
 
 
 def share_at(curve: Curve, size: float) -> float:
@@ -113,23 +124,64 @@ class HardwarePrices:
         device = math.fsum(map(self.price, operations))
         if lane != COMPUTE:
             return device
-        launches = sum(map(_launches, operations))
+        starts = math.fsum(map(self.start, operations))
+        if not self.hardware.host.runs_ahead:
+            return device + starts
         # The processor runs ahead of the device, or the device waits for it.
-        return max(device, launches * self.hardware.host.dispatch_us * MICRO)
+        return max(device, starts)
+
+    def start(self, operation: Operation) -> float:
+        """Return the seconds in which the host's processor starts the kernels of an operation."""
+        launches = operation.launches if isinstance(operation, MemoryPass) else 1
+        facts = self._kernels(operation)
+        if facts is None:
+            return launches * self.hardware.host.dispatch_us * MICRO
+        starts = operation.starts if isinstance(operation, MemoryPass) else 0
+        return (starts or launches) * facts.start_us * MICRO
+
+    def _kernels(self, operation: Operation) -> KernelFacts | None:
+        if isinstance(operation, MatrixProduct | MemoryPass):
+            return self.hardware.device.kernels.get(operation.kind)
+        return None
 
     def price(self, operation: Operation) -> float:
         """Return the seconds of one operation on the device."""
+        facts = self._kernels(operation)
+        return self._plain(operation) * (facts.times if facts else 1.0)
+
+    def _plain(self, operation: Operation) -> float:
+        """Return the seconds that an operation takes whose kernels are of no kind."""
         match operation:
             case MatrixProduct():
                 return self._product(operation)
             case MemoryPass():
-                start = operation.launches * self.hardware.device.launch_us * MICRO
-                return (
-                    self._memory(operation.nbytes / operation.launches) * operation.launches + start
-                )
+                count = operation.launches
+                start = count * self.hardware.device.launch_us * MICRO
+                return self._memory(operation.nbytes / count) * count + start
             case Collective():
                 return self._message(operation)
+            case TierCopy():
+                return self._transfer(operation)
+            case HostPass():
+                return operation.nbytes * self.hardware.host.devices / self._host_rate()
         return 0.0
+
+    def _transfer(self, transfer: TierCopy) -> float:
+        """Return the seconds of a copy; the devices of a host share its disk."""
+        links, sharers = self.hardware.links, 1
+        link = links.bus
+        if transfer.link == "disk":
+            link, sharers = links.disk, self.hardware.host.devices
+        if link is None:
+            raise ConfigError(_without_host(self.hardware.name))
+        rate = link.gigabytes_per_second * GIGA * share_at(link.shares, transfer.nbytes) / sharers
+        return link.latency_us * MICRO + transfer.nbytes / rate
+
+    def _host_rate(self) -> float:
+        memory = self.hardware.host.memory
+        if memory is None:
+            raise ConfigError(_without_host(self.hardware.name))
+        return memory.gigabytes_per_second * GIGA
 
     def _memory(self, nbytes: float) -> float:
         memory = self.hardware.device.memory
@@ -148,7 +200,10 @@ class HardwarePrices:
             waves = -(-tiles // facts.processors)
             work = 2.0 * rows * columns * (product.inner + facts.depth) * waves
             best = min(best, work / (each * share))
-        seconds = max(best * product.work, self._memory(product.elements() * width))
+        best *= product.work / share_at(device.products.shares, product.flops)
+        memory = self._memory(product.elements() * width)
+        # A device loads the next tiles meanwhile; a processor first copies factors into its caches.
+        seconds = max(best, memory) if self.hardware.host.runs_ahead else best + memory
         return seconds + device.launch_us * MICRO
 
     def _message(self, message: Collective) -> float:
@@ -168,7 +223,8 @@ class HardwarePrices:
         alone = self._latency(link, inside, place, steps) + (
             steps * part * message.nbytes / (bandwidth * GIGA * share)
         )
-        return alone * self.hardware.links.in_training
+        times = link.operations.get(message.operation, 1.0)
+        return alone * times * self.hardware.links.in_training
 
     @staticmethod
     def _latency(link: LinkFacts, inside: LinkFacts, place: AxisPlace, steps: int) -> float:

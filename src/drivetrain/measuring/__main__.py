@@ -1,0 +1,162 @@
+"""Measures the ranks of a run and writes a description of their hardware.
+
+``drivetrain hardware measure`` launches this program on every rank.
+"""
+
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from drivetrain import Accelerator
+from drivetrain.collectives import connect
+from drivetrain.collectives.facts import gather_facts
+from drivetrain.hardware.description import Hardware
+from drivetrain.log import Bar
+from drivetrain.measuring.clock import Clock
+from drivetrain.measuring.description import described, file_text
+from drivetrain.measuring.device import BYTES, SIDES, DeviceFigures, measure_device
+from drivetrain.measuring.kernels import kernel_timings, measure_kernels
+from drivetrain.measuring.links import (
+    DISK,
+    RINGS,
+    RingFigures,
+    host_pairs,
+    levels_of,
+    measure_disk,
+    measure_pairs,
+    measure_ring,
+    measure_slowdown,
+    measured_pairs,
+)
+
+
+class _Measured(NamedTuple):
+    """The figures of a rank's device, and the scatter of measurements by name."""
+
+    figures: DeviceFigures
+    loud: dict[str, float]
+
+
+def main() -> None:
+    """Measure, and write the file on rank 0."""
+    target = Path(sys.argv[1])
+    accelerator = Accelerator()
+    started = time.perf_counter()
+    world = accelerator.world
+    kind = "cpu" if world.device.type == "cpu" else "device"
+    total = 3 * len(SIDES[kind]) + len(BYTES[kind]) + 2 + kernel_timings() + len(DISK)
+    total += 2 * sum(world.rank in pair for pair in measured_pairs(world)) + 6 * len(RINGS) + 6
+    bar: Bar[None] = Bar(total=total, desc="measuring", disable=world.rank > 0)
+    clock = Clock(world.device, advance=lambda: bar.update(1))
+    figures = measure_device(clock, world.local_size)
+    figures = replace(figures, kernels=measure_kernels(clock, _plain(figures)))
+    disk = measure_disk(clock, str(target.resolve().parent) if world.rank == 0 else None)
+    pairs: dict[tuple[int, int], tuple[float, float]] = {}
+    rings: list[RingFigures | None] = [None, None]
+    slowdown = 0.0
+    if world.size > 1:
+        pairs = dict(measure_pairs(clock, world))
+        slowest = min(rate for _, rate in pairs.values())
+        rings = list(_rings(accelerator, clock, slowest))
+        ranks = connect(accelerator.mesh["dp"], accelerator.traffic, world.device, world.timeout)
+        slowdown = measure_slowdown(clock, ranks, slowest)
+        ranks.close()
+    bar.close()
+    every = gather_facts(_Measured(figures, clock.loud), _Measured, doing="the figures of ranks")
+    if world.rank == 0:
+        slowest_rank, _ = min(every, key=lambda each: each[0].teraflops["no"])
+        seconds = time.perf_counter() - started
+        source = (
+            f"measured {time.strftime('%Y-%m-%d')} on {len(set(world.hosts))} host(s) with "
+            f"{world.local_size} rank(s) each, all at the same time, with torch {torch.__version__}"
+        )
+        values = described(
+            target.stem, source, slowest_rank, rings=rings, disk=disk, slowdown=slowdown,
+            per_host=world.local_size,
+        )  # fmt: skip
+        _add_pairs(values, pairs, world.hosts, source)
+        notes = [f"{source}, in {seconds:.0f} s; rank 0 on {socket.gethostname()}"]
+        notes += _notes([loud for _, loud in every], pairs, world.size, slowest_rank)
+        target.write_text(file_text(values, notes), encoding="utf-8")
+        sys.stdout.write("\n".join([*notes, f"written: {target}", ""]))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def _add_pairs(
+    values: dict[str, Any],
+    pairs: dict[tuple[int, int], tuple[float, float]],
+    hosts: Sequence[str],
+    source: str,
+) -> None:
+    """Add the rates between hosts to a description, where there are several."""
+    found = host_pairs({pair: rate for pair, (_, rate) in pairs.items()}, hosts)
+    if found:
+        values["links"]["pairs"] = {"source": source, **found}
+
+
+def _plain(figures: DeviceFigures) -> Hardware:
+    """Return a description with this device alone, which prices plain products and passes."""
+    disk = (1e9, [(1.0, 1.0)])
+    values = described(
+        "this device", "this measurement", figures, rings=[None, None], disk=disk, slowdown=0.0,
+        per_host=1,
+    )  # fmt: skip
+    return Hardware.model_validate(values)
+
+
+def _rings(accelerator: Accelerator, clock: Clock, slowest: float) -> Iterator[RingFigures | None]:
+    """Yield the ring inside of a host and the ring between hosts; None for a line of one rank."""
+    world, mesh = accelerator.world, accelerator.mesh
+    levels = mesh.start_levels("dp", world)
+    axis = mesh["dp"]
+    if levels is not None:
+        axes = [levels.near, levels.far]
+    else:
+        axes = [None, axis] if len(set(world.hosts)) > 1 else [axis, None]  # type: ignore[list-item]
+    for each in axes:
+        if each is None or each.size == 1:
+            yield None
+            continue
+        ranks = connect(each, accelerator.traffic, world.device, world.timeout)
+        yield measure_ring(clock, ranks, slowest)
+        ranks.close()
+
+
+def _notes(
+    every: Sequence[dict[str, float]],
+    pairs: dict[tuple[int, int], tuple[float, float]],
+    ranks: int,
+    slowest: DeviceFigures,
+) -> Iterator[str]:
+    """Yield lines about the measurement: scatter, the matrix of bandwidths, efficiency by size."""
+    loud: dict[str, float] = {}
+    for found in every:
+        for name, scatter in found.items():
+            loud[name] = max(scatter, loud.get(name, 0.0))
+    for name, scatter in sorted(loud.items(), key=lambda each: -each[1]):
+        yield f"WARNING: {name} scattered by {scatter:.0%}: measure again on a quiet machine"
+    shown = ", ".join(f"{side}: {share:.0%}" for side, share in slowest.efficiency)
+    yield f"square products, share of the best rate by rows: {shown}"
+    if not pairs:
+        yield "links: not measured, since there is one rank alone"
+        return
+    yield "bandwidth between ranks, in GB/s:"
+    for one in range(ranks):
+        cells = (pairs.get((min(one, other), max(one, other))) for other in range(ranks))
+        texts = (f"{cell[1] / 1e9:8.3g}" if cell else f"{'-':>8}" for cell in cells)
+        yield f"rank {one:3}: {' '.join(texts)}"
+    rates = {pair: rate for pair, (_, rate) in pairs.items()}
+    for number, level in enumerate(levels_of(rates, ranks)):
+        groups = " ".join(f"({', '.join(map(str, group))})" for group in level)
+        yield f"level {number}: {groups}"
+
+
+if __name__ == "__main__":
+    main()

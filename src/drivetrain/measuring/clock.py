@@ -1,0 +1,90 @@
+"""Repeated timings: the time that they show, and how far they scatter."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+REPEATS = 7
+"""Timings of one piece of work."""
+
+WARM_UPS = 2
+LOUD = 0.2
+"""Scatter from which a measurement is said to be doubtful."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one piece of work.
+
+    Attributes:
+        seconds: the median of the quicker half of all timings.
+        scatter: half of the range of the middle timings, over that median.
+    """
+
+    seconds: float
+    scatter: float
+
+
+@dataclass
+class Clock:
+    """Times work on a device, and remembers which timings scattered.
+
+    Attributes:
+        device: whose queue must be empty before the clock is read.
+        advance: called after each piece of work, for a bar.
+        loud: scatter by name, where it is above ``LOUD``.
+    """
+
+    device: torch.device
+    advance: Callable[[], object] = lambda: None
+    loud: dict[str, float] = field(default_factory=dict)
+
+    def time(
+        self,
+        name: str,
+        work: Callable[[], object],
+        *,
+        times: int = 1,
+        before: Callable[[], object] = lambda: None,
+    ) -> Timing:
+        """Return the seconds of one piece of work.
+
+        Args:
+            name: for the report of scatter.
+            work: is called again and again.
+            times: calls within one timing, for work too short for the clock.
+            before: prepares each timing, and is not timed.
+        """
+        samples = []
+        for index in range(WARM_UPS + REPEATS):
+            before()
+            self._finish()
+            start = time.perf_counter()
+            for _ in range(times):
+                work()
+            self._finish()
+            if index >= WARM_UPS:
+                samples.append((time.perf_counter() - start) / times)
+        timing = timing_of(samples)
+        if timing.scatter > LOUD:
+            self.loud[name] = timing.scatter
+        self.advance()
+        return timing
+
+    def _finish(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def timing_of(samples: list[float]) -> Timing:
+    """Return the median of the quicker half, and the scatter of all but the two extremes.
+
+    Other work on a machine only adds time, so the slower half says more about this other work.
+    """
+    ordered = sorted(samples)
+    middle = ordered[1:-1] or samples
+    median = statistics.median(ordered[: (len(ordered) + 1) // 2])
+    return Timing(median, (middle[-1] - middle[0]) / 2 / median if median else 0.0)

@@ -1,0 +1,202 @@
+"""Measures kernels by kind, beside plain products and passes of their size.
+
+Each kind is a small module of which the planner's own look says the work; its times with a tiny
+and with a large input give the host's time per start and the factor over plain kernels.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drivetrain.hardware.description import Hardware
+from drivetrain.hardware.prices import MICRO, HardwarePrices
+from drivetrain.measuring.clock import Clock
+from drivetrain.model.first_batch import Candidate
+from drivetrain.paper.operations import LOSS
+from drivetrain.paper.run import BYTES
+from drivetrain.paper.seen import seen_model
+from drivetrain.paper.work import MatrixProduct, MemoryPass, back_kind
+
+CALLS = 4
+"""Calls within a timing, whose results all stay: training does not write into old results."""
+
+TINY_CALLS = 16
+LEAST = 0.05
+"""The smallest factor: below it, the subtraction of starts has eaten the measurement."""
+
+TENSORS, PARAMETERS = (64, 512 * 1024), 8
+"""Elements of each parameter of the two optimizers, and the number of parameters: together their
+state is larger than caches, as that of models is."""
+
+
+class _Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class _Loss(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        target = torch.zeros(len(x), dtype=torch.long, device=x.device)
+        return functional.cross_entropy(x, target)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A kind of kernels: a module, the shapes of a tiny and a large input, a module for the tiny.
+
+    Where there is none, the same module is for both.
+    """
+
+    make: Callable[[], nn.Module]
+    tiny: tuple[int, ...]
+    large: tuple[int, ...]
+    small: Callable[[], nn.Module] | None = None
+
+    def cases(self) -> tuple["_Case", "_Case"]:
+        """Return the tiny case and the large case."""
+        return _Case("small", self.small or self.make, self.tiny), _Case(
+            "large", self.make, self.large
+        )
+
+
+class _Case(NamedTuple):
+    word: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+
+
+_LAST = (512, 1024)
+_SUBJECTS: Mapping[str, _Subject] = {
+    "linear": _Subject(lambda: nn.Linear(256, 1024), (1, 8), (512, 256), lambda: nn.Linear(8, 8)),
+    "convolution": _Subject(lambda: nn.Conv2d(16, 32, 3, padding=1), (1, 16, 4, 4),
+                            (16, 16, 32, 32)),
+    "attention": _Subject(_Attention, (1, 1, 8, 8), (8, 4, 128, 64)),
+    "gelu": _Subject(nn.GELU, (1, 64), _LAST),
+    "relu": _Subject(nn.ReLU, (1, 64), _LAST),
+    "silu": _Subject(nn.SiLU, (1, 64), _LAST),
+    "tanh": _Subject(nn.Tanh, (1, 64), _LAST),
+    "softmax": _Subject(lambda: nn.Softmax(-1), (1, 64), _LAST),
+    "layer_norm": _Subject(lambda: nn.LayerNorm(256), (1, 256), (2048, 256)),
+    "batch_norm": _Subject(lambda: nn.BatchNorm2d(16), (2, 16, 2, 2), (16, 16, 32, 32)),
+    "adaptive_avg_pool2d": _Subject(lambda: nn.AdaptiveAvgPool2d(1), (1, 32, 2, 2),
+                                    (16, 32, 32, 32)),
+    "max_pool2d": _Subject(lambda: nn.MaxPool2d(2), (1, 16, 4, 4), (16, 16, 32, 32)),
+    LOSS: _Subject(_Loss, (1, 64), (512, 2048)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFigures:
+    """Kernels of one kind: see ``KernelFacts``."""
+
+    times: float
+    start_us: float
+
+
+def kernel_timings() -> int:
+    """Return the number of timings of ``measure_kernels``."""
+    return 4 * len(_SUBJECTS) + 4
+
+
+def measure_kernels(clock: Clock, hardware: Hardware) -> Mapping[str, KernelFigures]:
+    """Return the figures of kernels by kind.
+
+    Args:
+        clock: of the device.
+        hardware: with the measured rates of plain products and passes, and no kinds yet.
+    """
+    prices = HardwarePrices(hardware, {}, "no")
+    found: dict[str, KernelFigures] = {}
+    for name, subject in _SUBJECTS.items():
+        found.update(_of_module(clock, prices, name, subject))
+    for kind, fused in (("update", None), ("fused update", True)):
+        found[kind] = _of_optimizer(clock, prices, kind, fused)
+    return found
+
+
+def _of_module(
+    clock: Clock, prices: HardwarePrices, kind: str, subject: _Subject
+) -> Iterator[tuple[str, KernelFigures]]:
+    """Yield the figures of forward and of backward."""
+    tiny, large = (_timed(clock, kind, case) for case in subject.cases())
+    for back, name in enumerate((kind, back_kind(kind))):
+        (least, starts), (most, _) = (_planned(prices, case, name) for case in subject.cases())
+        start = max(0.0, tiny[back] - least) / starts
+        times = (large[back] - start * starts) / most
+        yield name, KernelFigures(max(LEAST, times), start / MICRO)
+
+
+class _Trained(nn.Module):
+    """A module behind a parameter, so that gradients go back to its input."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.shift = inner, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.shift)  # type: ignore[no-any-return]
+
+
+def _planned(prices: HardwarePrices, case: _Case, kind: str) -> tuple[float, int]:
+    """Return (seconds if the kernels were plain, starts of kernels) of a kind in a module."""
+    candidate = Candidate("example", (torch.zeros(*case.shape),), {})
+    units = seen_model(_Trained(case.make()), [candidate]).units(
+        case.shape[0], "none", fused=True, width=4
+    )
+    found = [
+        each
+        for unit in units
+        for each in (*unit.forward, *unit.backward)
+        if isinstance(each, MatrixProduct | MemoryPass) and each.kind == kind
+    ]
+    launches = (each.launches if isinstance(each, MemoryPass) else 1 for each in found)
+    return sum(map(prices.price, found)), sum(launches)
+
+
+def _timed(clock: Clock, kind: str, case: _Case) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward; no two calls share a tensor."""
+    word, make, shape = case
+    calls = TINY_CALLS if word == "small" else CALLS
+    modules = [make().to(clock.device) for _ in range(calls)]
+    inputs = [torch.randn(*shape, device=clock.device).requires_grad_() for _ in modules]
+    sources = [*inputs, *(each for module in modules for each in module.parameters())]
+    kept: list[Tensor] = []
+    gradients: list[Tensor] = []
+
+    def forward() -> None:
+        kept.extend(module(x) for module, x in zip(modules, inputs, strict=True))
+
+    def filled() -> None:
+        kept.clear()
+        forward()
+        gradients[:] = map(torch.ones_like, kept)
+
+    there = clock.time(f"{word} {kind}", forward, before=kept.clear)
+    back = clock.time(
+        f"{word} {kind} backward",
+        lambda: torch.autograd.grad(kept, sources, gradients),
+        before=filled,
+    )
+    return there.seconds / calls, back.seconds / calls
+
+
+def _of_optimizer(
+    clock: Clock, prices: HardwarePrices, kind: str, fused: bool | None
+) -> KernelFigures:
+    seconds = []
+    for elements in TENSORS:
+        parameters = [
+            nn.Parameter(torch.zeros(elements, device=clock.device)) for _ in range(PARAMETERS)
+        ]
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        optimizer = torch.optim.AdamW(parameters, fused=fused)
+        timing = clock.time(f"{kind} of {elements} elements", optimizer.step)
+        seconds.append(timing.seconds / PARAMETERS)
+    plain = prices.price(MemoryPass(PARAMETERS * TENSORS[1] * BYTES["no"].update, 0))
+    times = PARAMETERS * (seconds[1] - seconds[0]) / plain
+    return KernelFigures(max(LEAST, times), seconds[0] / MICRO)

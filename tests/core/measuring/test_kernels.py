@@ -1,0 +1,90 @@
+"""Kernels by kind: their prices, and figures that give the measured times back."""
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.hardware.catalog import load_hardware
+from drivetrain.hardware.description import KernelFacts
+from drivetrain.hardware.prices import HardwarePrices
+from drivetrain.measuring import kernels
+from drivetrain.measuring.clock import Clock, Timing
+from drivetrain.model.first_batch import Candidate
+from drivetrain.paper.seen import seen_model
+from drivetrain.paper.step import PaperTask
+from drivetrain.paper.work import MatrixProduct, MemoryPass
+
+CPU = load_hardware("cpu")
+
+
+def with_kernels(**found):
+    """Return the description of processors with some kinds."""
+    device = CPU.device.model_copy(
+        update={"kernels": {kind: KernelFacts(times=times, start_us=start)
+                            for kind, (times, start) in found.items()}}
+    )  # fmt: skip
+    return HardwarePrices(CPU.model_copy(update={"device": device}), {}, "no")
+
+
+def test_kinds_have_factors_and_starts_of_their_own():
+    plain, kinds = with_kernels(), with_kernels(gelu=(3.0, 40.0), update=(2.0, 7.0))
+    gelu = MemoryPass(1e6, 1e6, kind="gelu")
+    assert kinds.price(gelu) == pytest.approx(3 * plain.price(gelu))
+    assert plain.start(gelu) == pytest.approx(15e-6)  # dispatch_us
+    assert kinds.start(gelu) == pytest.approx(40e-6)
+    update = MemoryPass(8e6, 0, kind="update", starts=8)
+    assert kinds.start(update) == pytest.approx(56e-6)
+    assert kinds.price(update) == pytest.approx(2 * plain.price(update))
+
+
+def test_processors_start_kernels_before_they_run_them():
+    prices = with_kernels(gelu=(1.0, 40.0))
+    gelu = MemoryPass(1e6, 1e6, kind="gelu")
+    seconds = prices.seconds(PaperTask("a", (gelu, gelu)))
+    assert seconds == pytest.approx(2 * (prices.price(gelu) + 40e-6))
+    ahead = HardwarePrices(load_hardware("h100"), {}, "bf16")
+    operations = (gelu,) * 3
+    device = sum(map(ahead.price, operations))
+    starts = sum(map(ahead.start, operations))
+    assert ahead.seconds(PaperTask("a", operations)) == pytest.approx(max(device, starts))
+
+
+def test_inputs_of_a_model_get_no_gradient():
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    units = seen_model(model, [Candidate("x", (torch.zeros(2, 8),), {})]).units(
+        4, "none", fused=True
+    )
+    back = [
+        (each.kind, each.for_weights)
+        for unit in units
+        for each in unit.backward
+        if isinstance(each, MatrixProduct)
+    ]
+    assert sorted(back) == [("linear backward", False), *[("linear backward", True)] * 2]
+    assert sum(unit.tensors for unit in units) == 4
+
+
+def test_measured_kinds_are_priced_as_they_were_measured(monkeypatch):
+    """Forward of every kind takes 1 ms if small, 10 ms if large; backward 2 ms and 20 ms."""
+
+    def timed(self, name, work, *, times=1, before=lambda: None):
+        before()
+        work()
+        calls = kernels.TINY_CALLS if name.startswith("small") else kernels.CALLS
+        calls = kernels.PARAMETERS if "update" in name else calls
+        small = name.startswith("small") or "of 64 " in name
+        return Timing((1e-3 if small else 1e-2) * (2 if "backward" in name else 1) * calls, 0.0)
+
+    chosen = ("linear", "gelu", "convolution", "attention", "cross_entropy", "layer_norm")
+    monkeypatch.setattr(kernels, "_SUBJECTS", {name: kernels._SUBJECTS[name] for name in chosen})
+    monkeypatch.setattr(Clock, "time", timed)
+    found = kernels.measure_kernels(Clock(torch.device("cpu")), CPU)
+    assert set(found) == {
+        *chosen, *(f"{name} backward" for name in chosen), "update", "fused update"
+    }  # fmt: skip
+    prices = with_kernels(**{kind: (each.times, each.start_us) for kind, each in found.items()})
+    gelu = MemoryPass(2.0 * 512 * 1024 * 4, 0, kind="gelu")
+    assert prices.seconds(PaperTask("a", (gelu,))) == pytest.approx(1e-2, rel=0.01)
+    linear = MatrixProduct(512, 256, 1024, kind="linear")
+    assert prices.seconds(PaperTask("a", (linear,))) == pytest.approx(1e-2, rel=0.01)
+    assert prices.seconds(PaperTask("a", linear.backward())) == pytest.approx(2e-2, rel=0.02)
