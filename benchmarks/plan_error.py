@@ -4,6 +4,8 @@ The table is a CSV file with the columns gpus, global_batch, micro_batch, hidden
 seq, tp, dp, pp and iteration_ms, one measured layout per row, as planners publish them.
 
     python benchmarks/plan_error.py measured.csv --hardware a100-80gb --recompute full
+
+``--figure FILE`` draws the rows (needs matplotlib): docs/pictures/planned.png is made so.
 """
 
 import argparse
@@ -11,15 +13,18 @@ import csv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.hardware.description import Hardware
 from drivetrain.paper.transformer import GptShape
-from drivetrain_launch.planner.layout import layout_of
-from drivetrain_launch.planner.predict import Predictor, Task
+from drivetrain.planner.layout import layout_of
+from drivetrain.planner.predict import Predictor, Task
 
+FloatArray: TypeAlias = NDArray[np.float64]
 AXES = ("tp", "pp", "dp", "micro_batch", "hidden")
 
 
@@ -41,6 +46,30 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
+def draw(rows: Sequence[Mapping[str, str]], measured: FloatArray, planned: FloatArray,
+         file: Path) -> None:  # fmt: skip
+    """Draw predicted over measured steps, colored by tensor parallelism, with a band of 10%."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.5, 5.2), layout="constrained")
+    ends = np.array([min(measured.min(), planned.min()), max(measured.max(), planned.max())]) / 1e3
+    axes.fill_between(ends, ends * 0.9, ends * 1.1, color="0.9", label="within 10%", linewidth=0)
+    axes.plot(ends, ends, color="0.4", linewidth=0.8)
+    ranks = np.array([int(row["tp"]) for row in rows])
+    for tp, marker in zip(sorted(set(ranks)), "os^D", strict=False):
+        of = ranks == tp
+        axes.scatter(measured[of] / 1e3, planned[of] / 1e3, s=9, marker=marker, label=f"tp={tp}",
+                     alpha=0.6, linewidth=0)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="measured step, seconds",
+             ylabel="predicted step, seconds", title=f"{len(rows)} published steps")  # fmt: skip
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> None:
     """Print the mean absolute error, the rank correlation, and the errors by axis."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -48,6 +77,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="a100-80gb")
     parser.add_argument("--recompute", default="full")
     parser.add_argument("--precision", default="fp16")
+    parser.add_argument("--figure", type=Path, help="a PNG or SVG file to draw the rows to")
     options = parser.parse_args()
     hardware = load_hardware(options.hardware)
     fixed = {"recompute": options.recompute, "precision": options.precision}
@@ -55,6 +85,8 @@ def main() -> None:
     measured = [float(row["iteration_ms"]) for row in rows]
     times = [predicted(row, hardware, fixed) for row in rows]
     errors = np.array(times) / np.array(measured) - 1
+    if options.figure:
+        draw(rows, np.array(measured), np.array(times), options.figure)
     print(
         f"{len(rows)} rows: mean absolute error {abs(errors).mean():.1%}, bias "
         f"{errors.mean():+.1%}, from {errors.min():+.1%} to {errors.max():+.1%}, rank correlation "

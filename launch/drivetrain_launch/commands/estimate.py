@@ -7,12 +7,12 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
+from drivetrain.hardware.sizes import DEVICES, device_bytes, unit_of
 from drivetrain_launch.commands.options import (
     complete_file,
     resolve_command_line,
     source_options,
 )
-from drivetrain_launch.forecast.sizes import DEVICES, device_bytes, unit_of
 from drivetrain_launch.tables import show_table
 
 if TYPE_CHECKING:

@@ -12,26 +12,42 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.hardware.description import Hardware
 from drivetrain.paper.transformer import GptShape
-from drivetrain_launch.forecast.sizes import GIB, size_text
+from drivetrain_launch.commands.options import complete_file
+from drivetrain_launch.forecast.plan_text import explained, file_of, found_rows
 from drivetrain_launch.tables import show_table
 
 if TYPE_CHECKING:
-    from drivetrain_launch.planner.predict import Prediction, Task
-    from drivetrain_launch.planner.search import Found
+    from drivetrain.planner.predict import Prediction, Predictor, Task
+    from drivetrain.planner.search import Found
+    from drivetrain_launch.forecast.subjects import Subject
 
-SHOWN = 10
-"""Rows of the table of a search."""
+LONGEST = 4096
+"""Tokens of a sample that the help promises; see ``forecast.subjects``."""
+
+BEST = "best"
+"""Stands for the layout that a search finds."""
 
 _LINK = re.compile(r"(\d+(?:\.\d+)?)\s*(GB/s|Gbit/s|MB/s|Mbit/s)", re.IGNORECASE)
 _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
 
 
 @click.command(
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+    },
 )
-@click.option("--gpt", metavar="KEY=VALUE,...", required=True, help="Sizes of a GPT: "
+@click.option("--gpt", metavar="KEY=VALUE,...", help="Sizes of a GPT: "
               + ", ".join(GptShape.keys()) + ".")  # fmt: skip
-@click.option("--batch", type=click.IntRange(min=1), required=True, help="Sequences of a step.")
+@click.option("--hf", metavar="FILE", help="A config.json of transformers, or its folder; no "
+              "weights are read.", shell_complete=complete_file)  # fmt: skip
+@click.option("--model", "factory", metavar="PACKAGE:FUNCTION",
+              help="A function that returns the model.")  # fmt: skip
+@click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sample, for --hf and --model. "
+              f"[default: the model's longest, at most {LONGEST}]")  # fmt: skip
+@click.option("--batch", type=click.IntRange(min=1), help="Samples of a step, of all ranks. "
+              "[default: a batch of the script's loader on every rank]")  # fmt: skip
 @click.option("--hardware", "source", metavar="NAME|FILE", required=True,
               help="Description of the devices; see `drivetrain hardware show`.")  # fmt: skip
 @click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True)
@@ -41,39 +57,112 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
               help="What a host sends to other hosts over all its adapters, such as 100GB/s or "
               "25Gbit/s. [default: the description's]")  # fmt: skip
 @click.option("--layout", metavar="KEY=VALUE,...", help="Predict this layout alone.")
+@click.option("--explain", metavar="KEY=VALUE,...|best",
+              help="Show one layout in detail: its time by parts, its memory by kinds, and what "
+              "would make it fit.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["fp16", "bf16", "no"]), default="bf16",
               show_default=True, help="Of the layouts that are searched.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE",
-              help="With --layout: write the predicted step as a Chrome trace.")  # fmt: skip
+              help="With --layout or --explain: write the step as a Chrome trace.")  # fmt: skip
+@click.option("--write", "file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write the configuration of the (first) layout for `drivetrain launch "
+              "--config`.")  # fmt: skip
+@click.argument("script", required=False, metavar="[SCRIPT]", shell_complete=complete_file)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...",
+                shell_complete=complete_file)  # fmt: skip
 def command(
-    layout: str | None, precision: str, as_json: bool, trace: Path | None, **given: Any
+    layout: str | None,
+    explain: str | None,
+    precision: str,
+    as_json: bool,
+    trace: Path | None,
+    file: Path | None,
+    **given: Any,
 ) -> None:
     """Predict the time and the memory of a training step, or search for the best layout.
 
-    Nothing is trained and no device is needed: see docs/planning.md for what is predicted, how,
-    and how far off it was on published measurements.
+    The model comes from --gpt, --hf, --model, or from SCRIPT, which is run with ARGS as one process
+    until it prepares its model. Nothing is trained and no device is needed: see docs/planning.md
+    for the method, and for its errors on published measurements.
     """
+    from drivetrain.planner.predict import Predictor
+
+    if layout is not None and explain is not None:
+        raise ConfigError("expected one of --layout and --explain, found both; leave one out")
     task = _task(**given)
-    if layout is None:
-        _search(task, precision, as_json)
+    chosen = layout or explain
+    if chosen is not None and chosen != BEST:
+        predictor = Predictor(task)
+        _show(predictor, _one(predictor, chosen), as_json, trace, file)
+        return
+    found = _search(task, precision)
+    if chosen == BEST:
+        _show(Predictor(task), found.best[0], as_json, trace, file)
+        return
+    if trace is not None:
+        raise ConfigError("--trace: expected with --layout or --explain, found neither")
+    if file is not None:
+        _write(file, file_of(task, found.best[0]))
+    if as_json:
+        click.echo(json.dumps([each.to_json() for each in found.best]))
     else:
-        _one(task, layout, as_json, trace)
+        show_found(task, found)
 
 
 def _task(
-    gpt: str,
-    batch: int,
+    *,
     source: str,
     hosts: int,
     devices_per_host: int | None,
     link_between: str | None,
+    batch: int | None,
+    **models: Any,
 ) -> "Task":
-    from drivetrain_launch.planner.predict import Task
+    from drivetrain.planner.predict import Task
 
     hardware = _with_link(load_hardware(source), link_between)
     per_host = devices_per_host or hardware.host.devices
-    return Task(read_shape(gpt), batch, hardware, hosts, per_host)
+    try:
+        hardware.check_measured(hosts, per_host)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; for links between hosts, --link-between does as well"
+        ) from None
+    subject = _subject(**models)
+    batch = batch or subject.loader_batch * hosts * per_host
+    if not batch:
+        raise ConfigError("expected --batch, the samples of a step of all ranks, found none")
+    return Task(subject.model, batch, hardware, hosts, per_host)
+
+
+def _subject(
+    gpt: str | None,
+    hf: str | None,
+    factory: str | None,
+    seq: int | None,
+    script: str | None,
+    arguments: tuple[str, ...],
+) -> "Subject":
+    from drivetrain_launch.forecast import subjects
+
+    given = {"--gpt": gpt, "--hf": hf, "--model": factory, "a script": script}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise ConfigError(
+            f"expected one of {', '.join(given)}, found {' and '.join(named) or 'none'}"
+        )
+    if seq is not None and (gpt or script):
+        raise ConfigError(
+            f"--seq: expected with --hf or --model, found {named[0]}, which says it itself"
+        )
+    if gpt is not None:
+        return subjects.Subject(read_shape(gpt))
+    if hf is not None:
+        return subjects.subject_of_config(hf, seq)
+    if factory is not None:
+        return subjects.subject_of_function(factory, seq)
+    return subjects.subject_of_script(str(script), arguments)
 
 
 def read_shape(text: str) -> GptShape:
@@ -82,7 +171,7 @@ def read_shape(text: str) -> GptShape:
     Raises:
         ConfigError: a key or a value is wrong.
     """
-    from drivetrain_launch.planner.layout import read_pairs
+    from drivetrain.planner.layout import read_pairs
 
     kinds = {field.name: field.type for field in fields(GptShape)}
     values: dict[str, Any] = {}
@@ -112,71 +201,64 @@ def _with_link(hardware: Hardware, rate: str | None) -> Hardware:
             f"--link-between: expected a rate such as 100GB/s or 25Gbit/s, found {rate!r}"
         )
     speed = float(match[1]) * _RATES[match[2].lower()] * hardware.links.reached
-    between = hardware.links.between.model_copy(update={"gigabytes_per_second": speed})
+    between = hardware.links.between.model_copy(
+        update={"gigabytes_per_second": speed, "source": "given as --link-between"}
+    )
     links = hardware.links.model_copy(update={"between": between})
     return hardware.model_copy(update={"links": links})
 
 
-def _one(task: "Task", layout: str, as_json: bool, trace: Path | None) -> None:
-    from drivetrain.paper.trace import write_trace
-    from drivetrain_launch.planner.layout import read_layout
-    from drivetrain_launch.planner.predict import Predictor
+def _one(predictor: "Predictor", layout: str) -> "Prediction":
+    from drivetrain.planner.layout import read_layout
 
-    prediction = Predictor(task).predict(read_layout(layout))
+    return predictor.predict(read_layout(layout))
+
+
+def _show(
+    predictor: "Predictor",
+    first: "Prediction",
+    as_json: bool,
+    trace: Path | None,
+    file: Path | None,
+) -> None:
+    """Print one layout in detail, and write its files."""
     if trace is not None:
-        write_trace(prediction.played, trace)
+        from drivetrain.paper.trace import write_trace
+
+        write_trace(first.played, trace)
+    if file is not None:
+        _write(file, file_of(predictor.task, first))
     if as_json:
-        click.echo(json.dumps(prediction.to_json()))
+        click.echo(json.dumps(first.to_json()))
         return
-    room = task.hardware.device.memory.gib * GIB
-    needed = prediction.needed()
-    click.echo(prediction.layout)
-    click.echo(f"step     {prediction.step_seconds:.4g} s, idle {prediction.idle:.1%}")
-    click.echo(
-        f"speed    {prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1%} of the "
-        "devices' peak"
-    )
-    click.echo(
-        f"memory   {size_text(round(needed))} of {size_text(round(room))}"
-        + ("" if needed <= room else f": {size_text(round(needed - room))} too much")
-    )
-    for kind, nbytes in prediction.held.items():
-        click.echo(f"  held   {kind}: {size_text(round(nbytes))}")
-    for (axis, operation), nbytes in prediction.sent.items():
-        click.echo(f"  sent   {operation} over {axis}: {size_text(round(nbytes))}")
+    for line in explained(predictor, first):
+        click.echo(line)
 
 
-def _search(task: "Task", precision: str, as_json: bool) -> None:
-    from drivetrain_launch.planner.search import search
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {str(file)!r}: {error.strerror or error}; choose another file"
+        ) from error
 
-    found = search(task, precision)
-    if as_json:
-        click.echo(json.dumps([each.to_json() for each in found.best]))
-        return
-    show_found(task, found)
+
+def _search(task: "Task", precision: str) -> "Found":
+    from drivetrain.planner.search import search
+
+    return search(task, precision)
 
 
 def show_found(task: "Task", found: "Found") -> None:
     """Print the best layouts, the reasons of the others' defeat, and the numbers left out."""
-    rows = [_row(each, found.best[0]) for each in found.best[:SHOWN]]
-    columns = ["layout", "step", "tokens/s", "MFU", "memory", "idle", "why not first"]
+    unit = "tokens/s" if task.model.seq > 1 else "samples/s"
+    columns = ["layout", "step", unit, "MFU", "memory", "idle", "why not first"]
     title = (
-        f"{task.shape.parameters / 1e9:.3g} B parameters, batch {task.batch}, {task.ranks} x "
+        f"{task.model.parameters / 1e9:.3g} B parameters, batch {task.batch}, {task.ranks} x "
         f"{task.hardware.name}: {found.tried:,} layouts tried"
     )
-    show_table(title, columns, rows)
+    show_table(title, columns, found_rows(found))
     for reason, count in found.left_out.items():
         click.echo(f"left out: {count:,} {reason}")
-    click.echo("\nthe first one as YAML:\n" + found.best[0].planned.yaml())
-
-
-def _row(each: "Prediction", best: "Prediction") -> list[str]:
-    return [
-        each.layout,
-        f"{each.step_seconds:.4g} s",
-        f"{each.tokens_per_second:,.0f}",
-        f"{each.mfu:.1%}",
-        size_text(round(each.needed())),
-        f"{each.idle:.1%}",
-        each.against(best),
-    ]
+    click.echo("\nthe first one as a configuration:\n" + file_of(task, found.best[0]))

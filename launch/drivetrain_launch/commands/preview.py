@@ -1,39 +1,38 @@
 """``launch --dry-run``: the resolved configuration, the mesh, and the cost on a rank."""
 
-from collections.abc import Iterator
-
-import torch
+from collections.abc import Iterator, Sequence
 
 from drivetrain.config.resolve import Resolved
-from drivetrain.cost import Cost, ModelSpec, TensorSpec
-from drivetrain.strategy import find_strategy
-from drivetrain_launch.forecast.planning import plan
-from drivetrain_launch.forecast.sizes import size_text
+from drivetrain.cost import Cost
+from drivetrain.hardware.sizes import size_text
+from drivetrain.strategy import Run, find_strategy
+from drivetrain.telemetry.link import bytes_between_hosts
+from drivetrain_launch.forecast.host_order import ranks_of
+from drivetrain_launch.forecast.planning import plan, plan_on
+from drivetrain_launch.forecast.sample import EXAMPLE, example_model
+from drivetrain_launch.hosts.hostfile import RemoteHost
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 from drivetrain_launch.tables import show_table, yaml_text
 
-LAYERS = 1000
-LAYER_SHAPE = (1000, 1000)
-EXAMPLE = "1e9 parameters in fp32 (1000 tensors of 1000 x 1000) with Adam"
-"""The model whose cost is shown: a dry run does not load the user's model."""
 
-
-def preview(resolved: Resolved) -> None:
+def preview(resolved: Resolved, listed: Sequence[RemoteHost] = ()) -> None:
     """Print the three tables; nothing is started.
+
+    Args:
+        resolved: the configuration.
+        listed: hosts to start over ssh, in the order of their ranks.
 
     Raises:
         ConfigError: the strategy does not fit this number of ranks.
         PreflightError: there are too few accelerators.
     """
-    settings = resolved.run.launch
-    available = 0 if settings.device == "cpu" else accelerators()
-    ranks = local_ranks(settings, accelerators=available, cores=cores())
-    run = plan(resolved, ranks)
+    run, shape = _planned(resolved, listed)
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
     cost = kind.cost(options, example_model(), run)
     show_configuration(resolved, every=False)
+    note = run.links.note(kind.channels(options))
     show_table(
-        f"Mesh: {run.mesh} ({settings.nnodes} x {ranks} ranks)",
+        f"Mesh: {run.mesh} ({shape}){note}",
         ("axis", "size", "ranks of the first line", "crosses hosts"),
         [
             (axis.name, str(axis.size), _ranks(axis.ranks), "yes" if axis.spans_hosts else "no")
@@ -43,6 +42,46 @@ def preview(resolved: Resolved) -> None:
     show_table(
         f"Cost of a model of {EXAMPLE}, on rank 0", ("what", "amount"), list(_cost_rows(cost))
     )
+    if len(set(run.world.hosts)) > 1:
+        show_placement(cost, run)
+
+
+def _planned(resolved: Resolved, listed: Sequence[RemoteHost]) -> tuple[Run, str]:
+    """Return the run as rank 0 will see it, and the numbers of ranks in words."""
+    settings = resolved.run.launch
+    if listed:
+        counts = ranks_of(listed, resolved)
+        names = [
+            host.name for host, count in zip(listed, counts, strict=True) for _ in range(count)
+        ]
+        return plan_on(resolved, names), f"{' + '.join(map(str, counts))} ranks"
+    available = 0 if settings.device == "cpu" else accelerators()
+    ranks = local_ranks(settings, accelerators=available, cores=cores())
+    return plan(resolved, ranks), f"{settings.nnodes} x {ranks} ranks"
+
+
+def show_placement(cost: Cost, run: Run) -> None:
+    """Print which ranks lie on which host, and the bytes over each link in a step."""
+    hosts = run.world.hosts
+    places = [(host, tuple(r for r, name in enumerate(hosts) if name == host))
+              for host in dict.fromkeys(hosts)]  # fmt: skip
+    show_table("Ranks", ("host", "ranks"), [(host, _ranks(ranks)) for host, ranks in places])
+    rows = [
+        (f"{operation} over {name}", *_link(run, name, sent))
+        for (name, operation), sent in cost.sent.items()
+    ]
+    rows += [(f"{what} over {axis}", *_link(run, axis, None)) for axis, what in
+             cost.uncounted.items()]  # fmt: skip
+    show_table("Links, in a step", ("what", "link", "a rank sends", "leaves a host"), rows)
+
+
+def _link(run: Run, name: str, sent: int | None) -> tuple[str, str, str]:
+    """Return the link of an axis, the bytes that a rank sends, and the bytes that leave a host."""
+    line = run.mesh.line(name)
+    link = "between hosts" if line.spans_hosts else "inside of a host"
+    if sent is None:
+        return link, "depends on the batch", "depends on the batch" if line.spans_hosts else "0 B"
+    return link, size_text(sent), size_text(bytes_between_hosts({(name, ""): sent}, run))
 
 
 def show_configuration(resolved: Resolved, *, every: bool = True) -> None:
@@ -53,17 +92,6 @@ def show_configuration(resolved: Resolved, *, every: bool = True) -> None:
     left = len(found) - len(kept)
     more = f" ({left} more keys at their default: drivetrain config show)" if left else ""
     show_table(f"Configuration{more}", ("key", "value", "origin"), rows)
-
-
-def example_model() -> ModelSpec:
-    """Describe the model for which a strategy's cost is shown."""
-    return ModelSpec(
-        tuple(
-            TensorSpec(f"layers.{index}.weight", LAYER_SHAPE, torch.float32, True)
-            for index in range(LAYERS)
-        ),
-        states=2,
-    )
 
 
 def _cost_rows(cost: Cost) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,8 @@
 """Everything that can be refused before ranks start: the same errors as ``prepare()``, at once."""
 
 from drivetrain.config.resolve import Resolved
+from drivetrain.errors import ConfigError
+from drivetrain.links.chosen import LinkMethods
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import find_strategy
@@ -20,7 +22,19 @@ def check_run(resolved: Resolved) -> None:
     check_hosts(resolved.run.launch)
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
     kind.check_options(options, Precision.configured(resolved.run))
+    links = LinkMethods.configured(resolved.run.links)
+    kind.check_links(options, links, Precision.configured(resolved.run))
     settings = resolved.run.launch
-    if settings.nproc_per_node != "auto":
-        world = planned_world(settings.nproc_per_node, settings.nnodes)
-        Mesh.plan(kind.axes(options, world.size), world)
+    if settings.nproc_per_node == "auto":
+        return
+    for hosts in range(settings.nnodes, settings.least_nnodes - 1, -1):
+        world = planned_world(settings.nproc_per_node, hosts)
+        try:
+            Mesh.plan(kind.axes(options, world.size), world)
+        except ConfigError as error:
+            if hosts == settings.nnodes:
+                raise
+            raise ConfigError(
+                f"launch.min_nnodes: the run could not go on with {hosts} hosts of "
+                f"{settings.nproc_per_node} ranks: {error}"
+            ) from error

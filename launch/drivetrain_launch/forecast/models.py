@@ -7,16 +7,18 @@ import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError
-from drivetrain_launch.forecast.sizes import parameter_count
+from drivetrain.hardware.sizes import parameter_count
 
 CONFIG_FILE = "config.json"
 MATRIX = (1000, 1000)
@@ -25,11 +27,26 @@ MATRIX = (1000, 1000)
 MOST_LAYERS = 200
 """Layers of such a model; those of larger models have more rows."""
 
+FACTORY = re.compile(r"([\w.]+):(\w+)")
+"""``module:function``."""
+
 _META = torch.device("meta")
 
 
 class _Prepared(BaseException):
     """A script has reached ``prepare``; no handler of the script may catch it."""
+
+
+class Reached(NamedTuple):
+    """The objects with which a script has reached ``prepare``.
+
+    Attributes:
+        model: the first module.
+        loaders: of the same call.
+    """
+
+    model: nn.Module
+    loaders: Sequence[DataLoader[Any]]
 
 
 def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
@@ -51,13 +68,13 @@ def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
             f"found arguments after {source!r}: {' '.join(arguments)}; options stand before MODEL"
         )
     if path.suffix == ".json" and path.is_file():
-        return ModelSpec.of(_of_transformers(path))
+        return ModelSpec.of(of_transformers(path))
     if path.suffix == ".py" and path.is_file():
-        return ModelSpec.of(_of_script(path, arguments))
+        return ModelSpec.of(of_script(path, arguments).model)
     if count := parameter_count(source):
         return of_size(count)
-    if match := re.fullmatch(r"([\w.]+):(\w+)", source):
-        return ModelSpec.of(_of_function(match[1], match[2]))
+    if FACTORY.fullmatch(source):
+        return ModelSpec.of(of_function(source))
     raise ConfigError(
         f"expected a config.json of transformers or its folder, a script, MODULE:FUNCTION or a "
         f"number of parameters such as 7B, found {source!r}; check the path{_of_a_hub(source)}"
@@ -85,7 +102,12 @@ def of_size(parameters: int) -> ModelSpec:
     )
 
 
-def _of_transformers(path: Path) -> nn.Module:
+def of_transformers(path: Path) -> nn.Module:
+    """Return the model of a configuration of transformers, on the meta device.
+
+    Raises:
+        ConfigError: transformers is missing, or cannot build it.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -114,26 +136,36 @@ def _of_transformers(path: Path) -> nn.Module:
         ) from error
 
 
-def _of_function(module: str, name: str) -> nn.Module:
+def of_function(source: str) -> nn.Module:
+    """Return the model that ``module:function`` makes, on the meta device.
+
+    Raises:
+        ConfigError: there is no such function, or it returns no module.
+    """
+    module, _, name = source.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"cannot find {module}:{name}: {error}; check the name") from error
     with _META:
-        return _module(function(), f"{module}:{name}")
+        return _module(function(), source)
 
 
-def _of_script(path: Path, arguments: Sequence[str]) -> nn.Module:
-    """Run a script as one process until it prepares a model."""
-    found: list[nn.Module] = []
+def of_script(path: Path, arguments: Sequence[str]) -> Reached:
+    """Run a script as one process until it prepares a model; its output goes to standard error.
+
+    Raises:
+        ConfigError: it ends, or fails, before.
+    """
+    found: list[Reached] = []
     prepare = Accelerator.prepare
 
     def note(accelerator: Accelerator, *objects: Any, **settings: Any) -> Any:
         models = [each for each in objects if isinstance(each, nn.Module)]
         if not models:
             return prepare(accelerator, *objects, **settings)
-        found.extend(models)
+        found.append(Reached(models[0], [o for o in objects if isinstance(o, DataLoader)]))
         raise _Prepared
 
     before = sys.argv
@@ -141,7 +173,8 @@ def _of_script(path: Path, arguments: Sequence[str]) -> nn.Module:
     sys.path.insert(0, str(path.parent.resolve()))
     setattr(Accelerator, prepare.__name__, note)
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        with redirect_stdout(sys.stderr):
+            runpy.run_path(str(path), run_name="__main__")
     except _Prepared:
         return found[0]
     except Exception as error:

@@ -1,10 +1,12 @@
 """The run as rank 0 will see it, laid out without a process group."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from drivetrain.config.resolve import Resolved
+from drivetrain.links.chosen import LinkMethods
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
@@ -19,6 +21,12 @@ def plan(resolved: Resolved, ranks: int, *, on_accelerators: bool = False) -> Ru
     """Return the run as rank 0 would see it, with so many ranks on each host."""
     settings = resolved.run.launch
     world = planned_world(ranks, settings.nnodes)
+    return plan_on(resolved, world.hosts, on_accelerators=on_accelerators)
+
+
+def plan_on(resolved: Resolved, hosts: Sequence[str], *, on_accelerators: bool = False) -> Run:
+    """Return the run as rank 0 would see it, with the host of each rank; hosts may be unequal."""
+    world = World(size=len(hosts), local_size=hosts.count(hosts[0]), hosts=tuple(hosts))
     if on_accelerators:
         world = replace(world, device=torch.device(ACCELERATOR))
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
@@ -29,6 +37,7 @@ def plan(resolved: Resolved, ranks: int, *, on_accelerators: bool = False) -> Ru
         precision=Precision.configured(resolved.run),
         accumulation=resolved.run.accumulation,
         traffic=Traffic(),
+        links=LinkMethods.configured(resolved.run.links),
     )
 
 

@@ -10,7 +10,8 @@ from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.registry import strategies
-from drivetrain.strategy import Form, Run, find_strategy
+from drivetrain.strategy import Form, find_strategy
+from drivetrain.telemetry.link import bytes_between_hosts
 from drivetrain_launch.forecast.planning import plan, planned_world
 
 HOST, DISK = " in host memory", " on disk"
@@ -110,21 +111,8 @@ def _promise(
         kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
         run = plan(resolved, ranks // hosts, on_accelerators=on_accelerators)
         kind.check_options(options, run.precision)
+        kind.check_links(options, run.links, run.precision)
         cost = kind.cost(options, model, run)
-        return Promise(form, cost, between_hosts=_between_hosts(cost, run))
+        return Promise(form, cost, between_hosts=bytes_between_hosts(cost.sent, run))
     except DrivetrainError as error:
         return Promise(form, None, str(error).splitlines()[0])
-
-
-def _between_hosts(cost: Cost, run: Run) -> int:
-    """Return the bytes that leave rank 0's host, where messages go around in rings of neighbors.
-
-    Of the ranks that a host has on a ring, one sends to another host; a host has several rings
-    where each takes a part of its ranks.
-    """
-    total = 0
-    for (name, _), sent in cost.sent.items():
-        line = run.mesh.line(name)
-        if line.spans_hosts:
-            total += sent * run.world.local_size // line.hosts.count(line.hosts[line.rank])
-    return total

@@ -11,10 +11,10 @@ from typing import Any
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.cost import Cost, ModelSpec
+from drivetrain.hardware.sizes import GIB, device_bytes, parameter_count, size_text
 from drivetrain.registry import Registry
 from drivetrain_launch.forecast.models import of_size
 from drivetrain_launch.forecast.promises import Promise, promises_for
-from drivetrain_launch.forecast.sizes import GIB, device_bytes, parameter_count, size_text
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 
 BILLION = 10**9

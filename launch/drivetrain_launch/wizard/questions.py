@@ -24,8 +24,8 @@ from drivetrain.config import (
 from drivetrain.config.document import COMMENT_COLUMNS, put
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.errors import ConfigError
+from drivetrain.hardware.sizes import DEVICES, device_bytes, parameter_count
 from drivetrain.registry import Registry
-from drivetrain_launch.forecast.sizes import DEVICES, device_bytes, parameter_count
 from drivetrain_launch.ranks.placement import Endpoint
 
 if TYPE_CHECKING:

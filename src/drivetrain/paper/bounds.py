@@ -5,7 +5,7 @@ A search sketches thousands of layouts with them. No lane can be quicker than al
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drivetrain.paper.lanes import Prices
@@ -73,16 +73,14 @@ class UnitCosts:
         """
         found = []
         for unit, count in Counter(units).items():
-            place = (unit, key, run.axes.get("dp", 1), run.precision)
+            place = (unit, key, run.axes.get("dp", 1), run.precision, run.far)
             if place not in self._known:
                 self._known[place] = self._computed(unit, draw, run)
             found.append((self._known[place], count))
         return found
 
     def _computed(self, unit: PaperUnit, draw: Draw, run: PaperRun) -> UnitCost:
-        one, two = (
-            draw([unit], PaperRun(run.axes, count, run.precision, run.per_host)) for count in (1, 2)
-        )
+        one, two = (draw([unit], replace(run, micro_batches=count)) for count in (1, 2))
         first, second = self._busy(one), self._busy(two)
         each = {lane: second[lane] - first.get(lane, 0.0) for lane in second}
         once = {lane: first[lane] - each[lane] for lane in first}

@@ -1,13 +1,31 @@
 """The part of a strategy's contract that draws its step on paper, and lists its layouts."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+from torch import nn
 
 from drivetrain.errors import ConfigError
 from drivetrain.paper.bounds import PaperBound, UnitCosts, stage_bound
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
+
+
+class StrategyPick(NamedTuple):
+    """A strategy that was chosen at ``prepare``.
+
+    Attributes:
+        section: its name and options, as the configuration has them.
+        settings: further keys of the configuration that belong to the choice.
+        reason: a line for the log.
+        seconds: of a step, as predicted.
+    """
+
+    section: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    reason: str
+    seconds: float
 
 
 class OnPaper:
@@ -62,6 +80,25 @@ class OnPaper:
 
         found = costs.of(units, (cls, repr(config)), draw, run)
         return stage_bound(found, run.micro_batches, 1)
+
+    @classmethod
+    def choose(
+        cls, config: Any, model: nn.Module, run: Any, recompute: Sequence[str]
+    ) -> StrategyPick | None:
+        """Return another strategy to prepare a model in place of this strategy; by default none.
+
+        Collective: all ranks return the same, over the same axes.
+
+        Args:
+            config: the strategy's options.
+            model: as the script passes it to ``prepare``.
+            run: the ``Run``, with the loaders that the script prepares.
+            recompute: the modes of activation recompute that may be chosen.
+
+        Raises:
+            ConfigError: nothing can be chosen.
+        """
+        return None
 
     @classmethod
     def draws_steps(cls) -> bool:

@@ -3,13 +3,15 @@
 Volumes follow Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
-from drivetrain.paper.work import Collective, MemoryPass, PaperUnit
+from drivetrain.paper.stores import STORE_LANES, Stored
+from drivetrain.paper.work import Collective, MemoryPass, Operation, PaperUnit
 
 AXIS = "dp"
 
@@ -24,6 +26,8 @@ class Sharing:
         parameters: whether parameters are divided, and gathered unit by unit.
         keeps: whether gathered parameters stay whole from forward to backward.
         group: how many neighbors divide the state; 0 for all ranks of the axis.
+        fused: whether one kernel makes the optimizer's update in one pass.
+        stored: what lies in stores between its uses.
     """
 
     optimizer: bool = False
@@ -31,6 +35,8 @@ class Sharing:
     parameters: bool = False
     keeps: bool = False
     group: int = 0
+    fused: bool = False
+    stored: Stored = Stored()
 
 
 def data_parallel_step(
@@ -46,6 +52,14 @@ def data_parallel_step(
     return _Drawing(units, run, sharing or Sharing()).step()
 
 
+@lru_cache(maxsize=4096)
+def _backward(unit: PaperUnit, each: int) -> tuple[Operation, ...]:
+    """Return the operations of backward, and the copy of gradients into a buffer of messages."""
+    if not (unit.elements and each):
+        return unit.computed_backward
+    return (*unit.computed_backward, MemoryPass(2.0 * unit.elements * each, 0))
+
+
 @dataclass
 class _Drawing:
     units: Sequence[PaperUnit]
@@ -58,39 +72,48 @@ class _Drawing:
         self.ranks = self.run.axes.get(AXIS, 1)
         self.group = min(self.sharing.group or self.ranks, self.ranks)
         self.near = AXIS if self.group == self.ranks else f"{AXIS}.near"
+        self.together = self.run.together(AXIS)
+        self.far = self.run.far if self.together < self.ranks else None
 
     def step(self) -> PaperStep:
         m = self.run.micro_batches
-        arriving = self._gather_stepped()
+        arriving = self._arriving()
         for index in range(m):
             self._forward(index, arriving if index == 0 else {})
             self._backward(index)
         self._update()
-        axes = {
-            **self.run.axes,
-            f"{AXIS}.near": self.group,
-            f"{AXIS}.far": self.ranks // self.group,
-        }
-        return PaperStep(self.tasks, [self._held()], axes)
+        near = self.together if self.far and self.group == self.ranks else self.group
+        axes = {**self.run.axes, f"{AXIS}.near": near, f"{AXIS}.far": self.ranks // near}
+        held, stored = self._tiers()
+        return PaperStep(self.tasks, [held], axes, [stored])
 
     # --- the phases of a step ---
 
-    def _gather_stepped(self) -> dict[int, int]:
-        """Gather updated parameters, unit by unit; the first forward waits for each unit."""
+    def _arriving(self) -> dict[int, int]:
+        """Update stored state and gather updated parameters; forward waits for each unit."""
         divided = self.sharing.optimizer and not self.sharing.parameters and self.group > 1
-        if not divided:
-            return {}
-        return {
-            index: self._add(self._gathering(unit, "", 0, []))
-            for index, unit in enumerate(self.units)
-            if unit.elements
-        }
+        stored = self.sharing.stored
+        found: dict[int, int] = {}
+        for index, unit in enumerate(self.units):
+            if not unit.elements:
+                continue
+            before: list[int] = []
+            if stored.part:
+                elements = unit.elements * stored.part / self._parts
+                tasks = stored.update(unit, elements, self.run.bytes, len(self.tasks))
+                ended = [self._add(task) for task in tasks]
+                before = [] if stored.delayed else ended[-1:]
+            if divided:
+                before = [self._add(self._gathering(unit, "", 0, before))]
+            if before:
+                found[index] = before[0]
+        return found
 
     def _forward(self, index: int, arriving: dict[int, int]) -> None:
         for at, count, unit in self._runs(alone=bool(arriving) or self._gathers):
             after = [arriving[at]] if at in arriving else []
             if self._gathers:
-                after.append(self._bring(unit, "forward", index))
+                after = [self._bring(unit, "forward", index, after)]
             task = PaperTask(unit.name, unit.forward, after=tuple(after), phase="forward")
             task.micro_batch, task.repeat = index, count
             task.takes, task.during = count * unit.kept, self._whole(unit)
@@ -103,7 +126,8 @@ class _Drawing:
             after = []
             if self._gathers and not self.sharing.keeps:
                 after.append(self._bring(unit, "backward", index))
-            task = PaperTask(unit.name, unit.computed_backward, after=tuple(after))
+            nbytes = self.run.bytes.gradient if reduces else 0
+            task = PaperTask(unit.name, _backward(unit, nbytes), after=tuple(after))
             task.phase, task.micro_batch, task.repeat = "backward", index, count
             task.frees = count * unit.kept
             task.during = unit.transient + unit.largest + self._whole(unit)
@@ -113,22 +137,37 @@ class _Drawing:
 
     def _reduce(self, unit: PaperUnit, computed: int, index: int, *, last: bool) -> None:
         nbytes = unit.elements * self.run.bytes.gradient
-        operation = "reduce_scatter" if self.sharing.optimizer else "all_reduce"
-        messages = []
-        if self.group > 1:
-            messages.append(Collective(self.near, operation, nbytes))
-        if self.group < self.ranks and last:
-            messages.append(Collective(f"{AXIS}.far", "all_reduce", nbytes / self.group))
         after = computed
-        for message in messages:
-            task = PaperTask(f"reduce {unit.name}", (message,), message.axis, (after,))
+        for lane, operations in self._sums(nbytes, last=last):
+            task = PaperTask(f"reduce {unit.name}", operations, lane, (after,))
             task.phase, task.micro_batch = "backward", index
             after = self._add(task)
 
+    def _sums(self, nbytes: float, *, last: bool) -> Iterator[tuple[str, tuple[Operation, ...]]]:
+        """Yield the lane and the operations of each message of a sum of gradients."""
+        operation = "reduce_scatter" if self.sharing.optimizer else "all_reduce"
+        whole, replicas = self.group == self.ranks, self.group < self.ranks and last
+        if self.far and whole:
+            hosts = self.ranks // self.together
+            divided = self.sharing.optimizer
+            yield from self.far.messages(AXIS, nbytes, self.together, hosts, divided=divided)
+            return
+        if self.group > 1:
+            yield self.near, (Collective(self.near, operation, nbytes),)
+        part, copies = nbytes / self.group, self.ranks // self.group
+        if replicas and self.far:
+            yield from self.far.messages(AXIS, part, 1, copies, divided=False)
+        elif replicas:
+            yield f"{AXIS}.far", (Collective(f"{AXIS}.far", "all_reduce", part),)
+
     def _update(self) -> None:
-        reduced = [index for index, task in enumerate(self.tasks) if task.lane != COMPUTE]
-        elements = self._elements / (self.group if self.sharing.optimizer else 1)
-        update = MemoryPass(elements * self.run.bytes.update, 0)
+        beside = {COMPUTE, *STORE_LANES}
+        reduced = [index for index, task in enumerate(self.tasks) if task.lane not in beside]
+        parts = self._parts
+        elements = self._elements / parts * (1 - self.sharing.stored.part)
+        kind = "fused update" if self.sharing.fused else "update"
+        tensors = -(-sum(unit.tensors for unit in self.units) // parts)
+        update = MemoryPass(elements * self.run.bytes.update, 0, kind=kind, starts=tensors)
         # The norm of the gradients is a sum over all of them.
         self._add(PaperTask("update", (update,), after=tuple(reduced[-len(self.units) :])))
 
@@ -142,9 +181,19 @@ class _Drawing:
     def _elements(self) -> int:
         return sum(unit.elements for unit in self.units)
 
-    def _bring(self, unit: PaperUnit, phase: str, index: int) -> int:
+    @property
+    def _parts(self) -> int:
+        """Ranks that share the optimizer's state."""
+        return self.group if self.sharing.optimizer else 1
+
+    def _bring(self, unit: PaperUnit, phase: str, index: int, values: Sequence[int] = ()) -> int:
         """Gather a unit beside the unit before it, not earlier: its memory is limited."""
-        before = self.computed[-2:-1]
+        before = [*self.computed[-2:-1], *values]
+        nbytes = unit.elements * self.run.bytes.parameter / self.group
+        for task in self.sharing.stored.fetch(unit, nbytes, len(self.tasks)):
+            task.after = (*task.after, *before)
+            task.phase, task.micro_batch = phase, index
+            before = [self._add(task)]
         return self._add(self._gathering(unit, phase, index, before))
 
     def _gathering(
@@ -176,8 +225,24 @@ class _Drawing:
         return {
             "parameters": elements * each.parameter / (group if sharing.parameters else 1),
             "gradients": elements * each.gradient / (group if sharing.gradients else 1),
-            "optimizer": elements * each.optimizer / (group if sharing.optimizer else 1),
+            "optimizer": elements * each.optimizer / self._parts,
         }
+
+    def _tiers(self) -> tuple[dict[str, float], Mapping[str, float]]:
+        """Return the bytes on the device by kind, and those in stores."""
+        held, sharing = self._held(), self.sharing
+        stored = sharing.stored
+        gradients = self._elements * self.run.bytes.gradient / self._parts
+        there = stored.held(held["optimizer"], gradients, held["parameters"])
+        held["optimizer"] *= 1 - stored.part
+        if sharing.gradients:
+            held["gradients"] *= 1 - stored.part
+        if stored.parameters:
+            held["parameters"] = 0.0
+        if self.far:
+            near = self.together if self.group == self.ranks else self.group
+            held["errors of links"] = 4.0 * self._elements * self.far.held / near
+        return held, there
 
     def _add(self, task: PaperTask) -> int:
         self.tasks.append(task)

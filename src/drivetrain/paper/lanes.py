@@ -12,6 +12,7 @@ from typing import Protocol
 
 from drivetrain.errors import UsageError
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
+from drivetrain.paper.stores import STORE_LANES
 
 
 class Prices(Protocol):
@@ -83,7 +84,7 @@ def play(step: PaperStep, prices: Prices) -> PlayedStep:
         task, start = tasks[index], ready[index]
         lanes = running.setdefault(task.stage, {})
         seconds = prices.seconds(task)
-        if prices.slowdown:
+        if prices.slowdown and task.lane not in STORE_LANES:
             seconds = _beside(lanes, task.lane, start, seconds, prices.slowdown)
         starts[index], stops[index] = start, start + seconds
         lanes[task.lane] = (start, start + seconds)
@@ -129,7 +130,7 @@ def _beside(
     """Return the duration of a task that runs beside other lanes of its stage."""
     together = 0.0
     for other, (since, until) in lanes.items():
-        if other != lane and COMPUTE in (lane, other):
+        if other != lane and COMPUTE in (lane, other) and other not in STORE_LANES:
             together += max(0.0, min(until, start + seconds) - max(since, start))
     return seconds + slowdown * together
 

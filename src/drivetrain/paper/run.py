@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drivetrain.errors import ConfigError
+from drivetrain.paper.far import FarMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,23 @@ class PaperRun:
         micro_batches: of one step.
         precision: a key of ``BYTES``.
         per_host: ranks of a host.
+        far: approximates sums of gradients between hosts; None: they are exact.
     """
 
     axes: Mapping[str, int]
     micro_batches: int
     precision: str
     per_host: int = 8
+    far: FarMethod | None = None
+
+    def together(self, axis: str) -> int:
+        """Return how many ranks of an axis lie on one host."""
+        stride = 1
+        for name, size in self.axes.items():
+            if name == axis:
+                return max(1, min(size, self.per_host // stride))
+            stride *= size
+        return 1
 
     @property
     def bytes(self) -> BytesPerElement:

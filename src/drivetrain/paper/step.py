@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from drivetrain.paper.work import Collective, Operation
+from drivetrain.paper.work import Collective, Operation, TierCopy
 
 COMPUTE = "compute"
 """The lane of kernels; every axis has a lane of its own, named like the axis."""
@@ -56,14 +56,16 @@ class PaperStep:
             each lane.
         held: bytes between steps by stage and kind.
         axes: the number of ranks of each axis.
+        stored: bytes between steps in host memory and on a disk, by stage.
     """
 
     tasks: list[PaperTask]
     held: Sequence[Mapping[str, float]]
     axes: Mapping[str, int] = field(default_factory=dict)
+    stored: Sequence[Mapping[str, float]] = ()
 
     def sent(self) -> Sequence[Mapping[tuple[str, str], float]]:
-        """Return the bytes that a rank of each stage sends, by axis and operation."""
+        """Return the bytes that a rank of each stage sends, by axis or link, and operation."""
         stages: list[Counter[tuple[str, str]]] = [Counter() for _ in self.held]
         for task in self.tasks:
             for operation in task.operations:
@@ -71,4 +73,7 @@ class PaperStep:
                     ranks = self.axes.get(operation.axis, 1)
                     key = (operation.axis, operation.operation)
                     stages[task.stage][key] += operation.sent(ranks) * task.repeat  # type: ignore[assignment]
+                elif isinstance(operation, TierCopy):
+                    key = (operation.link, task.lane)
+                    stages[task.stage][key] += operation.nbytes * task.repeat  # type: ignore[assignment]
         return stages

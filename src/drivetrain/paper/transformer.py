@@ -5,7 +5,7 @@ Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4: a laye
 (arXiv 2104.04473), appendix: a forward has ``24 B s h^2 (1 + s / 6h)`` operations per layer.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from drivetrain.errors import ConfigError
@@ -17,6 +17,8 @@ from drivetrain.paper.work import (
     PaperUnit,
     Recompute,
     Saved,
+    attention,
+    widened,
 )
 
 LOSS_BYTES = (42, 18)
@@ -90,13 +92,16 @@ class GptShape:
         layer = 2 * linear + 4 * s * h
         return 3.0 * batch * s * (self.layers * layer + 2 * h * self.vocab)
 
-    def units(self, micro_batch: int, recompute: Recompute, *, fused: bool) -> list[PaperUnit]:
-        """Return embedding, blocks and head for a micro-batch of sequences, in two-byte numbers.
+    def units(
+        self, micro_batch: int, recompute: Recompute, *, fused: bool, width: int = 2
+    ) -> list[PaperUnit]:
+        """Return embedding, blocks and head for a micro-batch of sequences.
 
         Args:
             micro_batch: sequences.
             recompute: what blocks compute again in backward.
             fused: whether attention is one kernel that keeps no scores.
+            width: bytes of a number; the loss computes in four either way.
         """
         tokens = micro_batch * self.seq
         stream = 2 * tokens * self.hidden
@@ -109,27 +114,31 @@ class GptShape:
             recompute=recompute,
             heads=self.heads,
         )
-        return [self._embedding(tokens), *[block] * self.layers, self._head(tokens)]
+        block, first, last = (
+            widened(unit, width / 2)
+            for unit in (block, self._embedding(tokens), self._head(tokens))
+        )
+        forward, backward = LOSS_BYTES
+        logits = tokens * self.vocab
+        loss = MemoryPass(forward * logits, backward * logits, 8, "features")
+        last = replace(
+            last,
+            forward=(*last.forward, loss),
+            saved=(*last.saved, Saved(4 * logits, "features")),
+        )
+        return [first, *[block] * self.layers, last]
 
     # --- a block ---
 
     def _attention(self, batch: int, fused: bool) -> tuple[Operation, ...]:
         s, h, tokens = self.seq, self.hidden, batch * self.seq
         stream, wide = 2 * tokens * h, 2 * tokens * (h + 2 * self.keys_width)
-        scores, width, heads = 2.0 * batch * self.heads * s * s, h // self.heads, batch * self.heads
-        half = 0.5 if fused else 1.0
-        middle: tuple[Operation, ...] = (
-            MatrixProduct(s, width, s, heads, "copies", True, False, work=half),
-            *(() if fused else (MemoryPass(2 * scores, 3 * scores, 1, "features", True),)),
-            *(() if fused else (MemoryPass(2.5 * scores, 2.5 * scores, 1, "features", True),)),
-            MatrixProduct(s, s, width, heads, "copies", True, False, work=half),
-        )
         return (
             MemoryPass(2 * stream, 3 * stream, 2, "tokens"),
             Boundary(True, stream),
             MatrixProduct(tokens, h, h + 2 * self.keys_width, divided="columns"),
             MemoryPass(2 * wide, 2 * wide, 4, "features"),
-            *middle,
+            *attention(batch * self.heads, s, s, h // self.heads, fused=fused),
             MemoryPass(2 * stream, 2 * stream, 2, "features"),
             MatrixProduct(tokens, h, h, divided="inner"),
             Boundary(False, stream),
@@ -192,8 +201,8 @@ class GptShape:
         )
 
     def _head(self, tokens: int) -> PaperUnit:
-        stream, logits = 2 * tokens * self.hidden, tokens * self.vocab
-        forward, backward = LOSS_BYTES
+        """Return the norm and the product of the head; the loss is not among them."""
+        stream = 2 * tokens * self.hidden
         own = 0 if self.tied else self.vocab * self.hidden
         return PaperUnit(
             "head",
@@ -201,9 +210,8 @@ class GptShape:
                 MemoryPass(2 * stream, 3 * stream, 2, "tokens"),
                 Boundary(True, stream),
                 MatrixProduct(tokens, self.hidden, self.vocab, divided="columns"),
-                MemoryPass(forward * logits, backward * logits, 8, "features"),
             ),
-            (Saved(2 * stream, "tokens"), Saved(4 * logits, "features")),
+            (Saved(2 * stream, "tokens"),),
             ((own, True), (2 * self.hidden, False)),
             repeated=False,
         )

@@ -30,6 +30,9 @@ class MatrixProduct:
         for_weights: whether the product is the gradient of a parameter, for which no stage waits.
         work: floating-point operations over those of the full product: 0.5 where a kernel skips
             the masked half.
+        kind: names kernels that are no plain product: ``convolution``, ``attention``; see
+            ``KernelFacts`` in ``drivetrain.hardware.description``.
+        passes_back: whether the left factor needs a gradient; inputs of a model need none.
     """
 
     rows: int
@@ -41,6 +44,8 @@ class MatrixProduct:
     weights: bool = True
     for_weights: bool = False
     work: float = 1.0
+    kind: str = ""
+    passes_back: bool = True
 
     @property
     def flops(self) -> float:
@@ -52,21 +57,22 @@ class MatrixProduct:
         each = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         return each * self.copies
 
-    def backward(self) -> "tuple[MatrixProduct, MatrixProduct]":
-        """Return the products for the gradients of the left and of the right factor."""
+    def backward(self) -> "tuple[MatrixProduct, ...]":
+        """Return the products for the gradients of the left, if needed, and the right factor."""
         swapped: dict[Direction, Direction] = {"columns": "inner", "inner": "columns"}
         left = swapped.get(self.divided, self.divided)
         right: Direction = "rows" if self.divided == "inner" else self.divided
-        return (
-            replace(self, inner=self.columns, columns=self.inner, divided=left),
-            replace(
-                self,
-                rows=self.inner,
-                inner=self.rows,
-                divided=right,
-                for_weights=self.weights,
-            ),
+        kind = back_kind(self.kind)
+        of_left = replace(self, inner=self.columns, columns=self.inner, divided=left, kind=kind)
+        of_right = replace(
+            self,
+            rows=self.inner,
+            inner=self.rows,
+            divided=right,
+            for_weights=self.weights,
+            kind=kind,
         )
+        return (of_left, of_right) if self.passes_back else (of_right,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,8 @@ class MemoryPass:
         launches: kernels in forward; backward has as many.
         divided: ``features``, ``tokens`` or nothing.
         core: see ``MatrixProduct``.
+        kind: names the function, such as ``gelu``; "" for kernels that only move values.
+        starts: how often the host starts kernels of the kind, if not as often as ``launches``.
     """
 
     nbytes: float
@@ -86,6 +94,8 @@ class MemoryPass:
     launches: int = 1
     divided: Direction = ""
     core: bool = False
+    kind: str = ""
+    starts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +133,31 @@ class Collective:
         return rounds * self.nbytes * (ranks - 1) / ranks
 
 
-Operation: TypeAlias = MatrixProduct | MemoryPass | Boundary | Collective
+@dataclass(frozen=True, slots=True)
+class TierCopy:
+    """A copy between a device and its host, or between a host and its disk.
+
+    Attributes:
+        link: ``bus`` or ``disk``.
+        nbytes: of one rank.
+    """
+
+    link: Literal["bus", "disk"]
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostPass:
+    """Work of the host's processor that does little but read and write host memory.
+
+    Attributes:
+        nbytes: read and written for one rank.
+    """
+
+    nbytes: float
+
+
+Operation: TypeAlias = MatrixProduct | MemoryPass | Boundary | Collective | TierCopy | HostPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +192,7 @@ class PaperUnit:
         repeated: whether it is one of the repeated blocks, which recomputation is about.
         recompute: what is computed again in backward.
         heads: of attention; ranks that share the unit must divide them.
+        tensors: number of parameters, which some optimizers step one by one; 0: not known.
         back: the operations of backward, where they do not follow from those of forward.
     """
 
@@ -169,6 +204,7 @@ class PaperUnit:
     repeated: bool = True
     recompute: Recompute = "none"
     heads: int = 0
+    tensors: int = 0
     back: tuple[Operation, ...] | None = None
 
     @cached_property
@@ -221,14 +257,77 @@ def backward_of(forward: Sequence[Operation]) -> Iterable[Operation]:
             case MatrixProduct():
                 yield from operation.backward()
             case MemoryPass():
-                yield MemoryPass(operation.back, operation.back, operation.launches,
-                                 operation.divided, operation.core)  # fmt: skip
+                yield replace(operation, nbytes=operation.back, kind=back_kind(operation.kind))
             case Boundary():
                 yield Boundary(not operation.enters, operation.nbytes)
-            case Collective():
+            case _:
                 yield operation
+
+
+def back_kind(kind: str) -> str:
+    """Return the name of the kernels of backward of a kind."""
+    return f"{kind} backward" if kind else ""
 
 
 def flops_of(operations: Iterable[Operation]) -> float:
     """Return the floating-point operations of matrix products."""
     return sum(each.flops for each in operations if isinstance(each, MatrixProduct))
+
+
+def attention(
+    copies: int,
+    queries: int,
+    keys: int,
+    features: int,
+    *,
+    fused: bool,
+    causal: bool = True,
+    dropout: bool = True,
+) -> tuple[Operation, ...]:
+    """Return the operations between queries and keys, with scores in two-byte numbers.
+
+    Args:
+        copies: heads of all samples.
+        queries: length of the queries.
+        keys: length of the keys.
+        features: of a head.
+        fused: whether one kernel keeps the scores to itself; it skips what a causal mask hides.
+        causal: whether a query sees only the keys before it.
+        dropout: whether the probabilities of unfused attention are dropped out.
+    """
+    work = 0.5 if fused and causal else 1.0
+    kind = "attention" if fused else ""
+    scores = 2.0 * copies * queries * keys
+    passes: tuple[Operation, ...] = ()
+    if not fused:
+        passes = (MemoryPass(2 * scores, 3 * scores, 1, "features", True),)
+        if dropout:
+            passes += (MemoryPass(2.5 * scores, 2.5 * scores, 1, "features", True),)
+    return (
+        MatrixProduct(queries, features, keys, copies, "copies", True, False, work=work, kind=kind),
+        *passes,
+        MatrixProduct(queries, keys, features, copies, "copies", True, False, work=work, kind=kind),
+    )
+
+
+def widened(unit: PaperUnit, factor: float) -> PaperUnit:
+    """Return a unit whose numbers have more or fewer bytes; parameters are counted in elements."""
+    if factor == 1:
+        return unit
+
+    def wide(operation: Operation) -> Operation:
+        match operation:
+            case MemoryPass():
+                return replace(
+                    operation, nbytes=operation.nbytes * factor, back=operation.back * factor
+                )
+            case Boundary():
+                return replace(operation, nbytes=round(operation.nbytes * factor))
+        return operation
+
+    return replace(
+        unit,
+        forward=tuple(map(wide, unit.forward)),
+        saved=tuple(replace(each, nbytes=each.nbytes * factor) for each in unit.saved),
+        enters=unit.enters * factor,
+    )

@@ -171,3 +171,25 @@ def test_explain_names_the_nearest_key(command, key, message):
     code, out, err = command("config", "explain", key)
     assert (code, out) == (2, "")
     assert message in err
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "-1", "0", "1e30", "forever"])
+@pytest.mark.parametrize("key", ["timeout_s", "start_timeout_s"])
+def test_times_that_no_clock_counts_are_refused(command, tmp_path, key, value):
+    (tmp_path / "bad.yaml").write_text(f"launch:\n  {key}: {value}\n")
+    for words in (("config", "check", "bad.yaml"), ("launch", "--config", "bad.yaml", "x.py")):
+        code, _, err = command(*words)
+        assert code == 2
+        assert f"bad.yaml:2: launch.{key}: expected" in err
+        assert "Traceback" not in err
+    (tmp_path / "good.yaml").write_text(f"launch:\n  {key}: 0.5\n")
+    assert command("config", "check", "good.yaml")[0] == 0
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan", "-1"])
+@pytest.mark.parametrize("key", ["straggler_every_s", "straggler_margin"])
+def test_settings_of_stragglers_have_bounds(command, tmp_path, key, value):
+    (tmp_path / "bad.yaml").write_text(f"launch:\n  {key}: {value}\n")
+    code, _, err = command("config", "check", "bad.yaml")
+    assert code == 2
+    assert f"bad.yaml:2: launch.{key}: expected" in err

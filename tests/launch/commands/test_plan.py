@@ -8,8 +8,8 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import hardware_names, hardware_text, load_hardware
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.transformer import GptShape
-from drivetrain_launch.planner import predict
-from drivetrain_launch.planner.layout import read_layout
+from drivetrain.planner import predict
+from drivetrain.planner.layout import read_layout
 
 SMALL = ("--gpt", "layers=4,hidden=1024,heads=16,seq=1024", "--batch", "16")
 H100 = load_hardware("h100")
@@ -56,7 +56,8 @@ def test_a_search_returns_layouts_that_predict_the_same(command):
     code, out, err = command("plan", *SMALL, *HOST, "--json")
     assert code == 0, err
     best, *others = json.loads(out)
-    assert all(best["step_seconds"] <= other["step_seconds"] for other in others)
+    # A simpler layout is first where another one promises hardly more.
+    assert all(best["step_seconds"] <= 1.14 * other["step_seconds"] for other in others)
     code, out, err = command("plan", *SMALL, *HOST, "--layout", best["layout"], "--json")
     assert code == 0, err
     assert json.loads(out) == best
@@ -159,11 +160,11 @@ def test_bad_input_is_one_clear_line(command, arguments, expected):
 
 
 def test_a_model_that_fits_nowhere_says_by_how_much(command):
-    large = "layers=96,hidden=12288,heads=96,seq=2048"
+    large = "layers=96,hidden=24576,heads=96,seq=2048"
     code, _, err = command("plan", "--gpt", large, "--batch", "8", *HOST)
     assert code == ConfigError.exit_code
     assert "no layout fits: the smallest, " in err
-    assert "too much; take more hosts (5, " in err
+    assert "too much; take 4 hosts (with a batch of 32: offload=cpu," in err
 
 
 def test_heads_that_do_not_divide_are_named():
@@ -195,3 +196,246 @@ def test_a_wrong_description_is_refused(command, tmp_path):
     code, _, err = command("hardware", "show", "mine.yaml")
     assert code == ConfigError.exit_code
     assert "device.products.processors" in err
+
+
+# --- models that are looked at ---
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64,
+    "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": 128,
+}  # fmt: skip
+TRAIN = """
+import sys
+import torch
+from drivetrain import Accelerator
+width = int(sys.argv[1])
+rows = torch.utils.data.TensorDataset(torch.ones(64, width), torch.zeros(64).long())
+loader = torch.utils.data.DataLoader(rows, batch_size=4)
+model = torch.nn.Sequential(torch.nn.Linear(width, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+print("a line of the script")
+accelerator = Accelerator(cpu=True)
+accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+raise SystemExit("a script is left where it prepares")
+"""
+
+
+def test_a_config_of_transformers_is_planned_without_weights(command, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    where = ("--hardware", "h100", "--batch", "32")
+    layout = ("--layout", "tp=2,pp=2,micro_batch=2,sequence_parallel=true")
+    sizes = "layers=4,hidden=64,heads=4,kv_heads=2,seq=128,vocab=512,ffn=160,gated=true,tied=false"
+    peaks = []
+    for model in (("--hf", "."), ("--gpt", sizes)):
+        code, out, err = command("plan", *model, *where, *layout, "--json")
+        assert code == 0, err
+        peaks.append(json.loads(out))
+    (one, other) = peaks
+    assert one["sent"]["pp"] == pytest.approx(other["sent"]["pp"])
+    assert one["sent"]["tp"] == pytest.approx(other["sent"]["tp"], rel=0.02)
+    assert sum(one["held"].values()) == pytest.approx(sum(other["held"].values()), rel=0.15)
+
+
+def test_a_script_is_planned_as_it_reaches_prepare(command, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    layout = ("--hardware", "cpu", "--devices-per-host", "2", "--layout", "precision=no")
+    code, out, err = command("plan", *layout, "--json", "train.py", "16")
+    assert code == 0, err
+    found = json.loads(out)
+    assert "a line of the script" in err
+    assert found["held"]["parameters"] == 4 * (16 * 32 + 32 + 32 * 3 + 3)
+    assert found["layout"] == "precision=no,data_parallel=ddp,dp=2"
+    # One batch of the loader on each rank: eight samples, each of them one token.
+    assert found["tokens_per_second"] == pytest.approx(2 * 4 / found["step_seconds"])
+
+
+def test_a_function_makes_the_model(command, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def make():\n    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))\n"
+        "def words():\n    return nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64))\n"
+    )
+    where = ("--hardware", "h100", "--batch", "64", "--layout", "data_parallel=zero2")
+    code, out, err = command("plan", "--model", "mine:make", *where, "--json")
+    assert code == 0, err
+    assert json.loads(out)["held"]["parameters"] == 2 * (8 * 16 + 16 + 16 * 4 + 4)
+    code, out, err = command("plan", "--model", "mine:words", *where)
+    assert code == ConfigError.exit_code
+    assert "give --seq" in err
+    code, out, err = command("plan", "--model", "mine:words", "--seq", "16", *where, "--json")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "expected one of --gpt, --hf, --model, a script, found none"),
+        (("--gpt", "layers=2", "--hf", "config.json"), "found --gpt and --hf"),
+        (("--hf", "nowhere.json"), "found no file 'nowhere.json'"),
+        (("--model", "nothing"), "expected PACKAGE:FUNCTION, found 'nothing'"),
+        (("--seq", "8", "train.py"), "found a script, which says it itself"),
+        (("missing.py",), "found no file 'missing.py'"),
+        (("ends.py",), "expected accelerator.prepare(model), found a script without it"),
+        (("fails.py",), "found before it ZeroDivisionError"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_one_clear_line(command, tmp_path, arguments, expected):
+    (tmp_path / "ends.py").write_text("x = 1\n")
+    (tmp_path / "fails.py").write_text("1 / 0\n")
+    code, _, err = command("plan", "--hardware", "h100", "--batch", "8", *arguments)
+    assert code == ConfigError.exit_code
+    assert expected in err
+
+
+# --- one layout in detail ---
+
+RUNS = """
+import torch
+from drivetrain import Accelerator
+accelerator = Accelerator()
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+                              for _ in range(2)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = torch.utils.data.TensorDataset(torch.ones(32, 8))
+loader = torch.utils.data.DataLoader(rows, batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for (x,) in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+accelerator.print(type(accelerator.config.strategy_config).__name__,
+                  accelerator.gradient_accumulation_steps, accelerator.world.size)
+"""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "micro_batch=1,data_parallel=fsdp",
+        "pp=4,micro_batch=1,recompute=full",
+        "tp=2,pp=2,micro_batch=1,sequence_parallel=true,data_parallel=zero1",
+    ],
+)
+def test_the_parts_of_a_step_add_up(layout):
+    task = predict.Task(GptShape(layers=8, hidden=256, heads=4, seq=64), 64, H100, 1, 8)
+    found = predict.Predictor(task).predict(read_layout(layout))
+    assert sum(found.parts.values()) == pytest.approx(found.step_seconds, rel=1e-6)
+    assert min(found.parts.values()) >= 0
+    if "pp" in layout:
+        assert found.parts["other stages"] > 0
+    if "tp" in layout:
+        assert found.parts["messages over tp"] > 0
+
+
+def test_a_layout_is_explained_with_what_would_make_it_fit(command, tmp_path):
+    large = ("--gpt", "layers=48,hidden=8192,heads=64,seq=2048", "--batch", "16")
+    layout = "tp=8,micro_batch=2"
+    code, out, err = command("plan", *large, *HOST, "--explain", layout, "--trace", "t.json")
+    assert code == 0, err
+    assert "%" in out
+    assert "  products" in out
+    assert " too much" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("would fit with any of: ")]
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    for change in line.removeprefix("would fit with any of: ").split("; "):
+        if "hosts" not in change:
+            keys = {**dict(p.split("=") for p in layout.split(",")),
+                    **dict(p.split("=") for p in change.split(","))}  # fmt: skip
+            text = ",".join(f"{key}={value}" for key, value in keys.items())
+            code, out, err = command("plan", *large, *HOST, "--layout", text)
+            assert code == 0, err
+            assert " too much" not in out
+    assert "hosts (with a batch of" in line
+
+
+def test_the_file_of_a_layout_trains(command, sandbox, tmp_path):
+    sandbox.script(RUNS)
+    layout = ("--layout", "micro_batch=4,recompute=full,precision=no,data_parallel=zero2")
+    where = ("--hardware", "cpu", "--devices-per-host", "2", "--batch", "16", *layout)
+    code, _, err = command("plan", *where, "--write", "best.yaml", "train.py")
+    assert code == 0, err
+    assert "precision: 'no'" in (tmp_path / "best.yaml").read_text()
+    done = sandbox.run("launch", "--cpu", "--config", "best.yaml", "train.py", timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "Zero2Config 2 2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--layout", "tp=2", "--explain", "tp=2"), "one of --layout and --explain, found both"),
+        (("--trace", "t.json"), "--trace: expected with --layout or --explain"),
+        (("--layout", "tp=2", "--write", "no/where.yaml"), "cannot write 'no/where.yaml'"),
+    ],
+)
+def test_options_of_one_layout_are_checked(command, arguments, expected):
+    code, _, err = command("plan", *SMALL, *HOST, *arguments)
+    assert code == ConfigError.exit_code
+    assert expected in err
+
+
+def test_unmeasured_links_between_hosts_are_not_used(command, tmp_path):
+    text = hardware_text("h100").replace("InfiniBand adapters", "NOT MEASURED: adapters")
+    (tmp_path / "mine.yaml").write_text(text)
+    where = ("--hardware", "mine.yaml", "--hosts", "2", "--layout", "micro_batch=1")
+    code, _, err = command("plan", *SMALL, *where)
+    assert code == ConfigError.exit_code
+    assert "links between hosts were not measured" in err
+    code, _, err = command("plan", *SMALL, *where, "--link-between", "25GB/s")
+    assert code == 0, err
+
+
+LLAMA_8B = LLAMA | {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive  # half a minute each
+@pytest.mark.parametrize(
+    ("config", "parameters", "batch", "hosts"),
+    [(LLAMA_8B, 8.03e9, 128, 1), (LLAMA_70B, 70.6e9, 512, 8)],
+)
+def test_llama_gets_layouts_that_an_expert_would_take(
+    command, tmp_path, config, parameters, batch, hosts
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    where = ("--batch", str(batch), "--hardware", "h100", "--hosts", str(hosts))
+    code, out, err = command("plan", "--hf", "config.json", *where, "--json")
+    assert code == 0, err
+    best = json.loads(out)[0]
+    keys = dict(part.split("=") for part in best["layout"].split(","))
+    assert 0.4 < best["mfu"] < 0.6
+    assert 6 * parameters * batch * 4096 / best["step_seconds"] > 0.35 * 989e12 * 8 * hosts
+    assert int(keys.get("tp", 1)) <= 8  # inside of a host
+    assert keys["data_parallel"] != "ddp"  # optimizer states are divided
+    assert keys["recompute"] == "none"
+    # 8 B fits without a cell; 70 B does not.
+    assert (int(keys.get("tp", 1)) * int(keys.get("pp", 1)) > 1) == (hosts > 1)
+
+
+def test_a_dry_run_shows_ranks_and_links_of_several_hosts(command):
+    where = ("--cpu", "--nproc-per-node", "2", "--nnodes", "2", "--rdzv-endpoint", "a:1")
+    options = ("--strategy", "megatron", "--set", "strategy.tp=2")
+    code, out, err = command("launch", "--dry-run", *where, *options)
+    assert code == 0, err
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "host 0 0, 1" in lines
+    assert "host 1 2, 3" in lines
+    # Each of the two ranks of a host has a partner on the other host.
+    assert "all_reduce over dp between hosts 1.9 GiB 3.7 GiB" in lines
+    assert "activations over tp inside of a host depends on the batch 0 B" in lines
+    code, out, err = command("launch", "--dry-run", *where)
+    assert code == 0, err
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    # Rings in two levels: a host sends 2 (H-1)/H of the gradients once, its ranks half of it each.
+    assert "all_gather over dp.far between hosts 953.7 MiB 1.9 GiB" in lines
+    code, out, err = command("launch", "--dry-run", "--cpu", "--nproc-per-node", "2")
+    assert code == 0, err
+    assert "Links, in a step" not in out

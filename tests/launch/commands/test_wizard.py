@@ -372,8 +372,46 @@ TYPED = {
     "strategy.pp": [1, 2],
     "strategy.optimizer": ["cpu", "nvme"],
     "strategy.path": ["", "/mnt/nvme"],
+    "strategy.hardware": ["", "h200", "measured.yaml"],
     "strategy.spoons": [1, 9],
 }
+
+
+@pytest.mark.parametrize("name", offered())
+def test_every_typed_question_of_a_strategy_has_answers_to_draw(wizard, name):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer(name)
+    asked = [question for question in wizard._questions() if not question.choices]
+    assert {question.key for question in asked} <= TYPED.keys()
+
+
+@pytest.mark.parametrize("hardware", TYPED["strategy.hardware"])
+def test_auto_launches_with_the_hardware_that_the_wizard_asks_for(wizard, tmp_path, hardware):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer("auto")
+    wizard.answer(wizard.read(wizard.current, hardware))
+    assert wizard.current is None
+    launches(wizard, tmp_path / "run.yaml")
+
+
+def test_auto_refuses_hardware_that_it_would_not_find(wizard, tmp_path):
+    at(wizard, STRATEGY_KEY)
+    wizard.answer("auto")
+    with pytest.raises(ConfigError, match=r"unknown hardware 'h201'; did you mean h200"):
+        wizard.answer("h201")
+    wrong = tmp_path / "measured.yaml"
+    wrong.write_text("device: 1\n")
+    with pytest.raises(ConfigError, match="is no description of hardware"):
+        wizard.answer(str(wrong))
+
+
+def launches(wizard, path):
+    """Refuse what the wizard wrote, as the launcher would."""
+    path.write_text(wizard.text())
+    resolved = resolve(read_file(path), find_config=strategies().find_config)
+    check_run(resolved)
+    assert not any(key.startswith(FACTS) for key, _, _ in resolved.rows())
+    preview.preview(resolved)
 
 
 @settings(
@@ -394,9 +432,4 @@ def test_every_file_that_the_wizard_writes_launches(command, tmp_path, monkeypat
             refused += 1
             if refused > 3:  # the answers before leave no way on: a user goes back
                 return
-    path = tmp_path / "run.yaml"
-    path.write_text(wizard.text())
-    resolved = resolve(read_file(path), find_config=strategies().find_config)
-    check_run(resolved)
-    assert not any(key.startswith(FACTS) for key, _, _ in resolved.rows())
-    preview.preview(resolved)
+    launches(wizard, tmp_path / "run.yaml")

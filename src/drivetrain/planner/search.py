@@ -5,16 +5,15 @@ others are played in full in the order of their bounds, until no bound beats the
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import ceil
 
 from drivetrain.errors import ConfigError
-from drivetrain.registry import strategies
-from drivetrain_launch.forecast.sizes import GIB, size_text
-from drivetrain_launch.planner.layout import RECOMPUTE, PlannedLayout, layout_of
-from drivetrain_launch.planner.predict import FRAGMENTS, Prediction, Predictor, Task
+from drivetrain.hardware.sizes import size_text
+from drivetrain.planner.candidates import candidates
+from drivetrain.planner.fit import fits, judged, more_hosts, room_of
+from drivetrain.planner.layout import PlannedLayout, layout_of
+from drivetrain.planner.predict import FRAGMENTS, Prediction, Predictor, Task
 
 PLAYED = 10
 """Layouts that are played in full at least, the most promising bounds first."""
@@ -22,15 +21,13 @@ PLAYED = 10
 MOST_PLAYED = 40
 """Layouts that are played in full at most."""
 
-MICRO_BATCHES = (1, 2, 4, 8, 16)
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """The outcome of a search.
 
     Attributes:
-        best: predictions, the quickest first; never empty.
+        best: predictions in the order of ``judged``; never empty.
         tried: layouts that were looked at.
         left_out: how many were not played, by reason.
     """
@@ -53,7 +50,7 @@ def search(task: Task, precision: str) -> Found:
             f"found {precision}"
         )
     predictor = Predictor(task)
-    room = task.hardware.device.memory.gib * GIB
+    room = room_of(task)
     left_out: Counter[str] = Counter()
     sketches: list[tuple[float, PlannedLayout]] = []
     smallest: tuple[float, PlannedLayout] | None = None
@@ -74,16 +71,15 @@ def search(task: Task, precision: str) -> Found:
         else:
             sketches.append((bound.seconds, planned))
     sketches.sort(key=lambda each: each[0])
-    best = _played(predictor, sketches, room, left_out)
+    best = _played(predictor, sketches, left_out)
     if not best:
-        raise ConfigError(_nowhere(predictor, smallest, room))
+        raise ConfigError(_nowhere(predictor, smallest, room, precision))
     return Found(best, tried, {reason: count for reason, count in left_out.items() if count})
 
 
 def _played(
     predictor: Predictor,
     sketches: Sequence[tuple[float, PlannedLayout]],
-    room: float,
     left_out: Counter[str],
 ) -> list[Prediction]:
     """Play the most promising layouts, until enough of them fit."""
@@ -97,35 +93,12 @@ def _played(
             left_out["promise less than those that were played"] += len(sketches) - index
             break
         prediction = predictor.predict(planned)
-        if prediction.needed() > room:
+        if not fits(predictor.task, prediction):
             left_out["do not fit into memory"] += 1
             continue
         best.append(prediction)
-        best.sort(key=lambda each: each.step_seconds)
+        best.sort(key=judged)
     return best
-
-
-def candidates(task: Task, precision: str) -> Iterator[dict[str, str]]:
-    """Yield the keys of every layout that installed strategies declare."""
-    registry = strategies()
-    kinds = {name: registry.load(name) for name in registry.names}
-    around: list[Mapping[str, object]] = [{}]
-    for kind in kinds.values():
-        if kind.inner_option:
-            shape = task.shape
-            around += kind.layouts(shape.layers, shape.heads, task.ranks, task.per_host)
-    inner = [
-        (name, keys)
-        for name, kind in kinds.items()
-        if not kind.inner_option and not kind.reference and kind.draws_steps()
-        for keys in kind.layouts(task.shape.layers, task.shape.heads, task.ranks, task.per_host)
-    ]
-    for outside, (name, inside), micro_batch, recompute in product(
-        around, inner, MICRO_BATCHES, RECOMPUTE
-    ):
-        own = {"micro_batch": micro_batch, "recompute": recompute, "precision": precision}
-        keys = {**outside, **inside, **own, "data_parallel": name}
-        yield {key: str(value).lower() for key, value in keys.items()}
 
 
 def _reason(text: str) -> str:
@@ -138,7 +111,7 @@ def _reason(text: str) -> str:
 
 
 def _nowhere(
-    predictor: Predictor, smallest: tuple[float, PlannedLayout] | None, room: float
+    predictor: Predictor, smallest: tuple[float, PlannedLayout] | None, room: float, precision: str
 ) -> str:
     task = predictor.task
     if smallest is None:
@@ -151,6 +124,5 @@ def _nowhere(
     return (
         f"no layout fits: the smallest, {text}, needs {size_text(round(needed))} of "
         f"{size_text(round(room))} on its worst rank, {size_text(round(needed - room))} too much; "
-        f"take more hosts ({task.hosts * ceil(needed / room)}, where all of it is divided), or "
-        "devices with more memory"
+        f"take {more_hosts(task, precision)}, or devices with more memory"
     )

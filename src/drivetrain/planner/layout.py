@@ -11,8 +11,11 @@ import yaml
 from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
+from drivetrain.links.chosen import EXACT
 from drivetrain.paper.run import BYTES
+from drivetrain.planner.far import check_far
 from drivetrain.registry import strategies
+from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import Strategy, find_strategy
 
 RECOMPUTE = ("none", "selective", "full")
@@ -22,6 +25,7 @@ OWN = {
     "recompute": "none",
     "precision": "bf16",
     "data_parallel": "",
+    "links": EXACT,
 }
 """Keys that every layout has, with their defaults; dp 0 takes the ranks that are left."""
 
@@ -39,6 +43,7 @@ class PlannedLayout:
         micro_batch: sequences of a micro-batch.
         recompute: none, selective or full.
         precision: fp16, bf16 or no.
+        links: the method that sums gradients between hosts.
         keys: as ``--layout`` takes them.
     """
 
@@ -50,6 +55,7 @@ class PlannedLayout:
     micro_batch: int
     recompute: str
     precision: str
+    links: str
     keys: Mapping[str, str]
 
     def yaml(self) -> str:
@@ -116,9 +122,11 @@ def layout_of(keys: Mapping[str, str]) -> PlannedLayout:
         raise ConfigError(
             f"--layout: expected a precision of {', '.join(BYTES)}, found {own['precision']!r}"
         )
+    if own["links"] != EXACT:
+        check_far(kind, config, own["links"], Precision.of(own["precision"]))
     return PlannedLayout(
         name, kind, config, values, _count(own, "dp", 0), _count(own, "micro_batch", 1),
-        own["recompute"], own["precision"], {**keys, "data_parallel": inner_name},
+        own["recompute"], own["precision"], own["links"], {**keys, "data_parallel": inner_name},
     )  # fmt: skip
 
 

@@ -10,11 +10,13 @@ from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import HardwarePrices, axis_places
 from drivetrain.paper.bounds import PaperBound, UnitCosts
 from drivetrain.paper.lanes import PlayedStep, play
-from drivetrain.paper.run import PaperRun
+from drivetrain.paper.model import PaperModel
+from drivetrain.paper.run import BYTES, PaperRun
 from drivetrain.paper.step import PaperStep
-from drivetrain.paper.transformer import GptShape
 from drivetrain.paper.work import PaperUnit
-from drivetrain_launch.planner.layout import PlannedLayout
+from drivetrain.planner.far import far_method
+from drivetrain.planner.layout import PlannedLayout
+from drivetrain.planner.parts import difference, parts_of
 
 TERA = 1e12
 FRAGMENTS = 1.05
@@ -30,14 +32,14 @@ class Task:
     """The model, the batch and the hardware of a plan.
 
     Attributes:
-        shape: of the model.
+        model: sizes alone, or a module that was looked at.
         batch: sequences of a step, of all ranks.
         hardware: see there.
         hosts: how many.
         per_host: devices of each.
     """
 
-    shape: GptShape
+    model: PaperModel
     batch: int
     hardware: Hardware
     hosts: int
@@ -64,7 +66,11 @@ class Prediction:
         held: bytes between steps on that rank, by kind.
         sent: bytes that a rank sends in a step, by axis and operation.
         idle: share of the step in which the busiest rank does not compute.
-        played: the step.
+        parts: seconds of the busiest rank, by what they are spent for.
+        micro_batches: of a step, on each data-parallel rank.
+        peaks: the most bytes in use at a time, by stage.
+        played: the step, perhaps with fewer micro-batches.
+        stored: bytes of a rank in host memory and on a disk, by stage.
     """
 
     layout: str
@@ -77,7 +83,15 @@ class Prediction:
     held: Mapping[str, float]
     sent: Mapping[tuple[str, str], float]
     idle: float
+    parts: Mapping[str, float]
+    micro_batches: int
+    peaks: Sequence[float]
     played: PlayedStep
+    stored: Sequence[Mapping[str, float]]
+
+    def stored_most(self, tier: str) -> float:
+        """Return the bytes in ``host`` memory or on a ``disk`` of the rank that has most there."""
+        return max((each.get(tier, 0.0) for each in self.stored), default=0.0)
 
     def needed(self) -> float:
         """Return the memory that a device must have."""
@@ -88,9 +102,8 @@ class Prediction:
         if self is best:
             return ""
         slower = self.step_seconds / best.step_seconds - 1
-        if self.idle > best.idle + slower / 2:
-            return f"+{slower:.1%}: waits for stages or links"
-        return f"+{slower:.1%}: more work or smaller kernels on each rank"
+        part, seconds = difference(self.parts, best.parts)
+        return f"{slower:+.1%}: {seconds:.3g} s more for {part}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers for ``--json``."""
@@ -105,8 +118,11 @@ class Prediction:
             "mfu": self.mfu,
             "peak_bytes": round(self.peak_bytes),
             "held": {kind: round(nbytes) for kind, nbytes in self.held.items()},
+            "stored": {tier: round(self.stored_most(tier)) for tier in ("host", "disk")},
             "sent": sent,
             "idle": self.idle,
+            "parts": dict(self.parts),
+            "micro_batches": self.micro_batches,
         }
 
 
@@ -120,6 +136,7 @@ class _Sample:
     busy: float
     peaks: Sequence[float]
     sent: Sequence[Mapping[tuple[str, str], float]]
+    parts: Mapping[str, float]
 
     def continued(self, before: "_Sample", rounds: float) -> "_Sample":
         """Return the sample after some more rounds, each of them as the last one was."""
@@ -136,6 +153,10 @@ class _Sample:
                 {key: later(nbytes, then.get(key, 0.0)) for key, nbytes in now.items()}
                 for now, then in zip(self.sent, before.sent, strict=True)
             ],
+            parts={
+                name: later(seconds, before.parts.get(name, 0.0))
+                for name, seconds in self.parts.items()
+            },
         )
 
 
@@ -156,7 +177,7 @@ class Predictor:
         """
         axes, micro_batches = self.divisions(planned)
         sample = self._sample(planned, axes, micro_batches)
-        return self._prediction(planned, axes, sample)
+        return self._prediction(planned, axes, micro_batches, sample)
 
     def bound(self, planned: PlannedLayout) -> PaperBound:
         """Return a lower bound of a layout.
@@ -165,10 +186,10 @@ class Predictor:
             ConfigError: as ``predict`` does.
         """
         axes, micro_batches = self.divisions(planned)
-        run = PaperRun(axes, micro_batches, planned.precision, self.task.per_host)
+        run = self._run(planned, axes, micro_batches)
         prices = self.prices(planned, axes)
         costs = self._costs.setdefault(id(prices), UnitCosts(prices))
-        units = self._units(planned.micro_batch, planned.recompute)
+        units = self._units(planned.micro_batch, planned.recompute, planned.precision)
         return planned.kind.bound(planned.config, units, run, costs)
 
     def _sample(
@@ -187,12 +208,17 @@ class Predictor:
         self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int
     ) -> "_Sample":
         step = self.step(planned, axes, micro_batches)
-        played = play(step, self.prices(planned, step.axes))
-        busy = max(played.computing)
-        return _Sample(step, played, played.seconds, busy, played.peaks, step.sent())
+        prices = self.prices(planned, step.axes)
+        played = play(step, prices)
+        busy, parts = max(played.computing), parts_of(step, played, prices)
+        return _Sample(step, played, played.seconds, busy, played.peaks, step.sent(), parts)
 
     def _prediction(
-        self, planned: PlannedLayout, axes: Mapping[str, int], sample: "_Sample"
+        self,
+        planned: PlannedLayout,
+        axes: Mapping[str, int],
+        micro_batches: int,
+        sample: "_Sample",
     ) -> Prediction:
         task, seconds = self.task, sample.seconds
         peak, worst = max((each, index) for index, each in enumerate(sample.peaks))
@@ -202,13 +228,17 @@ class Predictor:
             planned=planned,
             axes=axes,
             step_seconds=seconds,
-            tokens_per_second=task.batch * task.shape.seq / seconds,
-            mfu=task.shape.model_flops(task.batch) / (seconds * peak_flops * task.ranks),
+            tokens_per_second=task.batch * task.model.seq / seconds,
+            mfu=task.model.model_flops(task.batch) / (seconds * peak_flops * task.ranks),
             peak_bytes=peak,
             held=sample.step.held[worst],
             sent=max(sample.sent, key=lambda counts: sum(counts.values())),
             idle=max(0.0, 1 - sample.busy / seconds),
+            parts=sample.parts,
+            micro_batches=micro_batches,
+            peaks=sample.peaks,
             played=sample.played,
+            stored=sample.step.stored,
         )
 
     def divisions(self, planned: PlannedLayout) -> tuple[Mapping[str, int], int]:
@@ -244,9 +274,14 @@ class Predictor:
         self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int
     ) -> PaperStep:
         """Draw a layout's step with so many micro-batches."""
-        run = PaperRun(axes, micro_batches, planned.precision, self.task.per_host)
-        units = self._units(planned.micro_batch, planned.recompute)
+        run = self._run(planned, axes, micro_batches)
+        units = self._units(planned.micro_batch, planned.recompute, planned.precision)
         return planned.kind.step(planned.config, units, run)
+
+    def _run(self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int) -> PaperRun:
+        run = PaperRun(axes, micro_batches, planned.precision, self.task.per_host)
+        hosts = axes["dp"] // run.together("dp")
+        return replace(run, far=far_method(planned.links, hosts))
 
     def prices(self, planned: PlannedLayout, axes: Mapping[str, int]) -> HardwarePrices:
         """Return the prices for ranks laid out on these axes."""
@@ -256,6 +291,7 @@ class Predictor:
             self._prices[key] = HardwarePrices(self.task.hardware, places, planned.precision)
         return self._prices[key]
 
-    def _made(self, micro_batch: int, recompute: Any) -> list[PaperUnit]:
+    def _made(self, micro_batch: int, recompute: Any, precision: str) -> Sequence[PaperUnit]:
         fused = self.task.hardware.host.attention == "fused" and recompute != "selective"
-        return self.task.shape.units(micro_batch, recompute, fused=fused)
+        width = BYTES[precision].parameter
+        return self.task.model.units(micro_batch, recompute, fused=fused, width=width)

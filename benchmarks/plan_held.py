@@ -1,0 +1,252 @@
+"""Predicted and measured step times side by side: every strategy, three models, on these ranks.
+
+    drivetrain hardware measure mine.yaml --cpu --nproc-per-node 2
+    drivetrain launch --cpu --nproc-per-node 2 benchmarks/plan_held.py --hardware mine.yaml
+
+Each layout trains the same batches. The median of the quicker half of its steps, over the slowest
+rank, is compared with the prediction for the described hardware: as the description is measured.
+The last lines are the median and the worst error, and by how much the layout with the best
+prediction is slower than the quickest measured layout.
+With ``--hosts`` the program starts two emulated hosts (as root, with iproute2) behind links of a
+rate, measures them, and compares there:
+
+    python benchmarks/plan_held.py --hosts 100mbit
+    python benchmarks/plan_held.py --hosts 1gbit
+"""
+
+import argparse
+import itertools
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain import Accelerator
+from drivetrain.communication import gather_object
+from drivetrain.errors import DrivetrainError
+from drivetrain.hardware.catalog import load_hardware
+from drivetrain.hardware.description import Hardware
+from drivetrain.measuring.clock import timing_of
+from drivetrain.model.first_batch import Candidate
+from drivetrain.paper.seen import SeenModel, seen_model
+from drivetrain.planner.layout import read_layout
+from drivetrain.planner.predict import Prediction, Predictor, Task
+
+ROOT = Path(__file__).parents[1]
+WARM_UPS, STEPS = 3, 15
+MILLI = 1e3
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Words(nn.Module):
+    """A decoder: an embedding, blocks, and a head that shares its weight."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Layer(width, 4) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def wide() -> nn.Module:
+    """Return a perceptron with far more parameters than activations."""
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(1024, 16))
+
+
+def pixels() -> nn.Module:
+    """Return a convolutional network with far more activations than parameters."""
+    widths = (3, 16, 32, 32)
+    layers: list[nn.Module] = [
+        nn.Sequential(nn.Conv2d(less, more, 3, padding=1), nn.ReLU())
+        for less, more in itertools.pairwise(widths)
+    ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 16))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One of the three models, with inputs for a rank's batch and its number of classes."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], Tensor]
+    classes: int
+    rows: int
+    layouts: tuple[str, ...]
+
+
+REPLICAS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+PLAIN = tuple(f"data_parallel={name}" for name in REPLICAS)
+SUBJECTS = {
+    "words": Subject(
+        lambda: Words(192, 4, 2048),
+        lambda rows: torch.randint(2048, (rows, 64)),
+        2048,
+        8,
+        (*PLAIN, "tp=2", "pp=2,schedule=gpipe"),
+    ),
+    "wide": Subject(wide, lambda rows: torch.randn(rows, 1024), 16, 64, PLAIN),
+    "pixels": Subject(pixels, lambda rows: torch.randn(rows, 3, 32, 32), 16, 16, PLAIN),
+}
+
+
+def predicted(
+    paper: SeenModel, subject: Subject, text: str, hardware: Hardware, accelerator: Accelerator
+) -> Prediction:
+    """Return the prediction for a layout whose replicas each train the subject's rows."""
+    world = accelerator.world
+    planned = read_layout(f"{text},precision=no,micro_batch={subject.rows}")
+    hosts = len(set(world.hosts))
+    dp = planned.kind.axes(planned.config, world.size)["dp"]
+    task = Task(paper, subject.rows * dp, hardware, hosts, world.local_size)
+    return Predictor(task).predict(planned)
+
+
+def measured(accelerator: Accelerator, subject: Subject, section: dict[str, Any]) -> float:
+    """Return the seconds of a step on the slowest rank of each: as hardware is measured."""
+    torch.manual_seed(0)
+    model = subject.make()
+    model.example_inputs = (subject.inputs(2),)  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = accelerator.prepare(model, optimizer, strategy=section)
+    seconds = []
+    for step in range(WARM_UPS + STEPS):
+        x = subject.inputs(subject.rows)
+        accelerator.wait_for_everyone()
+        start = time.perf_counter()
+        logits = model(x)
+        target = torch.zeros(logits.numel() // subject.classes, dtype=torch.long)
+        accelerator.backward(nn.functional.cross_entropy(logits.flatten(0, -2), target))
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.wait_for_everyone()
+        if step >= WARM_UPS:
+            seconds.append(max(gather_object([time.perf_counter() - start])))
+    accelerator.free_memory()
+    return timing_of(seconds).seconds
+
+
+Compared: TypeAlias = tuple[str, str, float, float]
+"""(model, layout, predicted seconds, measured seconds)."""
+
+
+def compared(hardware: Hardware, accelerator: Accelerator) -> Iterator[Compared]:
+    """Yield every layout of every model that runs on these ranks."""
+    for name, subject in SUBJECTS.items():
+        inputs = subject.inputs(2)
+        paper = seen_model(subject.make(), [Candidate("example", (inputs,), {})])
+        for text in subject.layouts:
+            try:
+                plan = predicted(paper, subject, text, hardware, accelerator)
+                section = {"name": plan.planned.strategy, **plan.planned.values}
+                found = measured(accelerator, subject, _plain(section))
+            except DrivetrainError as error:
+                problem = str(error).splitlines()[0][:90]
+                accelerator.print(f"{name:8} {text:28} cannot run: {problem}")
+                accelerator.free_memory()
+                continue
+            yield name, text, plan.step_seconds, found
+
+
+def _plain(section: dict[str, Any]) -> dict[str, Any]:
+    from drivetrain.planner.layout import plain
+
+    return plain(section)
+
+
+def report(rows: Sequence[Compared], write: Callable[[str], object]) -> None:
+    """Write the table, the errors, and the regret of each model."""
+    write(f"{'model':8} {'layout':28} {'planned':>9} {'measured':>9} {'error':>7}")
+    for name, text, plan, found in rows:
+        times = f"{plan * MILLI:7.1f}ms {found * MILLI:7.1f}ms"
+        write(f"{name:8} {text:28} {times} {plan / found - 1:+7.1%}")
+    errors = [abs(plan / found - 1) for _, _, plan, found in rows]
+    write(f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    for name in dict.fromkeys(row[0] for row in rows):
+        mine = [row for row in rows if row[0] == name]
+        chosen, best = min(mine, key=lambda row: row[2]), min(mine, key=lambda row: row[3])
+        slower = chosen[3] / best[3] - 1
+        write(f"{name}: chosen {chosen[1]}, {slower:.1%} slower than {best[1]}")
+
+
+def on_hosts(rate: str) -> None:
+    """Run this file on two emulated hosts with one rank each, behind links of a rate."""
+    sys.path.append(str(ROOT / "tests" / "shared"))
+    from emulated_hosts import Hosts
+
+    folder = Path.cwd()
+    drivetrain = [sys.executable, "-m", "drivetrain_launch"]
+    with tempfile.TemporaryDirectory() as place, Hosts(Path(place), 2, rate) as hosts:
+        for words in (
+            ["hardware", "measure", f"hosts-{rate}.yaml", "--cpu", "--nproc-per-node", "1"],
+            ["launch", "--cpu", "--nproc-per-node", "1"],
+        ):
+            meeting = ["--nnodes", "2", "--rdzv-endpoint", f"{hosts[0].address}:29400"]
+            tail = [str(Path(__file__).resolve()), "--hardware", f"hosts-{rate}.yaml"]
+            running = [
+                host.start(
+                    [*drivetrain, *words, *meeting, "--node-rank", str(index),
+                     *(tail if words[0] == "launch" else [])],
+                    folder=folder,
+                )
+                for index, host in enumerate(hosts)
+            ]  # fmt: skip
+            for each in running:
+                out, err = each.communicate()
+                sys.stdout.write(out)
+                if each.returncode:
+                    raise subprocess.CalledProcessError(each.returncode, each.args, out, err)
+
+
+def main() -> None:
+    """Compare on these ranks, or start two hosts that do."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hardware", default="cpu")
+    parser.add_argument("--hosts", metavar="RATE", help="two emulated hosts behind such a link")
+    options = parser.parse_args()
+    if options.hosts:
+        on_hosts(options.hosts)
+        return
+    accelerator = Accelerator()
+    rows = list(compared(load_hardware(options.hardware), accelerator))
+    report(rows, accelerator.print)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

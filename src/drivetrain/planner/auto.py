@@ -1,0 +1,218 @@
+"""The strategy ``auto``: at ``prepare``, the planner's search takes the place of a choice.
+
+Rank 0 looks at the model with the first batch of the loaders, predicts every data-parallel layout
+of the installed strategies on the described hardware, and tells the others. Tensor and pipeline
+parallelism leave fewer replicas, so that a step would see fewer samples: they are not chosen, and
+an error says so where nothing else fits.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from drivetrain.collectives.facts import share_facts
+from drivetrain.config import option
+from drivetrain.cost import Cost, ModelSpec
+from drivetrain.data.examples import ExampleBatch
+from drivetrain.errors import ConfigError
+from drivetrain.hardware.catalog import load_hardware, name_of_device, names_a_device
+from drivetrain.hardware.description import Hardware
+from drivetrain.hardware.sizes import GIB, size_text
+from drivetrain.model.first_batch import Candidate, batches_as_arguments
+from drivetrain.model.guesses import guessed_inputs
+from drivetrain.paper.contract import StrategyPick
+from drivetrain.paper.seen import seen_model
+from drivetrain.planner.fit import fits, judged, more_hosts, room_of
+from drivetrain.planner.layout import PlannedLayout, layout_of, plain
+from drivetrain.planner.predict import Prediction, Predictor, Task
+from drivetrain.registry import strategies
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.room import host_room
+from drivetrain.runtime.world import World
+from drivetrain.strategy import Form, Run, Strategy
+
+PROCESSOR = "cpu"
+"""The kind of device, and the description, of processes that compute on processors."""
+
+DESCRIBED = " (described, unmeasured)"
+"""Words about hardware of which only a description is known, links included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoConfig:
+    """The hardware for which a strategy is chosen."""
+
+    hardware: str = option(
+        "",
+        help="Description of the hardware: a name of `drivetrain hardware show`, or a file of "
+        "`drivetrain hardware measure`. Empty: the description of the devices' name.",
+        question="Which hardware? A name of `drivetrain hardware show` or a file; Enter: look.",
+    )
+
+
+class Auto(Strategy[AutoConfig]):
+    """Chooses another strategy at ``prepare``; no object of it is ever made."""
+
+    summary: ClassVar[str] = "choose for me: the layout that is predicted to be the quickest"
+    Config: ClassVar[type] = AutoConfig
+
+    @classmethod
+    def check_options(cls, config: AutoConfig, precision: Precision) -> None:
+        """Refuse an unknown name of hardware, or a file that is there and is no description.
+
+        A file that is missing here may lie on the hosts of the run: ``choose`` reads it there.
+        """
+        if config.hardware and (names_a_device(config.hardware) or Path(config.hardware).exists()):
+            load_hardware(config.hardware)
+
+    @classmethod
+    def axes(cls, config: AutoConfig, world_size: int) -> Mapping[str, int]:
+        """Return one axis, ``dp``, over all ranks, as every chosen strategy has it."""
+        return {"dp": world_size}
+
+    @classmethod
+    def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Return no form: the strategies that may be chosen have theirs."""
+        return ()
+
+    @classmethod
+    def forms(cls, world: World) -> Sequence[Form]:
+        """Return no form, as ``variants`` does."""
+        return ()
+
+    @classmethod
+    def cost(cls, config: AutoConfig, model: ModelSpec, run: Run) -> Cost:
+        """Return that nothing is known yet."""
+        return Cost(uncounted={"dp": "everything of the strategy that prepare() chooses"})
+
+    @classmethod
+    def choose(
+        cls, config: AutoConfig, model: nn.Module, run: Run, recompute: Sequence[str]
+    ) -> StrategyPick:
+        """Return the quickest data-parallel layout that fits, by the prediction of rank 0.
+
+        Raises:
+            ConfigError: no description of the hardware is known, the model cannot be looked at, or
+                nothing fits; on every rank.
+        """
+        examples = run.examples.read()
+        answer = _Answer()
+        if run.world.rank == 0:
+            try:
+                answer = _Answer(_chosen(config, model, run, recompute, examples))
+            except Exception as error:  # the other ranks wait for an answer
+                answer = _Answer(problem=str(error))
+        if run.world.size > 1:
+            answer = share_facts(answer, _Answer, doing="the choice of a strategy")
+        if answer.pick is None:
+            raise ConfigError(f"strategy auto: {answer.problem}; or name a strategy yourself")
+        return answer.pick
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The answer of rank 0: a choice, or why there is none."""
+
+    pick: StrategyPick | None = None
+    problem: str = ""
+
+
+def _chosen(
+    config: AutoConfig,
+    model: nn.Module,
+    run: Run,
+    recompute: Sequence[str],
+    examples: Sequence[ExampleBatch],
+) -> StrategyPick:
+    world = run.world
+    hardware, described = _hardware(config, world)
+    paper = seen_model(model, _candidates(model, examples))
+    rows = run.examples.rows(run.mesh["dp"].size) or 1
+    hosts = len(set(world.hosts))
+    hardware.check_measured(hosts, world.local_size)
+    task = Task(paper, rows * run.accumulation * world.size, hardware, hosts, world.local_size)
+    found = list(_predicted(Predictor(task), run, rows, recompute if paper.layers else ("none",)))
+    if not found:
+        raise ConfigError("no installed strategy draws the step of such a run")
+    room = room_of(task)
+    fitting = [each for each in found if fits(task, each)]
+    if not fitting:
+        least = min(found, key=Prediction.needed)
+        raise ConfigError(
+            f"no data-parallel layout fits: {least.layout} needs "
+            f"{size_text(round(least.needed()))} of {size_text(round(room))}; take "
+            f"{more_hosts(task, run.precision.name)}, or divide the model over ranks: see "
+            "`drivetrain plan`"
+        )
+    best = min(fitting, key=lambda each: (judged(each), each.needed()))
+    planned = best.planned
+    section = {"name": planned.strategy, **plain(planned.values)}
+    settings = {} if planned.recompute == "none" else {"recompute": {"mode": planned.recompute}}
+    line = (
+        f"{best.layout} of {len(found)} layouts: {best.step_seconds * 1e3:,.3g} ms a step planned, "
+        f"{size_text(round(best.needed()))} of {size_text(round(room))}, on {described}"
+    )
+    return StrategyPick(section, settings, line, best.step_seconds)
+
+
+def _hardware(config: AutoConfig, world: World) -> tuple[Hardware, str]:
+    """Return the description of this run's devices, and words about its origin."""
+    if config.hardware:
+        return load_hardware(config.hardware), config.hardware
+    if world.device.type == PROCESSOR:
+        hardware = load_hardware(PROCESSOR)
+        memory = hardware.device.memory
+        share = host_room() / world.local_size / GIB
+        device = hardware.device.model_copy(
+            update={"memory": memory.model_copy(update={"gib": share})}
+        )
+        return hardware.model_copy(update={"device": device}), f"{PROCESSOR}{DESCRIBED}"
+    title = torch.get_device_module(world.device).get_device_name(world.device)
+    name = name_of_device(title)
+    if name is None:
+        raise ConfigError(
+            f"no description of {title!r} is known; write one with `drivetrain hardware measure` "
+            "and name it: strategy: {name: auto, hardware: FILE}"
+        )
+    return load_hardware(name), f"{name}{DESCRIBED}"
+
+
+def _candidates(model: nn.Module, examples: Sequence[ExampleBatch]) -> Iterator[Candidate]:
+    """Yield the script's own batches, then inputs of the model's class and guesses."""
+    yield from batches_as_arguments(model, examples, cuts=False)
+    for what, guess in guessed_inputs(model):
+        if isinstance(guess, Mapping):
+            yield Candidate(what, (), dict(guess))
+        else:
+            yield Candidate(what, tuple(guess) if isinstance(guess, list | tuple) else (guess,))
+
+
+def _predicted(
+    predictor: Predictor, run: Run, rows: int, recompute: Sequence[str]
+) -> Iterator[Prediction]:
+    """Yield the prediction of every data-parallel layout that this run can have."""
+    task, registry = predictor.task, strategies()
+    for name in registry.names:
+        kind = registry.load(name)
+        if kind.inner_option or kind.reference or not kind.draws_steps():
+            continue
+        for keys in kind.layouts(task.model.layers, task.model.heads, task.ranks, task.per_host):
+            for mode in recompute:
+                own = {"micro_batch": rows, "recompute": mode, "precision": run.precision.name}
+                words = {**keys, **own, "data_parallel": name}
+                try:
+                    planned = layout_of({key: str(value) for key, value in words.items()})
+                    _check(planned, run)
+                    prediction = predictor.predict(planned)
+                    if not prediction.stored_most("disk"):  # which directory, only users know
+                        yield prediction
+                except ConfigError:
+                    continue  # this form is not for such a run
+
+
+def _check(planned: PlannedLayout, run: Run) -> None:
+    planned.kind.check_options(planned.config, run.precision)

@@ -1,0 +1,33 @@
+"""The layouts of a search: every division that installed strategies declare."""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+from drivetrain.planner.layout import RECOMPUTE
+from drivetrain.planner.predict import Task
+from drivetrain.registry import strategies
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+
+
+def candidates(task: Task, precision: str) -> Iterator[dict[str, str]]:
+    """Yield the keys of every layout that installed strategies declare."""
+    registry = strategies()
+    kinds = {name: registry.load(name) for name in registry.names}
+    around: list[Mapping[str, object]] = [{}]
+    for kind in kinds.values():
+        if kind.inner_option:
+            model = task.model
+            around += kind.layouts(model.layers, model.heads, task.ranks, task.per_host)
+    inner = [
+        (name, keys)
+        for name, kind in kinds.items()
+        if not kind.inner_option and not kind.reference and kind.draws_steps()
+        for keys in kind.layouts(task.model.layers, task.model.heads, task.ranks, task.per_host)
+    ]
+    for outside, (name, inside), micro_batch, recompute in product(
+        around, inner, MICRO_BATCHES, RECOMPUTE
+    ):
+        own = {"micro_batch": micro_batch, "recompute": recompute, "precision": precision}
+        keys = {**outside, **inside, **own, "data_parallel": name}
+        yield {key: str(value).lower() for key, value in keys.items()}

@@ -1,0 +1,61 @@
+"""The method for slow links that a layout names, in the numbers of a step on paper."""
+
+from functools import lru_cache
+
+import torch
+
+from drivetrain.collectives.stretch import ParameterRow, Stretch
+from drivetrain.config.schema import FarConfig, LinksConfig
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.paper.far import FarMethod
+from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.precision import Precision
+from drivetrain.strategy import Strategy
+
+SIDE = 4096
+"""Rows and columns of the matrix for which a method tells its bytes: those of large models."""
+
+
+@lru_cache(maxsize=64)
+def far_method(name: str, hosts: int) -> FarMethod | None:
+    """Return a method between so many hosts; None for exact sums, and on one host.
+
+    Raises:
+        ConfigError: no such method is installed, or it sums no gradients.
+    """
+    methods = methods_of(name)
+    if methods.gradients is None or hosts == 1:
+        return None
+    far = Axis(name="dp.far", size=hosts, rank=0, ranks=tuple(range(hosts)),
+               hosts=tuple(f"host {host}" for host in range(hosts)))  # fmt: skip
+    numel = SIDE * SIDE
+    whole = Stretch.of(numel, torch.float32, [ParameterRow("weight", (SIDE, SIDE), 0, 0)])
+    edges = [numel * index // hosts for index in range(hosts + 1)]
+    pieces = [[whole.cut(*edges[index : index + 2])] for index in range(hosts)]
+    sent, divided = (
+        sum(methods.gradients.sent(far, pieces, everywhere=everywhere).values()) / whole.nbytes
+        for everywhere in (True, False)
+    )
+    held = methods.gradients.held(far, pieces, everywhere=True) / whole.nbytes
+    return FarMethod(name, sent, divided, held)
+
+
+@lru_cache(maxsize=64)
+def methods_of(name: str) -> LinkMethods:
+    """Return the methods of a run whose gradients are summed so.
+
+    Raises:
+        ConfigError: see ``far_method``.
+    """
+    return LinkMethods.configured(LinksConfig(far=FarConfig(gradients=name)))
+
+
+def check_far(
+    kind: type[Strategy[object]], config: object, name: str, precision: Precision
+) -> None:
+    """Refuse a method that a strategy, or a precision, has no use for.
+
+    Raises:
+        ConfigError: says which one.
+    """
+    kind.check_links(config, methods_of(name), precision)

@@ -1,0 +1,102 @@
+"""Layouts that do not fit into memory: by how much, and the smallest changes that make them fit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from drivetrain.errors import ConfigError
+from drivetrain.hardware.sizes import GIB
+from drivetrain.planner.candidates import candidates
+from drivetrain.planner.layout import RECOMPUTE, PlannedLayout, layout_of
+from drivetrain.planner.predict import FRAGMENTS, Prediction, Predictor, Task
+from drivetrain.registry import strategies
+
+MOST_HOSTS = 64
+"""Times the hosts at hand that are looked at."""
+
+
+RESERVED_GIB = 2.0
+"""Of a device beside its host: the driver's context and the buffers of communication; an estimate
+for some communicators, each of which takes some hundreds of MiB."""
+
+DOUBT_OF_CELLS, DOUBT_OF_STORES = 1.03, 1.10
+"""Factors on predicted times when layouts are ordered. A simpler layout is first where a cell of
+ranks promises less than 3% more, or offloaded state less than 10%: predictions are off by more
+(docs/planning.md), and those of stores were compared with no measurement."""
+
+
+def room_of(task: Task) -> float:
+    """Return the bytes of memory of a device that a run may use."""
+    reserved = RESERVED_GIB if task.hardware.host.runs_ahead else 0.0
+    return (task.hardware.device.memory.gib - reserved) * GIB
+
+
+def judged(prediction: Prediction) -> float:
+    """Return the seconds by which a layout is compared with others."""
+    stored = any(map(prediction.stored_most, ("host", "disk")))
+    cell = bool(prediction.planned.kind.inner_option)
+    return (
+        prediction.step_seconds
+        * (DOUBT_OF_STORES if stored else 1.0)
+        * (DOUBT_OF_CELLS if cell else 1.0)
+    )
+
+
+def fits(task: Task, prediction: Prediction) -> bool:
+    """Whether a layout fits into the memory of the device, and into its host's."""
+    memory = task.hardware.host.memory
+    there = prediction.stored_most("host") * task.per_host
+    return prediction.needed() <= room_of(task) and (memory is None or there <= memory.gib * GIB)
+
+
+def remedies(predictor: Predictor, planned: PlannedLayout) -> list[str]:
+    """Return changes of a layout, each of which alone makes it fit; the smallest of each kind."""
+    room = room_of(predictor.task)
+    found: list[str] = []
+    for change in _changes(planned):
+        key = next(iter(change))
+        if not any(line.startswith(f"{key}=") for line in found) and _fits(
+            predictor, {**planned.keys, **change}, room
+        ):
+            found.append(",".join(f"{key}={value}" for key, value in change.items()))
+    return [*found, more_hosts(predictor.task, planned.precision)]
+
+
+def _changes(planned: PlannedLayout) -> Iterator[dict[str, str]]:
+    """Yield changes of keys, the smallest of each kind first."""
+    for recompute in RECOMPUTE[RECOMPUTE.index(planned.recompute) + 1 :]:
+        yield {"recompute": recompute}
+    micro_batch = planned.micro_batch // 2
+    while micro_batch:
+        yield {"micro_batch": str(micro_batch)}
+        micro_batch //= 2
+    registry = strategies()
+    for name in registry.names:
+        kind = registry.load(name)
+        if kind.draws_steps() and not kind.inner_option and not kind.reference:
+            yield {"data_parallel": name}
+    own = registry.load(planned.keys["data_parallel"])
+    for keys in own.layouts(1, 1, 1, 1):
+        if keys:
+            yield {key: str(value) for key, value in keys.items()}
+
+
+def _fits(predictor: Predictor, keys: dict[str, str], room: float) -> bool:
+    try:
+        return predictor.bound(layout_of(keys)).nbytes * FRAGMENTS <= room
+    except ConfigError:
+        return False
+
+
+def more_hosts(task: Task, precision: str) -> str:
+    """Return the fewest hosts, in steps of two, on which some layout fits, with that layout."""
+    room, factor = room_of(task), 2
+    while factor <= MOST_HOSTS:
+        larger = replace(task, hosts=task.hosts * factor, batch=task.batch * factor)
+        predictor = Predictor(larger)
+        for keys in candidates(larger, precision):
+            least = keys["micro_batch"] == "1" and keys["recompute"] == RECOMPUTE[-1]
+            if least and _fits(predictor, keys, room):
+                text = ",".join(f"{key}={value}" for key, value in keys.items())
+                return f"{larger.hosts} hosts (with a batch of {larger.batch}: {text})"
+        factor *= 2
+    return f"more than {task.hosts * MOST_HOSTS} hosts"

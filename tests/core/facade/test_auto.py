@@ -1,0 +1,151 @@
+"""``strategy: auto``: the choice at prepare, alike on all ranks, pinned, and equal to its pin."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+from drivetrain.errors import ConfigError
+from drivetrain.hardware.catalog import hardware_text, name_of_device
+
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
+from train_gpt import GPT, loss_of
+
+
+class Lines(logging.Handler):
+    """Keeps the lines of the log."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def emit(self, record):
+        self.found.append(record.getMessage())
+
+
+def trained(steps=3, **options):
+    """Return the accelerator and the weights after some steps of a small GPT."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, **options)
+    model = GPT(16, 2, 2, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    words = torch.randint(256, (64, 17), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(words), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for step, (window,) in enumerate(loader):
+        if step == steps:
+            break
+        accelerator.backward(loss_of(model, window))
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator, accelerator.get_state_dict(model)
+
+
+def strategy_of(accelerator):
+    """Return the name of the run's strategy as the accelerator shows it."""
+    return re.search(r"strategy='(\w+)'", repr(accelerator))[1]
+
+
+def small_memory(folder, gib):
+    text = hardware_text("cpu").replace("gib: 256", f"gib: {gib}")
+    path = folder / f"{gib}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.ranks(2)
+def test_the_choice_trains_as_its_pin(tmp_path):
+    lines = Lines()
+    logging.getLogger("drivetrain").addHandler(lines)
+    logging.getLogger("drivetrain").setLevel(logging.INFO)
+    accelerator, chosen = trained(
+        strategy="auto", project_dir=tmp_path / "run", config={"report": False}
+    )
+    name = strategy_of(accelerator)
+    accelerator.end_training()
+    logging.getLogger("drivetrain").removeHandler(lines)
+    logging.getLogger("drivetrain").setLevel(logging.NOTSET)
+    if accelerator.is_main_process:
+        lines = [line for line in lines.found if "strategy auto: " in line]
+        assert len(lines) == 1
+        assert "ms a step planned" in lines[0]
+        assert "cpu (described, unmeasured)" in lines[0]
+    pin = tmp_path / "run" / "strategy.yaml"
+    section = yaml.safe_load(pin.read_text())["strategy"]
+    assert section["name"] == name != "auto"
+    other, pinned = trained(config=str(pin))
+    other.end_training()
+    assert all(torch.equal(chosen[key], pinned[key]) for key in pinned)
+
+
+def test_a_planned_run_ends_with_its_prediction_and_its_measurement():
+    lines = Lines()
+    logging.getLogger("drivetrain").addHandler(lines)
+    logging.getLogger("drivetrain").setLevel(logging.INFO)
+    try:
+        accelerator, _ = trained(strategy="auto")
+        accelerator.end_training()
+    finally:
+        logging.getLogger("drivetrain").removeHandler(lines)
+        logging.getLogger("drivetrain").setLevel(logging.NOTSET)
+    (told,) = [line for line in lines.found if " ms a step, measured " in line]
+    planned, measured = (float(each) for each in re.findall(r"([\d.]+) ms", told.replace(",", "")))
+    assert planned > 0
+    assert measured > 0
+
+
+@pytest.mark.ranks(2)
+def test_a_small_memory_takes_more_than_replicas(tmp_path):
+    """A device that lacks the room for whole states gets a layout that divides them."""
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    whole = 16 * sum(p.numel() for p in model.parameters())
+    accelerator = Accelerator(
+        cpu=True,
+        strategy={"name": "auto", "hardware": small_memory(tmp_path, 0.72 * whole / 2**30)},
+    )
+    loader = DataLoader(TensorDataset(torch.ones(8, 256)), batch_size=2)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    assert strategy_of(accelerator) in ("zero2", "zero3", "fsdp")
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("hardware", "expected"),
+    [("h1000", "did you mean h100"), ("1e-6", "no data-parallel layout fits: ")],
+)
+def test_every_rank_says_why_nothing_is_chosen(tmp_path, hardware, expected):
+    if hardware == "1e-6":
+        hardware = small_memory(tmp_path, hardware)
+    with pytest.raises(ConfigError, match=expected):
+        trained(strategy={"name": "auto", "hardware": hardware})
+
+
+@pytest.mark.ranks(2)
+def test_a_link_that_nobody_measured_is_not_guessed(tmp_path):
+    text = hardware_text("cpu").replace("between processes of a host", "NOT MEASURED: processes")
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="auto: the links inside of a host were not measured"):
+        trained(strategy={"name": "auto", "hardware": str(tmp_path / "mine.yaml")})
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GB10", None),
+    ],
+)
+def test_descriptions_are_found_by_the_devices_title(title, name):
+    assert name_of_device(title) == name
