@@ -7,26 +7,20 @@ their device, or take a detour where the library cannot carry them from there. T
 where ranks meet: a rank that comes alone learns which rank is missing, and why.
 """
 
-import hashlib
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.meeting import meet, named
-from drivetrain.errors import RankMismatchError, UsageError
+from drivetrain.collectives.digests import Ranks, device_of, group_of, meet_everyone, size_of
+from drivetrain.collectives.meeting import named
+from drivetrain.errors import UsageError
 from drivetrain.nested import describe, recursively_apply
-from drivetrain.runtime.mesh import Axis
-
-Ranks: TypeAlias = dist.ProcessGroup | Axis | None
-"""Who takes part: a process group, a line of the mesh, or None for all ranks."""
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_SHOWN_CHARACTERS, _SHOWN_KINDS = 300, 8
-"""Characters of a description in a message, and the number of different descriptions."""
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -37,11 +31,10 @@ def wait_for_everyone(group: Ranks = None) -> None:
     """Return when every rank has come here.
 
     Raises:
-        CollectiveError: a rank does not come; the message says which, and what it did last.
+        CollectiveError: a rank does not come, or came to another collective; the message says
+            which, and where it is.
     """
-    if _size(group) > 1:
-        with named("wait_for_everyone", _group(group)) as wait:
-            meet(dist.barrier(_group(group), async_op=True), wait, _group(group))
+    meet_everyone("wait_for_everyone", group)
 
 
 def gather(tensor: Any, *, group: Ranks = None) -> Any:
@@ -73,11 +66,11 @@ def gather_object(object: Any, *, group: Ranks = None) -> list[Any]:  # noqa: A0
         CollectiveError: a rank does not come; the message says which, and what it did last.
     """
     collected: list[Any] = [object]
-    if _size(group) > 1:
-        collected = [None] * _size(group)
-        _check_digests("gather_object", "objects", group)
-        with named("gather_object", _group(group)):
-            dist.all_gather_object(collected, object, group=_group(group))
+    if size_of(group) > 1:
+        collected = [None] * size_of(group)
+        meet_everyone("gather_object", group, data="objects")
+        with named("gather_object", group_of(group)):
+            dist.all_gather_object(collected, object, group=group_of(group))
     if all(isinstance(item, list | tuple) for item in collected):
         return [inner for item in collected for inner in item]
     return collected
@@ -99,9 +92,9 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: Ranks = None) -> Any
 
     def broadcast_one(leaf: Tensor) -> Tensor:
         sent = _travelling(leaf, group).clone(memory_format=torch.contiguous_format)
-        if _size(group) > 1:
-            with named(operation, _group(group)):
-                dist.broadcast(_bytes_of(sent), src=from_process, group=_group(group))
+        if size_of(group) > 1:
+            with named(operation, group_of(group)):
+                dist.broadcast(_bytes_of(sent), src=from_process, group=group_of(group))
         return sent.to(leaf.device)
 
     operation = f"broadcast from rank {from_process}"
@@ -124,13 +117,13 @@ def broadcast_object_list(
         UsageError: no rank ``from_process`` in the group.
     """
     _check_rank(from_process, group)
-    if _size(group) > 1:
+    if size_of(group) > 1:
         # One object, because the library hangs when the lists are not equally long.
         parcel: list[Any] = [object_list]
         operation = f"broadcast_object_list from rank {from_process}"
-        _check_digests(operation, "objects", group)
-        with named(operation, _group(group)):
-            dist.broadcast_object_list(parcel, src=from_process, group=_group(group))
+        meet_everyone(operation, group, data="objects")
+        with named(operation, group_of(group)):
+            dist.broadcast_object_list(parcel, src=from_process, group=group_of(group))
         object_list[:] = parcel[0]
     return object_list
 
@@ -212,48 +205,16 @@ def pad_across_processes(
     return recursively_apply(pad_one, tensor)
 
 
-def differing(
-    facts: Sequence[str], group: Ranks = None, *, doing: str = "the comparison of ranks"
-) -> list[Sequence[str]]:
-    """Return the facts of all ranks if ranks differ, else an empty list. Collective.
-
-    A digest of eight bytes goes first: only ranks that disagree exchange the whole text.
-
-    Args:
-        facts: texts that should be equal on all ranks.
-        group: the ranks, as a process group or a line of the mesh; None means all.
-        doing: the reason of the comparison, for the message of an error.
-
-    Raises:
-        CollectiveError: a rank does not come; the message says which, and what it did last.
-    """
-    if _size(group) == 1:
-        return []
-    digest = hashlib.sha256("\0".join(facts).encode()).digest()[:8]
-    number = int.from_bytes(digest, "big", signed=True)
-    mine = torch.tensor([number], dtype=torch.int64, device=_device_of(group))
-    digests = mine.new_empty(_size(group), 1)
-    ranks = _group(group)
-    with named(doing, ranks) as wait:
-        meet(dist.all_gather(list(digests.unbind()), mine, group=ranks, async_op=True), wait, ranks)
-    if len(set(digests.flatten().tolist())) == 1:
-        return []
-    held: list[Sequence[str]] = [()] * _size(group)
-    with named(doing, ranks):
-        dist.all_gather_object(held, facts, group=ranks)
-    return held
-
-
 def _gather_one(tensor: Tensor, group: Ranks) -> Tensor:
     mine = _travelling(tensor, group).contiguous()
     mine = mine.unsqueeze(0) if mine.dim() == 0 else mine
-    if _size(group) == 1:
+    if size_of(group) == 1:
         return mine.to(tensor.device)
     sent = _bytes_of(mine)
-    received = sent.new_empty(_size(group), sent.numel())
-    with named("gather", _group(group)):
-        dist.all_gather(list(received.unbind()), sent, group=_group(group))
-    shape = (_size(group) * mine.shape[0], *mine.shape[1:])
+    received = sent.new_empty(size_of(group), sent.numel())
+    with named("gather", group_of(group)):
+        dist.all_gather(list(received.unbind()), sent, group=group_of(group))
+    shape = (size_of(group) * mine.shape[0], *mine.shape[1:])
     return received.view(-1).view(mine.dtype).view(shape).to(tensor.device)
 
 
@@ -265,12 +226,12 @@ def _reduce_one(tensor: Tensor, reduction: str, group: Ranks) -> Tensor:
     elif kind.itemsize < 4:
         result = result.to(torch.float32)
     result = result.clone(memory_format=torch.contiguous_format)
-    if _size(group) > 1:
-        with named("reduce", _group(group)):
-            dist.all_reduce(result, op=_OPERATIONS[reduction], group=_group(group))
+    if size_of(group) > 1:
+        with named("reduce", group_of(group)):
+            dist.all_reduce(result, op=_OPERATIONS[reduction], group=group_of(group))
     result = result.to(tensor.device)
     if reduction == "mean":
-        result = result / _size(group)
+        result = result / size_of(group)
     counts = integers and (reduction == "mean" or (reduction == "sum" and kind == torch.bool))
     return result if counts else result.to(kind)
 
@@ -297,18 +258,6 @@ def _padded(tensor: Tensor, dim: int, longest: int, value: int, first: bool) -> 
     return torch.cat([padding, tensor] if first else [tensor, padding], dim=dim)
 
 
-def _group(ranks: Ranks) -> dist.ProcessGroup | None:
-    return ranks.group if isinstance(ranks, Axis) else ranks
-
-
-def _size(group: Ranks) -> int:
-    if isinstance(group, Axis):
-        return group.size
-    return (
-        dist.get_world_size(_group(group)) if dist.is_available() and dist.is_initialized() else 1
-    )
-
-
 def _bytes_of(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as bytes: values that only travel may have any dtype."""
     return tensor.view(-1).view(torch.uint8)
@@ -316,24 +265,11 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _travelling(tensor: Tensor, group: Ranks) -> Tensor:
     """Return the values, without their history, on a device that the group can send from."""
-    return tensor.detach().to(_device_of(group, tensor.device))
-
-
-def _device_of(group: Ranks, wish: torch.device | None = None) -> torch.device | None:
-    """Return the wished device if the group can communicate from there, else another."""
-    if _size(group) == 1:
-        return wish
-    able = [pair.split(":")[0] for pair in dist.get_backend_config(_group(group)).split(",")]
-    if wish is not None and wish.type in able:
-        return wish
-    accelerator = torch.accelerator.current_accelerator()
-    if "cpu" in able or accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return tensor.detach().to(device_of(group, tensor.device))
 
 
 def _check_rank(rank: int, group: Ranks) -> None:
-    ranks = dist.get_process_group_ranks(_group(group)) if _size(group) > 1 else [0]
+    ranks = dist.get_process_group_ranks(group_of(group)) if size_of(group) > 1 else [0]
     if rank not in ranks:
         raise UsageError(f"expected from_process to be one of the ranks {ranks}, found {rank}")
 
@@ -345,35 +281,7 @@ def _check_alike(
     show: Callable[[Tensor], str] = lambda t: f"{t.dtype}{tuple(t.shape)}",
 ) -> None:
     """Raise on every rank when operations, or the shapes and kinds of data, differ."""
-    if _size(group) > 1:
-        _check_digests(operation, describe(data, show).replace("torch.", ""), group)
+    if size_of(group) > 1:
+        meet_everyone(operation, group, data=describe(data, show).replace("torch.", ""))
     # After the digests: no rank may leave before the others have learned of it.
     recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
-
-
-def _check_digests(operation: str, text: str, group: Ranks) -> None:
-    held = differing((operation, text), group, doing=operation)
-    if not held:
-        return
-    same_operation = len({each for each, _ in held}) == 1
-    texts = [what if same_operation else f"{each} of {what}" for each, what in held]
-    raise RankMismatchError(
-        f"{operation} expected the same operation, structure, shapes and dtypes on all ranks, "
-        f"found {_grouped(texts)}; pad with pad_across_processes first, or use gather_object"
-    )
-
-
-def _grouped(held: list[str]) -> str:
-    """Return the ranks of each text; long ones from shortly before their first difference."""
-    letters = enumerate(zip(*held, strict=False))
-    difference = next((i for i, each in letters if len(set(each)) > 1), 0)
-    start = max(0, difference - _SHOWN_CHARACTERS // 2)
-    ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(held):
-        ranks.setdefault(text, []).append(str(rank))
-    shown = [
-        f"{'rank' if len(where) == 1 else 'ranks'} {', '.join(where)}: "
-        f"{'...' * (start > 0)}{text[start:][:_SHOWN_CHARACTERS]}"
-        for text, where in list(ranks.items())[:_SHOWN_KINDS]
-    ]
-    return "; ".join([*shown, "..."] if len(ranks) > _SHOWN_KINDS else shown)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -20,10 +21,23 @@ class Entry:
     seconds: float = 0.0
 
 
+class Page(NamedTuple):
+    """The place in training to which collectives belong: equal on all ranks at each collective.
+
+    Attributes:
+        steps: optimizer steps that this rank has taken.
+        backwards: backwards that this rank has begun.
+    """
+
+    steps: int = 0
+    backwards: int = 0
+
+
 class Traffic:
     """A ledger of collectives by (axis, operation); safe to write from several threads.
 
     Attributes:
+        page: where training is.
         waited_s: seconds that threads of the program have waited for collectives, on all axes.
     """
 
@@ -31,7 +45,16 @@ class Traffic:
         self._entries: dict[tuple[str, str], Entry] = {}
         self._waits: dict[str, float] = {}
         self._lock = threading.Lock()
+        self.page = Page()
         self.waited_s = 0.0
+
+    def begin_backward(self) -> None:
+        """Turn the page: a backward begins."""
+        self.page = self.page._replace(backwards=self.page.backwards + 1)
+
+    def end_step(self) -> None:
+        """Turn the page: an optimizer has stepped, or left out a step."""
+        self.page = self.page._replace(steps=self.page.steps + 1)
 
     def add(self, axis: str, operation: str, nbytes: int) -> None:
         """Record a collective at its submission: the payload bytes that this rank sends.
@@ -74,7 +97,8 @@ class Traffic:
 
     def sent(self) -> dict[tuple[str, str], int]:
         """Return the bytes sent so far by (axis, operation), without the zeros."""
-        return {key: entry.bytes for key, entry in self.entries().items() if entry.bytes}
+        with self._lock:
+            return {key: entry.bytes for key, entry in self._entries.items() if entry.bytes}
 
     def total(self) -> int:
         """Return all bytes sent so far."""

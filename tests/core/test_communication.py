@@ -1,5 +1,6 @@
 """What ranks tell each other, and that those who disagree hear about it on every rank."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -17,7 +18,7 @@ from drivetrain.communication import (
     reduce,
     wait_for_everyone,
 )
-from drivetrain.errors import RankMismatchError, UsageError
+from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 
 DTYPES = [
     torch.bool,
@@ -105,10 +106,10 @@ def test_other_differences_are_errors_too(first, second):
 
 @pytest.mark.ranks(2)
 def test_ranks_in_different_operations_are_told():
-    with pytest.raises(RankMismatchError) as caught:
+    with pytest.raises(CollectiveError) as caught:
         gather(torch.ones(2)) if rank() == 0 else reduce(torch.ones(2), "max")
-    assert "rank 0: gather of " in str(caught.value)
-    assert "rank 1: reduce to the max of " in str(caught.value)
+    assert re.search(r"rank 0: gather of .* at test_communication.py:\d+", str(caught.value))
+    assert re.search(r"rank 1: reduce to the max of .* at test_comm", str(caught.value))
 
 
 @pytest.mark.ranks(2)

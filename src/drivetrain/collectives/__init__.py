@@ -8,8 +8,7 @@ native   everything else             the asynchronous operations of ``torch.dist
 ======== =========================== ==========================================================
 
 Whatever the algorithm, operations run in the order in which they were submitted, which must be the
-same on every rank (a ring that is ``checked`` says where it is not), and the ledger gets the bytes
-that the ring algorithm sends.
+same on every rank (see ``order``), and the ledger gets the bytes that the ring algorithm sends.
 
 Most operations work on one flat tensor. ``gather_parts`` and ``reduce_parts`` work on many of any
 sizes and dtypes: the ring sends large ones as they lie and packs small ones into few messages, the
@@ -64,8 +63,6 @@ def connect(
     traffic: Traffic,
     device: torch.device,
     timeout: timedelta,
-    *,
-    checked: bool = False,
 ) -> Communicator:
     """Return a communicator for the tensors of one device over one mesh axis.
 
@@ -74,10 +71,6 @@ def connect(
         traffic: the ledger that operations write to.
         device: where the tensors live.
         timeout: how long one operation may take.
-        checked: compare, before each operation, what the ranks are about to do, and raise a
-            CollectiveError where they differ; costs one message of 120 bytes per operation. Only
-            the ring does; native operations, and a single rank, have nothing to do it with and
-            ignore it. The same on every rank.
 
     Raises:
         UsageError: the axis has several ranks but was only planned, not started.
@@ -90,13 +83,11 @@ def connect(
             "build the mesh with Mesh.build, Mesh.plan starts nothing"
         )
     if device.type == "cpu" and "gloo" in str(dist.get_backend(axis.group)):
-        return RingCommunicator(axis, traffic, timeout, axis.group, checked=checked)
+        return RingCommunicator(axis, traffic, timeout, axis.group)
     return NativeCommunicator(axis, traffic, timeout, axis.group)
 
 
-def connect_over_hosts(
-    mesh: Mesh, name: str, traffic: Traffic, world: World, *, checked: bool = False
-) -> Communicator:
+def connect_over_hosts(mesh: Mesh, name: str, traffic: Traffic, world: World) -> Communicator:
     """Return a communicator over an axis of the mesh, in levels where the axis is over hosts.
 
     Collective: every rank must call it in the same order.
@@ -106,11 +97,10 @@ def connect_over_hosts(
         name: of the axis.
         traffic: the ledger; gets what is sent between hosts under the name ``NAME.far``.
         world: the hosts of all ranks, and the device of this one.
-        checked: as for ``connect``.
     """
 
     def connected(axis: Axis) -> Communicator:
-        return connect(axis, traffic, world.device, world.timeout, checked=checked)
+        return connect(axis, traffic, world.device, world.timeout)
 
     levels = mesh.start_levels(name, world) if _ring_runs(world) else None
     if levels is None:

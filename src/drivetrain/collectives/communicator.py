@@ -2,7 +2,7 @@
 
 import re
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from drivetrain.collectives.channels import Channels
 from drivetrain.collectives.handles import Finished, Handle, StagedHandle, Staging, copy_all
 from drivetrain.collectives.volume import (
     Chunks,
@@ -56,7 +57,7 @@ class Request:
         return sum(byte_lengths(self.layout or ())) if flat is None else flat.numel()
 
 
-class Communicator(ABC):
+class Communicator(Channels):
     """Collectives over one axis, in place, asynchronous, in the order of submission.
 
     Every rank of the axis must submit the same operations in the same order, with tensors of equal
@@ -194,6 +195,30 @@ class Communicator(ABC):
             copies.append((kind[self.rank], staging.slices[self.rank]))
         return StagedHandle(operations, copies)
 
+    def all_to_all(
+        self,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        *,
+        label: str = "",
+        first: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Send another tensor of bytes to each rank, and receive one from each.
+
+        A communicator that cannot send to one rank alone gathers all messages on every rank.
+
+        Args:
+            outgoing: for each rank, what it gets from this one: 1-D, contiguous, uint8, and of
+                the same length whoever sends it. The entry of this rank is not read.
+            incoming: for each rank, where its tensor arrives; all as long as the tensors that
+                others are to send to this rank. The entry of this rank is not written.
+            label: names the operation in errors; the default is the line of the call.
+            first: as for ``gather_parts``.
+        """
+        if first is not None:
+            first()
+        return _swap_by_gather(self, outgoing, incoming, label or caller(2))
+
     def accompany(self, companions: "Sequence[Communicator]") -> None:
         """Let the failure of this communicator reach the ranks of others."""
         self.companions = companions
@@ -238,6 +263,24 @@ class Communicator(ABC):
         """Return the sequence number of the operation that is being submitted."""
         self.submitted += 1
         return self.submitted
+
+
+def _swap_by_gather(
+    communicator: Communicator, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str
+) -> Handle:
+    """Gather the messages of all ranks for all ranks, and take those for this rank."""
+    rank, size = communicator.rank, communicator.size
+    lengths = [tensor.numel() for tensor in outgoing]
+    total = sum(lengths)
+    everyone = outgoing[rank].new_empty(size, total)
+    torch.cat(tuple(outgoing), out=everyone[rank])
+    chunks = [(total * each, total * (each + 1)) for each in range(size)]
+    gather = communicator.all_gather(everyone.view(-1), chunks=chunks, label=label)
+    start = sum(lengths[:rank])
+    mine = [row[start : start + lengths[rank]] for row in everyone]
+    others = [each for each in range(size) if each != rank]
+    copies = ([incoming[each] for each in others], [mine[each] for each in others])
+    return StagedHandle([gather], [copies])
 
 
 def caller(depth: int = 3) -> str:

@@ -113,6 +113,17 @@ class HierarchicalCommunicator(Communicator):
         near = self._spreading.gather_parts(near_parts, label=label, first=far.wait)
         return StagedHandle([far, near], ())
 
+    def all_to_all(
+        self,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        *,
+        label: str = "",
+        first: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Send another tensor of bytes to each rank, and receive one from each: no levels."""
+        return self._chain.all_to_all(outgoing, incoming, label=label or caller(2), first=first)
+
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
         return self._chain.broadcast(tensor, source, label=label or caller(2))

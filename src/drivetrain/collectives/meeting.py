@@ -1,9 +1,10 @@
 """Ranks meet before they exchange something: a rank that is alone there learns soon why.
 
-A wait for other ranks looks around after a second, and then ever more rarely: it leaves a word in
-the store where the ranks met, and reads the words of the others. Two words prove that a wait is in
-vain: each of two ranks waits for an operation that the other one has not begun, or a rank has ended
-without beginning the operation that this one waits for. Nothing is looked at before that second.
+A wait for other ranks looks around after half a second, and then ever more rarely: it leaves a word
+in the store where the ranks met, and reads the words of the others. Words prove that a wait is in
+vain: each of two ranks waits for an operation that the other one has not begun, a rank has ended
+without beginning the operation that this one waits for, or two ranks have different operations
+under way at the same place of one order. Nothing is looked at before that half second.
 """
 
 import threading
@@ -12,16 +13,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
 
 from drivetrain.collectives.communicator import reason
 from drivetrain.collectives.neighbors import Tag
+from drivetrain.collectives.order import Header, disagreement
 from drivetrain.errors import CollectiveError
-from drivetrain.runtime.words import Word, begin_meeting, heard, reached, say
+from drivetrain.runtime.board import BoardRow, board
+from drivetrain.runtime.script import script_line
+from drivetrain.runtime.words import Word, begin_meeting, heard, reached, running, say
 
-FIRST_LOOK_S, LONGEST_PAUSE_S = 1.0, 30.0
+FIRST_LOOK_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Seconds before a wait looks around for the first time, and the longest pause between two looks.
 Up to that, a wait looks again when it has taken twice as long."""
 
@@ -42,18 +47,27 @@ class Wait:
         doing: the operation in words, for messages.
         place: the order that the operation belongs to, the same name on all ranks.
         number: which one of that order, from 1.
-        ranks: the global ranks that must come.
+        ranks: the global ranks whose words are read.
         rank: this one.
+        needed: those of the ranks that must come; None means all.
     """
 
     def __init__(
-        self, doing: str, place: str, number: int, ranks: Sequence[int], rank: int
+        self,
+        doing: str,
+        place: str,
+        number: int,
+        ranks: Sequence[int],
+        rank: int,
+        needed: Sequence[int] | None = None,
     ) -> None:
         self.doing = doing
         self.place = place
         self.number = number
         self.ranks = ranks
         self.rank = rank
+        self.needed = ranks if needed is None else needed
+        self.site = ""
         self._next = FIRST_LOOK_S
         self._spoke = False
 
@@ -70,14 +84,16 @@ class Wait:
         if waited < self._next or threading.current_thread() is not threading.main_thread():
             return ""
         self._next = waited + min(waited, LONGEST_PAUSE_S)
-        if not self._spoke:
-            say(self._word())
-            self._spoke = True
+        self.site = script_line()
+        say(self._word())
+        self._spoke = True
         try:
             words = self._words()
         except RuntimeError:  # the store's own rank has ended: the wait will fail by itself
             return ""
-        in_vain = {rank: word for rank, word in words.items() if word and self._in_vain(word)}
+        if found := self._disagreement(words):
+            return found
+        in_vain = {rank: word for rank, word in words.items() if self._in_vain(rank, word)}
         return self._explain(in_vain, f"waited {waited:.1f} s in vain") if in_vain else ""
 
     def over(self) -> None:
@@ -99,9 +115,12 @@ class Wait:
     def missing(self) -> str:
         """Return the words of the ranks that have not begun the operation, in one sentence."""
         with suppress(RuntimeError):
+            words = self._words()
+            if found := self._disagreement(words):
+                return found
             known = {
                 rank: word
-                for rank, word in self._words().items()
+                for rank, word in words.items()
                 if word is not None and word.lacks(self.place, self.number)
             }
             if known:
@@ -111,26 +130,41 @@ class Wait:
     def _is_missing(self, word: Word | None) -> bool:
         return word is None or word.lacks(self.place, self.number) or not word.doing
 
-    def _in_vain(self, word: Word) -> bool:
+    def _in_vain(self, rank: int, word: Word | None) -> bool:
         """Whether a rank will not come to this operation, as its word proves."""
-        if not word.lacks(self.place, self.number):
+        if word is None or rank not in self.needed or not word.lacks(self.place, self.number):
             return False
         if not word.doing:
             return True
         mine = reached().get(word.place, 0)
         return self.rank in word.ranks and mine < word.number
 
+    def _disagreement(self, words: Mapping[int, Word | None]) -> str:
+        """Return the difference between two operations with one number, "" where there is none."""
+        mine = {place: Header.from_json(facts) for place, facts in running().items()}
+        for rank, word in words.items():
+            for place in mine.keys() & (word.running.keys() if word else ()):
+                theirs = Header.from_json(word.running[place]) if word else mine[place]
+                if theirs.number == mine[place].number and mine[place].differences(theirs):
+                    sites = (self.site or script_line(main=True), word.site if word else "")
+                    ranks = (self.rank, rank)
+                    return str(disagreement(mine[place], theirs, sites, ranks))
+        return ""
+
     def _explain(self, missing: Mapping[int, Word | None], what: str) -> str:
         who = _said(missing) or "all other ranks came"
-        return f"{self.doing} on rank {self.rank} {what}: {who}; {WAY_OUT}"
+        here = f" at {self.site}" if self.site else ""
+        return f"{self.doing} on rank {self.rank}{here} {what}: {who}; {WAY_OUT}"
 
     def _word(self) -> Word:
         return Word(
             doing=self.doing,
             place=self.place,
             number=self.number,
-            ranks=list(self.ranks),
+            ranks=list(self.needed),
             reached=reached(),
+            running=running(),
+            site=self.site,
         )
 
     def _words(self) -> dict[int, Word | None]:
@@ -143,6 +177,18 @@ def _said(words: Mapping[int, Word | None]) -> str:
         f"rank {rank} {word or 'says nothing: it computes, or was killed'}"
         for rank, word in sorted(words.items())
     )
+
+
+_rows: WeakKeyDictionary[dist.ProcessGroup, BoardRow] = WeakKeyDictionary()
+"""The rows of meetings on this process's board, while their groups live."""
+
+
+def _row_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> BoardRow:
+    row = _rows.get(group)
+    if row is None:
+        row = _rows[group] = board.open(str(group.group_name), ranks)
+        finalize(group, row.close)
+    return row
 
 
 @contextmanager
@@ -159,14 +205,18 @@ def named(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[Wait]:
     group = group or dist.group.WORLD
     if group is None:
         raise CollectiveError(f"{doing}: this rank has left the process group of the others")
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
-    wait = Wait(doing, str(group.group_name), begin_meeting(group), ranks, rank)
+    ranks, rank, number = dist.get_process_group_ranks(group), dist.get_rank(), begin_meeting(group)
+    wait = Wait(doing, str(group.group_name), number, ranks, rank)
+    row = _row_of(group, ranks)
+    row.submit(number)
+    row.begin(number, 0, "", 0, "", doing)
     try:
         yield wait
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise CollectiveError(wait.failed(error)) from error
+    row.end()
     wait.over()
 
 

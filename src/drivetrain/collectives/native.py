@@ -1,7 +1,8 @@
 """Collectives by ``torch.distributed`` itself: NCCL and every backend that is good at them."""
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -19,10 +20,12 @@ from drivetrain.collectives.communicator import (
     flatten,
     reason,
 )
-from drivetrain.collectives.handles import Finished, Handle
-from drivetrain.collectives.volume import Chunks, checked_chunks
+from drivetrain.collectives.handles import Finished, Handle, StagedHandle
+from drivetrain.collectives.order import Header
+from drivetrain.collectives.volume import Chunks, checked_chunks, checked_parts
 from drivetrain.errors import CollectiveError
 from drivetrain.ranges import collective_range
+from drivetrain.runtime.board import NATIVE, board
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
 
@@ -120,6 +123,7 @@ class NativeCommunicator(Communicator):
     ) -> None:
         super().__init__(axis, traffic, timeout)
         self._group = group
+        self._row = board.open(f"{group.group_name}/{NATIVE}", axis.ranks)
         # gloo refuses to gather a list of unequal chunks; NCCL runs it as grouped broadcasts.
         self._lists_are_even = "gloo" in str(dist.get_backend(group))
 
@@ -173,6 +177,34 @@ class NativeCommunicator(Communicator):
 
         return self._start(Request("all_gather", label, bounds), gather, flat, flat)
 
+    def all_to_all(
+        self,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        *,
+        label: str = "",
+        first: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Send another tensor of bytes to each rank, and receive one from each."""
+        if first is not None:
+            first()
+        held = checked_parts([[tensor] for tensor in outgoing], self.size)
+        arriving = checked_parts([[tensor] for tensor in incoming], self.size)
+        sent, received = (torch.cat([one for (one,) in each]) for each in (held, arriving))
+        lengths, mine = [one.numel() for (one,) in held], [one.numel() for (one,) in arriving]
+
+        def swap() -> Any:
+            return dist.all_to_all_single(
+                received, sent, mine, lengths, group=self._group, async_op=True
+            )
+
+        request = Request("all_to_all", label or caller(2), chunks=_chunks_of(lengths))
+        handle = self._start(request, swap, sent, received)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        slices = torch.split(received, mine)
+        copies = ([arriving[rank][0] for rank in others], [slices[rank] for rank in others])
+        return StagedHandle([handle], [copies])
+
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
         flat = flatten(tensor)
@@ -189,7 +221,8 @@ class NativeCommunicator(Communicator):
         dist.barrier(self._group)
 
     def close(self) -> None:
-        """Nothing to release: the group belongs to the mesh."""
+        """Take this communicator off the board; the group belongs to the mesh."""
+        self._row.close()
 
     def _broadcast_each(self, parts: list[Tensor]) -> "AllOf":
         """Gather by a broadcast of each chunk that is not empty."""
@@ -221,6 +254,7 @@ class NativeCommunicator(Communicator):
             )
 
         self.traffic.add(self.axis.name, request.operation, self._sent_bytes(request, flat))
+        self._row.submit(number)
         name = (request.operation, number, label, self.axis.name)
         with torch.no_grad(), collective_range(*name):
             try:
@@ -228,8 +262,17 @@ class NativeCommunicator(Communicator):
             except RuntimeError as error:
                 raise describe(error) from error
         waited = partial(self.traffic.waited, self.axis.name)
+        header = Header.of(request, number, label, flat, self.traffic.page, self.axis.name)
+
+        # Nobody knows on the host when a device has finished: the board shows the last submission.
+        self._row.begin(number, header.checksum(), *header.summary)
         waiting = partial(collective_range, *name, waits=True)
         return NativeHandle(work, result, scale, describe, waited, waiting)
+
+
+def _chunks_of(lengths: Sequence[int]) -> Chunks:
+    """Return the (start, stop) of tensors of these lengths side by side."""
+    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
 
 
 def _even(parts: list[Tensor]) -> bool:

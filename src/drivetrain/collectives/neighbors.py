@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.communicator import Request
 from drivetrain.runtime.mesh import Axis
 
 
@@ -21,17 +20,22 @@ class Tag(IntEnum):
     """A piece of a sum that is not complete."""
     GATHER = 1
     """A final piece, to be copied to every rank; may be under way beside a piece of a sum."""
-    HEADER = 2
-    """The sender's next operation, see ``order``."""
-    ALARM = 3
+    ALARM = 2
     """Never sent: its receive ends only with the connection."""
+
+
+TAG_MASK, LANE_SHIFT = (1 << 31) - 1, 12
+"""A tag has 31 bits; the upper 19 are for the checksum of an operation, the rest for its ring and
+the purpose of a message."""
 
 
 class Neighbors:
     """Messages to the right neighbor and from the left one, over one gloo group.
 
     Several users of one group, one per model, may be at work at once: each adds its own multiple
-    to the tags. gloo ends the process when a message is longer than the buffer that waits for it.
+    to the tags. The tags of an operation depend on its header, so that ranks which are about to do
+    different things never take each other's data, see ``order``; gloo ends the process when a
+    message is longer than the buffer that waits for it.
 
     Args:
         axis: the mesh axis.
@@ -46,24 +50,27 @@ class Neighbors:
         self.timeout = timeout
         self._group = group
         self._first_tag = len(Tag) * next(axis.streams)
+        self._lane = 0
 
-    def send(self, piece: Tensor, tag: Tag) -> Any:
-        """Start to send a tensor to the right; it must live and stay as it is until waited for."""
-        return self._group.send([piece], self.right, self.number(tag))
+    def send(self, piece: Tensor, tag: Tag, to: int | None = None) -> Any:
+        """Start to send a tensor to the right, or to another rank of the axis.
 
-    def receive(self, piece: Tensor, tag: Tag) -> Any:
-        """Start to fill a tensor from the left."""
-        return self._group.recv([piece], self.left, self.number(tag))
+        It must live and stay as it is until waited for.
+        """
+        return self._group.send([piece], self.right if to is None else to, self.number(tag))
+
+    def receive(self, piece: Tensor, tag: Tag, source: int | None = None) -> Any:
+        """Start to fill a tensor from the left, or from another rank of the axis."""
+        source = self.left if source is None else source
+        return self._group.recv([piece], source, self.number(tag))
 
     def number(self, tag: Tag) -> int:
         """Return the backend's tag, below 2**31."""
-        return self._first_tag + tag
+        return (self._first_tag + tag + (self._lane << LANE_SHIFT)) & TAG_MASK
 
-    def begin(self, request: Request, number: int, label: str, flat: Tensor | None) -> None:
-        """Get ready for the messages of an operation: nothing to do."""
-
-    def end(self) -> None:
-        """Tidy up after the messages of an operation: nothing to do."""
+    def begin(self, checksum: int) -> None:
+        """Get ready for the messages of an operation, given the checksum of its header."""
+        self._lane = checksum
 
     def wait(self, message: Any) -> None:
         """Wait for a message.

@@ -1,53 +1,36 @@
-"""Headers: before each operation, ranks of a ring name the operation to their neighbors.
+"""The order of operations: ranks that are about to do different things never exchange data.
 
-Ranks that take different paths through a model submit different operations. Unchecked, this is a
-hang, values in the wrong place or, where a message is longer than its buffer, the end of the
-process. Checked, an operation starts with one small message::
+Ranks that take different paths through a model or a training loop submit different operations.
+Unchecked, this is a hang, values in the wrong place, gradients of different steps in one mean or,
+where a message is longer than its buffer, the end of the process. Checked, each operation has a
+header, and costs no message more::
 
-    start      my header to the right, one from the left, the first data in both directions
-    first wait the left neighbor's header; compare it with mine
-    then       wait for data as ever
+    tags   a checksum of the header is part of the tags of all messages of the operation: ranks with
+           different headers do not take each other's data, and wait
+    words  a rank that has waited for half a second says in the store which operation it has under
+           way (``meeting``): equal numbers with different headers prove that the wait is in vain
 
-A rank whose left neighbor is about to do something else raises and closes its connections, which
-ends the wait of every other rank.
+The rank that finds this raises and closes its connections, which ends the wait of all others.
 """
 
-import struct
-import time
 import zlib
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.collectives.communicator import Request
-from drivetrain.collectives.neighbors import Neighbors, Tag
-from drivetrain.runtime.mesh import Axis
+from drivetrain.errors import CollectiveError
+from drivetrain.traffic import Page
 
-GRACE = timedelta(seconds=5)
-"""After a disagreement, a rank waits so long for its right neighbor to notice too."""
-
-LINGER_S = 0.1
-"""A rank then keeps its connections so long: its neighbor must wake up to read the header."""
+_MASK = (1 << 32) - 1
 
 PARTS = "bytes"
 """The dtype of parts in a header, because parts of many dtypes are counted in bytes."""
 
-TAG_MASK, LANE_SHIFT = (1 << 31) - 1, 12
-"""A tag has 31 bits; the upper 19 are for the header's checksum, the rest for 1024 rings."""
 
-
-class Disagreement(Exception):  # noqa: N818 - turned into a CollectiveError by the communicator
-    """Two neighbors are about to do different things; the text names both."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A rank's next operation, in 120 bytes.
+class Header(NamedTuple):
+    """A rank's next operation on a communicator.
 
     Attributes:
         number: the operation's sequence number on its communicator, from 1.
@@ -57,7 +40,10 @@ class Header:
             may differ between hosts.
         operation: which collective.
         dtype: the tensor's, as in "float32"; of parts, "bytes".
-        label: the end of the label, for the error's text; not compared.
+        steps: optimizer steps that the rank had taken.
+        backwards: backwards that the rank had begun.
+        label: of the caller, or the line of the call; not compared.
+        axis: name of the mesh axis; not compared.
     """
 
     number: int
@@ -66,53 +52,58 @@ class Header:
     name: int
     operation: str
     dtype: str
+    steps: int
+    backwards: int
     label: str
-
-    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQII16s16s64s")
-    SIZE: ClassVar[int] = _LAYOUT.size
+    axis: str
 
     @classmethod
-    def of(cls, request: Request, number: int, label: str, flat: Tensor | None) -> "Header":
+    def of(
+        cls, request: Request, number: int, label: str, flat: Tensor | None, page: Page, axis: str
+    ) -> "Header":
         """Return the header of a request; label is the caller's, or the line of the call.
 
         There is no flat tensor where the request is about parts.
         """
-        chunks = [tuple(chunk) for chunk in request.chunks or ()]
-        plan = (chunks, request.source, request.reduction, request.layout)
+        # Hashes of numbers, unlike those of texts, are the same in every process.
+        chunks = tuple(request.chunks or ())
+        plan = hash((chunks, request.source, request.reduction == "sum")) & _MASK
+        if request.layout is not None:
+            plan ^= zlib.crc32(repr(request.layout).encode())
         return cls(
             number=number,
             elements=request.elements(flat),
-            plan=zlib.crc32(repr(plan).encode()),
+            plan=plan,
             name=zlib.crc32(request.label.encode()),
             operation=request.operation,
             dtype=PARTS if flat is None else str(flat.dtype).removeprefix("torch."),
+            steps=page.steps,
+            backwards=page.backwards,
             label=label,
+            axis=axis,
         )
-
-    def pack(self) -> Tensor:
-        """Return the header as bytes, shape (SIZE,)."""
-        data = self._LAYOUT.pack(
-            self.number,
-            self.elements,
-            self.plan,
-            self.name,
-            self.operation.encode(),
-            self.dtype.encode(),
-            self.label.encode()[-64:],  # names and lines of code differ at their ends
-        )
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @classmethod
-    def unpack(cls, data: Tensor) -> "Header":
-        """Return the header that ``pack`` wrote."""
-        *numbers, operation, dtype, label = cls._LAYOUT.unpack(data.numpy().tobytes())
-        texts = (text.rstrip(b"\0").decode(errors="ignore") for text in (operation, dtype, label))
-        return cls(*numbers, *texts)
+    def from_json(cls, facts: Mapping[str, Any]) -> "Header":
+        """Return the header that ``to_json`` described."""
+        return cls(**facts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values by name."""
+        return self._asdict()
+
+    @property
+    def summary(self) -> tuple[str, int, str, str]:
+        """Operation, elements, dtype and label."""
+        return self.operation, self.elements, self.dtype, self.label
 
     def checksum(self) -> int:
-        """Return a number that differs for different headers, but for the rarest chance."""
-        key = (self.number, self.elements, self.plan, self.name, self.operation, self.dtype)
-        return zlib.crc32(repr(key).encode())
+        """Return 32 bits that differ for different headers, but for the rarest chance."""
+        key = (
+            f"{self.number} {self.elements} {self.plan} {self.name} {self.operation} {self.dtype} "
+            f"{self.steps} {self.backwards}"
+        )
+        return zlib.crc32(key.encode())
 
     def differences(self, other: "Header") -> list[str]:
         """Return the difference between two headers that should be equal, in words."""
@@ -122,6 +113,11 @@ class Header:
             "elements": (self.elements, other.elements),
             "dtype": (self.dtype, other.dtype),
             "label": (self.name, other.name),
+            f"optimizer steps before ({self.steps} and {other.steps})": (self.steps, other.steps),
+            f"backwards before ({self.backwards} and {other.backwards})": (
+                self.backwards,
+                other.backwards,
+            ),
         }
         found = [words for words, (mine, theirs) in pairs.items() if mine != theirs]
         if not found and self.plan != other.plan:  # other sizes have other chunks anyway
@@ -133,66 +129,26 @@ class Header:
         return f"{self.operation} #{self.number} of {self.elements} {self.dtype} ({self.label})"
 
 
-class CheckedNeighbors(Neighbors):
-    """Neighbors that compare their next operations while the first data is on its way.
+def disagreement(
+    mine: Header, theirs: Header, sites: tuple[str, str], ranks: tuple[int, int]
+) -> CollectiveError:
+    """Return the error of two ranks that are about to do different things.
 
-    The data's tags depend on the header, so those who differ never take each other's data.
+    Args:
+        mine: the header of this rank.
+        theirs: the header of the other rank.
+        sites: lines of the script where both wait, "" where unknown.
+        ranks: this one and the other one.
     """
-
-    def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        super().__init__(axis, group, timeout)
-        self._lane = 0
-        self._mine: Header | None = None
-        self._arriving = torch.empty(Header.SIZE, dtype=torch.uint8, device="cpu")
-        self._heard: Any = None
-        self._told: Any = None
-
-    def number(self, tag: Tag) -> int:
-        """Return the backend's tag: the header's checksum is in that of data."""
-        return (super().number(tag) + (self._lane << LANE_SHIFT)) & TAG_MASK
-
-    def begin(self, request: Request, number: int, label: str, flat: Tensor | None) -> None:
-        """Tell the right neighbor which operation comes next, and listen to the left one."""
-        mine = Header.of(request, number, label, flat)
-        data = mine.pack()
-        self._lane = 0
-        self._heard = self.receive(self._arriving, Tag.HEADER)
-        self._told = self.send(data, Tag.HEADER)
-        self._lane = mine.checksum()
-        self._mine = mine
-
-    def wait(self, message: Any) -> None:
-        """Compare headers, if this is the operation's first wait, then wait for a message.
-
-        Raises:
-            Disagreement: the left neighbor is about to do something else.
-            RuntimeError: a message failed or timed out.
-        """
-        if self._mine is not None:
-            self._compare(self._mine)
-        super().wait(message)
-
-    def end(self) -> None:
-        """Return when the right neighbor has got the header."""
-        self.wait(self._told)
-
-    def _compare(self, mine: Header) -> None:
-        self._mine = None
-        super().wait(self._heard)
-        theirs = Header.unpack(self._arriving)
-        if differences := mine.differences(theirs):
-            with suppress(RuntimeError):
-                self._told.wait(min(GRACE, self.timeout))
-            time.sleep(LINGER_S)
-            raise Disagreement(self._explain(mine, theirs, differences))
-
-    def _explain(self, mine: Header, theirs: Header, differences: list[str]) -> str:
-        axis = self.axis
-        me, other = axis.ranks[axis.rank], axis.ranks[self.left]
-        return (
-            f"ranks must run the same operations in the same order on axis {axis.name!r}; found "
-            f"{mine} on rank {me}, this one, but {theirs} on rank {other}: they differ in "
-            f"{', '.join(differences)}; the ranks took different paths through the model or the "
-            "training loop: let every rank run the same modules in the same order, whatever its "
-            "data or rank says"
-        )
+    here, there = (f" ({site})" if site else "" for site in sites)
+    differences = mine.differences(theirs)
+    left_out = ""
+    if mine.steps != theirs.steps or mine.backwards != theirs.backwards:
+        left_out = "one of them has left out a backward or a step, or has one too many; "
+    return CollectiveError(
+        f"ranks must run the same operations in the same order on axis {mine.axis!r}; found "
+        f"{mine} on rank {ranks[0]}, this one{here}, but {theirs} on rank {ranks[1]}{there}: they "
+        f"differ in {', '.join(differences)}; {left_out}the ranks took different paths through the "
+        "model or the training loop: let every rank run the same modules in the same order, "
+        "whatever its data or rank says"
+    )

@@ -12,7 +12,7 @@ the all-gather at once.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from drivetrain.collectives.handles import Finished, Handle
 from drivetrain.collectives.meeting import Wait
 from drivetrain.collectives.messages import ChunkMessages
 from drivetrain.collectives.neighbors import Neighbors, Tag
-from drivetrain.collectives.order import CheckedNeighbors, Disagreement
+from drivetrain.collectives.order import Header
 from drivetrain.collectives.volume import (
     Chunks,
     Parts,
@@ -46,6 +46,7 @@ from drivetrain.collectives.volume import (
 from drivetrain.collectives.worker import CollectiveTask, CommunicationThread
 from drivetrain.errors import CollectiveError
 from drivetrain.ranges import collective_range
+from drivetrain.runtime.board import board
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
 
@@ -64,7 +65,6 @@ class RingCommunicator(Communicator):
         traffic: the ledger.
         timeout: how long a rank waits for one message.
         group: the axis' gloo group; only communicators may send point-to-point messages on it.
-        checked: whether neighbors compare what they are about to do before each operation.
     """
 
     def __init__(
@@ -73,16 +73,15 @@ class RingCommunicator(Communicator):
         traffic: Traffic,
         timeout: timedelta,
         group: dist.ProcessGroup,
-        *,
-        checked: bool = False,
     ) -> None:
         super().__init__(axis, traffic, timeout)
-        self._neighbors = (CheckedNeighbors if checked else Neighbors)(axis, group, timeout)
+        self._neighbors = Neighbors(axis, group, timeout)
         self._arrivals = Arrivals(self._neighbors)
         self._worker = CommunicationThread(
             f"drivetrain-ring-{axis.name}",
             f"{group.group_name}/{self._neighbors.number(Tag.ALARM)}",
         )
+        self._row = board.open(self._worker.place, axis.ranks)
 
     def all_reduce(
         self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
@@ -149,12 +148,31 @@ class RingCommunicator(Communicator):
 
         return self._submit(request, reduce, None)
 
+    def all_to_all(
+        self,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        *,
+        label: str = "",
+        first: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Send another tensor of bytes to each rank, and receive one from each."""
+        held = checked_parts([[tensor] for tensor in outgoing], self.size)
+        arriving = checked_parts([[tensor] for tensor in incoming], self.size)
+        request = Request("all_to_all", label, layout=layout_of(held))
+
+        def swap() -> None:
+            if first is not None:
+                first()
+            swap_all(self._neighbors, held, arriving)
+
+        return self._submit(request, swap, None)
+
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
         flat = flatten(tensor)
-        return self._submit(
-            Request("broadcast", label, source=source), lambda: self._chain(flat, source), flat
-        )
+        chain = partial(pass_along, self._neighbors, flat, source)
+        return self._submit(Request("broadcast", label, source=source), chain, flat)
 
     def barrier(self) -> None:
         """Return when every rank of the axis has come here."""
@@ -173,6 +191,7 @@ class RingCommunicator(Communicator):
     def close(self) -> None:
         """Finish submitted operations and join the thread."""
         self._worker.close()
+        self._row.close()
         self._arrivals.forget()
 
     # --- submission, on the caller's thread ---
@@ -181,34 +200,49 @@ class RingCommunicator(Communicator):
         if request.elements(flat) == 0:
             return Finished()
         number, label = self._number(), request.label or caller()
+        header = Header.of(request, number, label, flat, self.traffic.page, self.axis.name)
         name = (request.operation, number, label, self.axis.name)
         self.traffic.add(self.axis.name, request.operation, self._sent_bytes(request, flat))
 
         def timed() -> None:
             start = time.perf_counter()
+            checksum = header.checksum()
+            self._row.begin(number, checksum, *header.summary)
             with collective_range(*name):
-                self._neighbors.begin(request, number, label, flat)
+                self._neighbors.begin(checksum)
                 run()
-                self._neighbors.end()
+            self._row.end()
             self.traffic.took(self.axis.name, request.operation, time.perf_counter() - start)
 
         def watch() -> OperationWatch:
             doing = f"{request.operation} #{number} ({label}) on axis {self.axis.name!r}"
-            place, ranks = self._worker.place, self.axis.ranks
+            needed, rank = self._needed(request), self.axis.ranks[self.rank]
+            place, everyone = self._worker.place, self.axis.ranks
             return OperationWatch(
-                self, self._neighbors, doing, place, number, ranks, ranks[self.rank]
+                self, self._neighbors, doing, place, number, everyone, rank, needed
             )
 
         def describe(error: BaseException) -> CollectiveError:
             return CollectiveError(watch().failure(error))
 
-        # The source of a broadcast goes on by itself: others need not come for that.
-        needs_all = request.operation != "broadcast"
         waited = partial(self.traffic.waited, self.axis.name)
         waiting = partial(collective_range, *name, waits=True)
-        task = CollectiveTask(timed, describe, watch if needs_all else None, waited, waiting)
+        task = CollectiveTask(timed, describe, watch, waited, waiting, header.to_json)
+        self._row.submit(number)
         self._worker.submit(task)
         return task
+
+    def _needed(self, request: Request) -> Sequence[int]:
+        """Return the global ranks without which this rank cannot finish an operation.
+
+        In the chain of a broadcast these are the ranks between the source and this one, and the
+        one that this rank sends to: the others may come later, or be done already.
+        """
+        if request.operation != "broadcast":
+            return self.axis.ranks
+        place = (self.rank - request.source) % self.size
+        chain = range(min(place + 2, self.size))
+        return [self.axis.ranks[(request.source + each) % self.size] for each in chain]
 
     # --- the algorithms, on the communication thread ---
 
@@ -253,21 +287,6 @@ class RingCommunicator(Communicator):
         mine.pack()
         sends = [self._neighbors.send(piece, Tag.GATHER) for piece in mine.messages]
         self._neighbors.finish(sends + self._forward(gathered))
-
-    def _chain(self, flat: Tensor, source: int) -> None:
-        """Pass a tensor from the source around the ring, piece by piece."""
-        pieces = ChunkMessages([flat], PIECE_BYTES).messages
-        last = (self.rank - source) % self.size == self.size - 1
-        sends = []
-        receives: list[Any] = []
-        if self.rank != source:
-            receives = [self._neighbors.receive(piece, Tag.GATHER) for piece in pieces]
-        for index, piece in enumerate(pieces):
-            if receives:
-                self._neighbors.wait(receives[index])
-            if not last:
-                sends.append(self._neighbors.send(piece, Tag.GATHER))
-        self._neighbors.finish(sends)
 
     def _post_gather(self, chunks: list[ChunkMessages]) -> list[tuple[ChunkMessages, list[Any]]]:
         """Post the receives of an all-gather, in place, in the order of arrival."""
@@ -322,8 +341,6 @@ class OperationWatch(Wait):
         ring = self._communicator
         for each in (ring, *ring.companions):
             each.alarm()
-        if isinstance(error, Disagreement):
-            ring.disagreement = str(error)
         if ring.companions and not ring.disagreement:  # they may be about to say the reason
             time.sleep(COMPANION_S)
         for each in (ring, *ring.companions):
@@ -335,6 +352,37 @@ class OperationWatch(Wait):
             f"between ranks {ranks[near.left]} and {ranks[near.right]}, with a timeout of "
             f"{ring.timeout.total_seconds():g} s: {reason(error)}; {self.missing()}"
         )
+
+
+def pass_along(neighbors: Neighbors, flat: Tensor, source: int) -> None:
+    """Pass a tensor from the source around the ring, piece by piece."""
+    pieces = ChunkMessages([flat], PIECE_BYTES).messages
+    rank, size = neighbors.axis.rank, neighbors.axis.size
+    last = (rank - source) % size == size - 1
+    sends = []
+    receives: list[Any] = []
+    if rank != source:
+        receives = [neighbors.receive(piece, Tag.GATHER) for piece in pieces]
+    for index, piece in enumerate(pieces):
+        if receives:
+            neighbors.wait(receives[index])
+        if not last:
+            sends.append(neighbors.send(piece, Tag.GATHER))
+    neighbors.finish(sends)
+
+
+def swap_all(neighbors: Neighbors, outgoing: Parts, incoming: Parts) -> None:
+    """Exchange tensors with each other rank, the nearest to the right first."""
+    sends, receives = [], []
+    for step in range(1, neighbors.axis.size):
+        left = (neighbors.axis.rank - step) % neighbors.axis.size
+        right = (neighbors.axis.rank + step) % neighbors.axis.size
+        for piece in ChunkMessages(incoming[left], PIECE_BYTES).messages:
+            receives.append(neighbors.receive(piece, Tag.SCATTER, left))
+        for piece in ChunkMessages(outgoing[right], PIECE_BYTES).messages:
+            sends.append(neighbors.send(piece, Tag.SCATTER, right))
+    neighbors.finish(receives)
+    neighbors.finish(sends)
 
 
 def _held(flat: Tensor, bounds: Chunks) -> Parts:

@@ -1,6 +1,6 @@
 """The communicator of an axis with one rank: nothing to send, every handle is finished."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -56,6 +56,17 @@ class SoloCommunicator(Communicator):
         for tensor in checked_parts(parts, self.size)[0]:
             self._scaled(tensor, scale)
         return Finished()
+
+    def all_to_all(
+        self,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        *,
+        label: str = "",
+        first: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Return a handle that only calls ``first``: there is nobody to send to."""
+        return Finished() if first is None else Deferred(first)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Return a finished handle: this rank is the source."""

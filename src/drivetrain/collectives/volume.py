@@ -4,18 +4,21 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from drivetrain.collectives.stretch import Stretch, StretchParts
 from drivetrain.errors import UsageError
 from drivetrain.runtime.mesh import Axis, HostLevels
 
 Chunks: TypeAlias = Sequence[tuple[int, int]]
 """Each rank's (start, stop) in a flat tensor; together the whole tensor, in order of rank."""
 
-Operation: TypeAlias = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"]
+Operation: TypeAlias = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier"
+]
 
 
 def chunk_bounds(numel: int, size: int) -> list[tuple[int, int]]:
@@ -51,7 +54,8 @@ def sent_bytes(operation: Operation, lengths: Sequence[int], rank: int) -> int:
     """Return how many bytes one rank sends in one collective over chunks.
 
     In a ring every rank passes on all chunks but one: a reduce-scatter never sends the chunk it
-    keeps, an all-gather never sends the chunk its right neighbour started with.
+    keeps, an all-gather never sends the chunk its right neighbour started with. In an all-to-all a
+    rank sends every chunk but its own, each to the rank that keeps it.
 
     Args:
         operation: which collective; an all-reduce is a reduce-scatter and an all-gather.
@@ -70,7 +74,7 @@ def sent_bytes(operation: Operation, lengths: Sequence[int], rank: int) -> int:
     scatter = total - lengths[rank]
     gather = total - lengths[(rank + 1) % len(lengths)]
     match operation:
-        case "reduce_scatter":
+        case "reduce_scatter" | "all_to_all":
             return scatter
         case "all_gather":
             return gather
@@ -111,6 +115,28 @@ def sent_elements(
     return sent_bytes(operation, [stop - start for start, stop in bounds], rank)
 
 
+class ApproximateBytes(Protocol):
+    """Counts the bytes that a rank sends between hosts where an approximation crosses.
+
+    The answers are by (axis, operation); None where nothing is approximate.
+    """
+
+    def reduced(
+        self, far: Axis, stretches: StretchParts, *, everywhere: bool
+    ) -> Counter[tuple[str, str]] | None:
+        """Return the bytes of a sum of gradients, for its owners alone or for all ranks."""
+
+    def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
+        """Return the bytes that a rank keeps from one sum to the next."""
+
+    def gathered(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]] | None:
+        """Return the bytes of a gather of parameters, or of their updates."""
+
+    @property
+    def approximates_parameters(self) -> bool:
+        """Whether gathered values of parameters may differ from the values of their owners."""
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The way of data over an axis: one ring, or the levels of ``hierarchy``.
@@ -118,10 +144,60 @@ class Route:
     Attributes:
         axis: the axis.
         levels: the ranks of this host and those across hosts; None for one ring.
+        between: counts the bytes of channels between hosts; None where all channels are exact.
     """
 
     axis: Axis
     levels: HostLevels | None = None
+    between: ApproximateBytes | None = None
+
+    @property
+    def approximates_parameters(self) -> bool:
+        """Whether gathered values of parameters may differ from the values of their owners."""
+        return self.between is not None and self.between.approximates_parameters
+
+    def gradients_summed(self, stretch: Stretch) -> Counter[tuple[str, str]]:
+        """Return the bytes that this rank sends in a channel of ``gradients_summed``."""
+        exact = self.all_reduced(stretch.numel, stretch.dtype.itemsize)
+        if self.levels is None or self.between is None:
+            return exact
+        far = self.levels.far
+        pieces = far_pieces(stretch, self.levels)
+        found = self.between.reduced(far, pieces, everywhere=True)
+        return exact if found is None else _without(exact, far) + found
+
+    def gradients_scattered(self, stretches: StretchParts) -> Counter[tuple[str, str]]:
+        """Return the bytes that this rank sends in a channel of ``gradients_scattered``."""
+        exact = self.passed("reduce_scatter", _lengths(stretches))
+        if self.levels is None or self.between is None:
+            return exact
+        near, far = self.levels
+        mine = stretches[near.rank :: near.size]
+        found = self.between.reduced(far, mine, everywhere=False)
+        return exact if found is None else _without(exact, far) + found
+
+    def parameters_gathered(self, stretches: StretchParts) -> Counter[tuple[str, str]]:
+        """Return the bytes that this rank sends in one gather or update of parameters."""
+        exact = self.passed("all_gather", _lengths(stretches))
+        if self.levels is None or self.between is None:
+            return exact
+        near, far = self.levels
+        found = self.between.gathered(far, stretches[near.rank :: near.size])
+        return exact if found is None else _without(exact, far) + found
+
+    def kept_back(self, stretch: Stretch) -> int:
+        """Return the bytes that this rank keeps for the next sum in ``gradients_summed``."""
+        if self.levels is None or self.between is None:
+            return 0
+        pieces = far_pieces(stretch, self.levels)
+        return self.between.held(self.levels.far, pieces, everywhere=True)
+
+    def kept_back_of(self, stretches: StretchParts) -> int:
+        """Return the bytes that this rank keeps for the next sum in ``gradients_scattered``."""
+        if self.levels is None or self.between is None:
+            return 0
+        near, far = self.levels
+        return self.between.held(far, stretches[near.rank :: near.size], everywhere=False)
 
     def all_reduced(self, numel: int, itemsize: int) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends to sum one tensor, by (axis, operation)."""
@@ -163,6 +239,23 @@ class Route:
         """Return the bytes that this rank sends when rank 0 of the axis sends around a tensor."""
         sent = sent_elements("broadcast", nbytes, size=self.axis.size, rank=self.axis.rank)
         return Counter({(self.axis.name, "broadcast"): sent})
+
+
+def far_pieces(stretch: Stretch, levels: HostLevels) -> StretchParts:
+    """Return the pieces of a flat tensor that ranks at this rank's place of each host sum up."""
+    near, far = levels
+    share = stretch.cut(*chunk_bounds(stretch.numel, near.size)[near.rank])
+    return [[share.cut(*bounds)] for bounds in chunk_bounds(share.numel, far.size)]
+
+
+def _lengths(stretches: StretchParts) -> list[int]:
+    """Return the bytes of each rank's tensors."""
+    return [sum(each.nbytes for each in part) for part in stretches]
+
+
+def _without(sent: Counter[tuple[str, str]], far: Axis) -> Counter[tuple[str, str]]:
+    """Return the bytes on all axes but one."""
+    return Counter({key: nbytes for key, nbytes in sent.items() if key[0] != far.name})
 
 
 _HALVES: tuple[Operation, ...] = ("reduce_scatter", "all_gather")

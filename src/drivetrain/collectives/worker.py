@@ -3,10 +3,10 @@
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ EXIT_WAIT_S = 3.0
 """An ending process waits so long for operations under way, because other ranks need their results.
 Without an error these are the operations of the last step."""
 
-LONG_WAIT_S = 1.0
+LONG_WAIT_S = 0.5
 """A wait for an operation is watched from this time on, and each time it has passed again."""
 
 
@@ -40,6 +40,7 @@ class CollectiveTask:
         watch: makes a watch over a wait that takes long; None where a rank may wait for long.
         waited: is told the seconds of each wait for an unfinished task.
         waiting: makes a context for such a wait.
+        facts: describes the operation to other ranks.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class CollectiveTask:
         "_waited",
         "_waiting",
         "_watch",
+        "facts",
     )
 
     def __init__(
@@ -60,7 +62,9 @@ class CollectiveTask:
         watch: Callable[[], Watch] | None = None,
         waited: Callable[[float], None] | None = None,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+        facts: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
+        self.facts = facts
         self._watch = watch
         self._waited = waited
         self._waiting = waiting
@@ -177,5 +181,7 @@ class CommunicationThread:
     @torch.no_grad()
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
+            self._thread.current = task.facts
             self._broken = task.execute(self._broken)
+            self._thread.current = None
             del task  # a finished task must not keep its tensors alive until the next one comes

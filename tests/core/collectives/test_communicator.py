@@ -36,8 +36,8 @@ def open_axis() -> Axis:
     return Mesh.build({"dp": world.size}, world)["dp"]
 
 
-def open_ring(traffic: Traffic, *, checked: bool = False) -> Communicator:
-    return connect(open_axis(), traffic, CPU, TIMEOUT, checked=checked)
+def open_ring(traffic: Traffic) -> Communicator:
+    return connect(open_axis(), traffic, CPU, TIMEOUT)
 
 
 def open_native(traffic: Traffic) -> Communicator:
@@ -160,14 +160,6 @@ def test_ring(size: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch):
 def test_native(size: int):
     traffic = Traffic()
     check(open_native(traffic), traffic, summed=SUMMED)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_checked_ring(size: int):
-    traffic = Traffic()
-    communicator = open_ring(traffic, checked=True)
-    check(communicator, traffic, summed=SUMMED)
-    communicator.close()
 
 
 @pytest.mark.ranks(1)
@@ -345,9 +337,9 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize("case", list(DISAGREEMENTS))
 @pytest.mark.ranks(2, timeout=60)
-def test_ranks_that_disagree_on_a_checked_ring(case: str):
+def test_ranks_that_disagree_on_a_ring(case: str):
     first, second, words = DISAGREEMENTS[case]
-    communicator = open_ring(Traffic(), checked=True)
+    communicator = open_ring(Traffic())
     start = time.perf_counter()
     with pytest.raises(CollectiveError, match=f"they differ in {words};") as caught:
         (second if communicator.rank else first)(communicator).wait()

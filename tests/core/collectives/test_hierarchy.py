@@ -28,11 +28,9 @@ def world_of(hosts: str, timeout_s: float = 30) -> World:
     )
 
 
-def connected(
-    world: World, traffic: Traffic | None = None, *, checked: bool = True
-) -> Communicator:
+def connected(world: World, traffic: Traffic | None = None) -> Communicator:
     mesh = Mesh.build({"dp": world.size}, world)
-    return connect_over_hosts(mesh, "dp", traffic or Traffic(), world, checked=checked)
+    return connect_over_hosts(mesh, "dp", traffic or Traffic(), world)
 
 
 def values(numel: int, rank: int) -> torch.Tensor:

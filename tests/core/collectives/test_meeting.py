@@ -53,6 +53,7 @@ def test_two_words_prove_that_a_wait_is_in_vain(monkeypatch, begun, word, in_vai
     monkeypatch.setattr(meeting, "heard", lambda rank: word)
     monkeypatch.setattr(meeting, "reached", lambda: begun)
     monkeypatch.setattr(meeting, "say", lambda word: None)
+    monkeypatch.setattr(meeting, "running", dict)
     wait = meeting.Wait("gather", "meeting", 2, [0, 1], 0)
     assert wait.look(meeting.FIRST_LOOK_S / 2) == ""
     assert bool(wait.look(meeting.FIRST_LOOK_S)) == in_vain
