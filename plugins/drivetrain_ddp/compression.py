@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Route
+from drivetrain.collectives.channels import SumChannel
 from drivetrain.parts.buckets import Bucket, BucketLayout
 
 Finish: TypeAlias = Callable[[], object]
@@ -36,6 +37,9 @@ class CommunicationHook:
     every rank, and so are the functions that ``start`` returns.
     """
 
+    def __init__(self) -> None:
+        self._channels: dict[BucketLayout, SumChannel] = {}
+
     def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Finish:
         """Start to sum a bucket over the ranks, each gradient in its own dtype.
 
@@ -44,19 +48,45 @@ class CommunicationHook:
             missing: indices in the bucket of parameters without a gradient on this rank.
             communicator: the data-parallel axis.
         """
-        return communicator.all_reduce(bucket.flat, label="gradient bucket").wait
+        return self._channel(bucket, bucket.layout.dtype, communicator)(bucket.flat).wait
 
-    def sent(self, layout: BucketLayout, route: Route) -> Counter[tuple[str, str]]:
-        """Return the bytes that a rank sends for a bucket per step, by (axis, operation)."""
-        return route.all_reduced(layout.numel, layout.dtype.itemsize)
+    def open(self, bucket: Bucket, communicator: Communicator) -> None:
+        """Make the channel of a bucket: a checkpoint is about to be loaded into it."""
+        self._channel(bucket, self._dtype(bucket.layout.dtype), communicator)
 
-    def held(self, layout: BucketLayout) -> int:
-        """Return the bytes that the hook holds for a bucket between steps."""
-        return 0
+    def _dtype(self, given: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients are sent."""
+        return given
+
+    def _channel(
+        self, bucket: Bucket, dtype: torch.dtype, communicator: Communicator
+    ) -> SumChannel:
+        """Return the channel of a bucket's sums in some dtype."""
+        layout = bucket.layout
+        if layout not in self._channels:
+            stretch = layout.stretch(bucket.names, dtype)
+            self._channels[layout] = communicator.gradients_summed(stretch, "gradient bucket")
+        return self._channels[layout]
+
+    def sent(
+        self, layout: BucketLayout, names: Sequence[str], route: Route
+    ) -> Counter[tuple[str, str]]:
+        """Return the bytes that a rank sends for a bucket per step, by (axis, operation).
+
+        Args:
+            layout: of the bucket.
+            names: of all parameters in the sequence that was planned.
+            route: the way of data over the data-parallel axis.
+        """
+        return route.gradients_summed(layout.stretch(names))
+
+    def held(self, layout: BucketLayout, names: Sequence[str], route: Route) -> int:
+        """Return the bytes that are held for a bucket's messages between steps."""
+        return route.kept_back(layout.stretch(names))
 
     def forget(self) -> None:
         """Drop the state of every bucket: the buckets are about to change."""
-        return
+        self._channels.clear()
 
 
 class CastHook(CommunicationHook):
@@ -67,8 +97,13 @@ class CastHook(CommunicationHook):
     """
 
     def __init__(self, on_wire: Callable[[torch.dtype], torch.dtype]) -> None:
+        super().__init__()
         self._on_wire = on_wire
         self._rounded: dict[BucketLayout, Tensor] = {}
+
+    @override
+    def _dtype(self, given: torch.dtype) -> torch.dtype:
+        return self._on_wire(given)
 
     @override
     def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Finish:
@@ -77,7 +112,7 @@ class CastHook(CommunicationHook):
             rounded = torch.empty_like(bucket.flat, dtype=self._on_wire(bucket.layout.dtype))
             self._rounded[bucket.layout] = rounded
         rounded.copy_(bucket.flat)
-        handle = communicator.all_reduce(rounded, label="gradient bucket, cast")
+        handle = self._channel(bucket, rounded.dtype, communicator)(rounded)
 
         def finish() -> None:
             handle.wait()
@@ -86,15 +121,19 @@ class CastHook(CommunicationHook):
         return finish
 
     @override
-    def sent(self, layout: BucketLayout, route: Route) -> Counter[tuple[str, str]]:
-        return route.all_reduced(layout.numel, self._on_wire(layout.dtype).itemsize)
+    def sent(
+        self, layout: BucketLayout, names: Sequence[str], route: Route
+    ) -> Counter[tuple[str, str]]:
+        return route.gradients_summed(layout.stretch(names, self._on_wire(layout.dtype)))
 
     @override
-    def held(self, layout: BucketLayout) -> int:
-        return layout.numel * self._on_wire(layout.dtype).itemsize
+    def held(self, layout: BucketLayout, names: Sequence[str], route: Route) -> int:
+        dtype = self._on_wire(layout.dtype)
+        return layout.numel * dtype.itemsize + route.kept_back(layout.stretch(names, dtype))
 
     @override
     def forget(self) -> None:
+        super().forget()
         self._rounded.clear()
 
 

@@ -25,6 +25,7 @@ def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, route: R
         route: the way of data over the data-parallel axis.
     """
     trainable = [spec for spec in model.parameters if spec.trainable]
+    names = [spec.name for spec in trainable]
     shapes, kinds = [spec.shape for spec in trainable], [(spec.dtype, None) for spec in trainable]
     size = route.axis.size
     order = range(len(trainable))[::-1]
@@ -33,9 +34,9 @@ def estimate(config: DdpConfig, model: ModelSpec, precision: Precision, route: R
     steps = 4 * len(trainable) if model.states >= _ADAM_STATES else 0
     whole = sum(spec.nbytes for spec in trainable)
     buffers = sum(spec.nbytes for spec in model.buffers)
-    gradients = sum(layout.nbytes + hook.held(layout) for layout in layouts)
+    gradients = sum(layout.nbytes + hook.held(layout, names, route) for layout in layouts)
     broadcast = buffers if config.buffers == "broadcast" else 0
-    sent = sum((hook.sent(layout, route) for layout in layouts), Counter[tuple[str, str]]())
+    sent = sum((hook.sent(layout, names, route) for layout in layouts), Counter[tuple[str, str]]())
     sent += route.broadcast(broadcast)
     return Cost(
         held={

@@ -129,6 +129,7 @@ class PowerSgdHook(CommunicationHook):
     def __init__(
         self, rank: int, start_step: int, on_wire: Callable[[torch.dtype], torch.dtype]
     ) -> None:
+        super().__init__()
         self._on_wire = on_wire
         self._rank = rank
         self._start_step = start_step
@@ -149,14 +150,16 @@ class PowerSgdHook(CommunicationHook):
         return _LowRank(self._memories[layout], missing, communicator, dtype).finish
 
     @override
-    def sent(self, layout: BucketLayout, route: Route) -> Counter[tuple[str, str]]:
+    def sent(
+        self, layout: BucketLayout, names: Sequence[str], route: Route
+    ) -> Counter[tuple[str, str]]:
         ps, qs, rest = self._numels(layout)
         parts = (ps, qs, rest) if ps else (layout.numel,)
         itemsize = self._on_wire(layout.dtype).itemsize
         return sum((route.all_reduced(part, itemsize) for part in parts), Counter())
 
     @override
-    def held(self, layout: BucketLayout) -> int:
+    def held(self, layout: BucketLayout, names: Sequence[str], route: Route) -> int:
         ps, qs, rest = self._numels(layout)
         if not ps:
             return 0

@@ -149,6 +149,11 @@ class BucketReducer:
         self._observing = True
         self._build()
 
+    def open_channels(self) -> None:
+        """Make the channels now, before the first round: a checkpoint is about to be loaded."""
+        for state in self._buckets:
+            self._hook.open(state.bucket, self._communicator)
+
     def close(self) -> None:
         """Take the hooks off and give up a round that was cut short; gradients stay in buckets."""
         self.rounds.give_up()
@@ -162,15 +167,17 @@ class BucketReducer:
     def _build(self) -> None:
         self._buckets: list[_BucketRound] = []
         self._hook.forget()
+        self._communicator.renew_channels()
         parameters = [slot.parameter for slot in self._slots]
         layouts = self._config.buckets(
             [tuple(parameter.shape) for parameter in parameters],
             [(parameter.dtype, parameter.device) for parameter in parameters],
             self._order,
         )
+        names = [slot.name for slot in self._slots]
         for layout in layouts:
             slots = [self._slots[member] for member in layout.members]
-            bucket = Bucket(layout, [slot.parameter for slot in slots])
+            bucket = Bucket(layout, [slot.parameter for slot in slots], names)
             state = _BucketRound(bucket, slots, 0, [])
             self._buckets.append(state)
             for place, (slot, view) in enumerate(zip(slots, bucket.views, strict=True)):

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.collectives import Communicator, connect_over_hosts, route_over_hosts
+from drivetrain.collectives import Communicator
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import ConfigError, UsageError
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.kept import take_kept
+from drivetrain.links.linked import connect_linked, route_linked
 from drivetrain.paper.data_parallel import data_parallel_step
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
@@ -42,8 +45,8 @@ class Ddp(Strategy[DdpConfig]):
     def __init__(self, config: DdpConfig, run: Run) -> None:
         super().__init__(config, run)
         self._hook = config.compression(run.precision)
-        self._communicator: Communicator = connect_over_hosts(
-            run.mesh, "dp", run.traffic, run.world
+        self._communicator: Communicator = connect_linked(
+            run.mesh, "dp", run.traffic, run.world, run.links
         )
         self._alone = self._communicator.size == 1
         self._closing = ExitStack()  # in the opposite order: hooks go before what they call
@@ -64,6 +67,21 @@ class Ddp(Strategy[DdpConfig]):
             instead="convert the model itself, or take a strategy that keeps master copies",
         )
         config.compression(precision)
+
+    @classmethod
+    def channels(cls, config: DdpConfig) -> frozenset[str]:
+        """Return gradients: parameters are never sent after the start."""
+        return frozenset({"gradients"})
+
+    @classmethod
+    def check_links(cls, config: DdpConfig, links: LinkMethods, precision: Precision) -> None:
+        """Refuse parameters, and gradients that the option ``hook`` compresses, too."""
+        super().check_links(config, links, precision)
+        if links.gradients is not None and config.hook != "none":
+            raise ConfigError(
+                f"ddp: expected links.far.gradients or strategy.hook, found both: "
+                f"{links.name_for('gradients')} and {config.hook}; leave one of them out"
+            )
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
@@ -122,7 +140,8 @@ class Ddp(Strategy[DdpConfig]):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the tensors that this rank saves; ranks share them out evenly by bytes."""
-        return self._state.shards(self._communicator.rank, self._communicator.size)
+        yield from self._state.shards(self._communicator.rank, self._communicator.size)
+        yield from self._communicator.kept()
 
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes."""
@@ -131,11 +150,14 @@ class Ddp(Strategy[DdpConfig]):
     def load(self, reader: Reader) -> None:
         """Load everything on every rank, in place."""
         self._state.load(reader)
+        self._reducer.open_channels()
+        take_kept([self._communicator], reader, self.run.links.name_for("gradients"))
 
     @classmethod
     def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:
         """Return the estimate of ``drivetrain_ddp.cost``."""
-        return estimate(config, model, run.precision, route_over_hosts(run.mesh, "dp", run.world))
+        route = route_linked(run.mesh, "dp", run.world, run.links)
+        return estimate(config, model, run.precision, route)
 
     @classmethod
     def step(cls, config: DdpConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:

@@ -21,8 +21,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.collectives import Route, route_over_hosts
+from drivetrain.collectives import Route
 from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.links.linked import route_linked, route_of_replicas
 from drivetrain.log import get_logger
 from drivetrain.paper.data_parallel import Sharing, data_parallel_step
 from drivetrain.paper.run import PaperRun
@@ -39,8 +40,8 @@ from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.optimizers import Fragments
-from drivetrain.sharding.options import check_undrawn
 from drivetrain.sharding.placement import Ranks
+from drivetrain.sharding.plans import OffloadInPlans, stored_in
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.strategy import ShardedStrategy
@@ -53,12 +54,16 @@ from drivetrain_fsdp.units import UnitChoice, agreed_keys, cut_model, describe, 
 logger = get_logger(__name__)
 
 
+KEYS: Mapping[str, str] = {**OffloadInPlans.layout_keys, "shard_group": "shard_size"}
+"""Keys of ``--layout``, with the options that they set."""
+
+
 class Fsdp(ShardedStrategy[FsdpConfig]):
     """Parameters, gradients and optimizer state divided by rows, unit by unit."""
 
     summary: ClassVar[str] = "every rank keeps some rows of each parameter, and whole units in use"
     Config: ClassVar[type] = FsdpConfig
-    layout_keys: ClassVar[Mapping[str, str]] = {"shard_group": "shard_size"}
+    layout_keys: ClassVar[Mapping[str, str]] = KEYS
 
     def __init__(self, config: FsdpConfig, run: Run) -> None:
         config.check()
@@ -77,7 +82,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
     def options_of_layout(cls, keys: Mapping[str, str]) -> Mapping[str, Any]:
         """Return the options of division inside of groups, where a size of groups is given."""
         options = super().options_of_layout(keys)
-        return {"sharding": "hybrid", **options} if options else {}
+        return {"sharding": "hybrid", **options} if "shard_size" in options else options
 
     @classmethod
     def step(cls, config: FsdpConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
@@ -86,7 +91,6 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         Raises:
             ConfigError: state lies in a store.
         """
-        check_undrawn(config)
         hybrid = config.sharding == "hybrid"
         sharing = Sharing(
             optimizer=True,
@@ -94,6 +98,8 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
             parameters=True,
             keeps=config.until != "forward",
             group=(config.shard_size or run.per_host) if hybrid else 0,
+            fused=config.fused,
+            stored=stored_in(config),
         )
         return data_parallel_step(units, run, sharing)
 
@@ -106,12 +112,12 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
     @classmethod
     def lines(cls, config: FsdpConfig, run: Run) -> Lines:
         """Return all ranks, the ranks that divide the model, and the ranks with the same rows."""
-        mesh, everyone = run.mesh, route_over_hosts(run.mesh, "dp", run.world)
+        mesh, everyone = run.mesh, route_linked(run.mesh, "dp", run.world, run.links)
         size = config.shard_ranks(mesh, run.world)
         if size == everyone.axis.size:
             return Lines(everyone, everyone)
         near, across = mesh.neighbors("dp", size), mesh.across("dp", size)
-        return Lines(everyone, Route(near), Route(across))
+        return Lines(everyone, Route(near), route_of_replicas(across, run.links))
 
     def connect(self) -> Ranks:
         """Connect ``dp``; with replicas, the groups of neighbors, and the lines across them."""

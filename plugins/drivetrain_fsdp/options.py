@@ -103,6 +103,11 @@ class FsdpConfig(ParameterOptions):
         return "step" if self.sharding == "grad" else super().until
 
     @property
+    def channels(self) -> frozenset[str]:
+        """The tensors that may cross hosts: gradients alone, where a group divides parameters."""
+        return frozenset({"gradients"}) if self.sharding == "hybrid" else super().channels
+
+    @property
     def choice(self) -> UnitChoice:
         """How units are chosen."""
         names = (name.strip() for name in self.unit_classes.split(","))

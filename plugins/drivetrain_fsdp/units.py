@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from drivetrain.communication import gather_object
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.parts.naming import clean_name
@@ -83,6 +83,14 @@ def unit_keys(
     return _by_function(names, tree, choice.function, model)
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The choice of a rank: the key of each parameter's unit, or why there is none."""
+
+    keys: list[str]
+    failure: str
+
+
 def agreed_keys(
     choose: Callable[[], list[str]], names: Sequence[str], function: str, axis: Axis
 ) -> list[str]:
@@ -104,17 +112,18 @@ def agreed_keys(
         keys = choose()
     except Exception as error:
         failure = error  # raised below, when the other ranks know
-    told = gather_object({"keys": keys, "failure": str(failure) if failure else ""}, group=axis)
+    mine = _Choice(keys, str(failure) if failure else "")
+    told = gather_facts(mine, _Choice, doing="the comparison of units", group=axis)
     if failure is not None:
         raise failure
     expected = f"expected {function} to choose the same units on every rank, found "
     for rank, other in zip(axis.ranks, told, strict=True):
-        if other["failure"]:
+        if other.failure:
             raise RankMismatchError(
-                f"{expected}that it failed on rank {rank}: {other['failure']}; see that rank's "
+                f"{expected}that it failed on rank {rank}: {other.failure}; see that rank's "
                 "own error"
             )
-        for name, first, key in zip(names, told[0]["keys"], other["keys"], strict=True):
+        for name, first, key in zip(names, told[0].keys, other.keys, strict=True):
             if first != key:
                 raise RankMismatchError(
                     f"{expected}{name!r} in {first or 'the rest of the model'} on rank "

@@ -35,8 +35,8 @@ from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.optimizers import Fragments
-from drivetrain.sharding.options import check_undrawn
 from drivetrain.sharding.placement import Ranks
+from drivetrain.sharding.plans import stored_in
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.strategy import ShardedStrategy
@@ -66,12 +66,13 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
     @classmethod
     def step(cls, config: ConfigT, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
         """Draw the step of this stage: see the top of this file."""
-        check_undrawn(config)
         sharing = Sharing(
             optimizer=True,
             gradients=config.reduces_each,
             parameters=config.divides_parameters,
             keeps=config.until != "forward",
+            fused=config.fused,
+            stored=stored_in(config),
         )
         return data_parallel_step(units, run, sharing)
 

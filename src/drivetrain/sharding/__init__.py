@@ -8,6 +8,7 @@ mechanisms that it calls are here, from the bottom up:
 layout.py     which parameter lies where, who owns what: arithmetic
 slot.py       one parameter in its flat tensor: geometry
 shard.py      this rank's part of a flat tensor between its uses
+flat.py       one flat tensor of parameters side by side
 unit.py       flat tensors that are gathered by one all-gather, and freed together
 estimate.py   bytes held and sent
 options.py    the options that strategies share

@@ -21,11 +21,19 @@ from typing import NamedTuple
 from torch import nn
 
 from drivetrain.collectives import Route, chunk_bounds
+from drivetrain.collectives.stretch import Stretch, StretchParts
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
-from drivetrain.sharding.layout import ROOT, FlatLayout, UnitLayout, is_block, offsets_in_bytes
+from drivetrain.sharding.layout import (
+    ROOT,
+    FlatLayout,
+    UnitLayout,
+    is_block,
+    offsets_in_bytes,
+    stretches_of,
+)
 
 _ADAM_STATES = 2
 """An optimizer with this many states is Adam, which also counts steps per fragment."""
@@ -119,14 +127,16 @@ class Estimate:
         sharded = [flat for unit in self.units if unit.sharded for flat in unit.flats]
         whole = [flat for unit in self.units if not unit.sharded for flat in unit.flats]
         trained = [flat for unit in self.units for flat in unit.trainable]
+        apart = self._lines.sharing.approximates_parameters
         steps = 4 * sum(map(self._fragments, trained))
         states = model.states * sum(map(self._shard, trained))
         return {
             "parameters": sum(flat.nbytes for flat in whole)
             + sum(map(self._shard, sharded))
             + rest,
-            "masters": sum(self._shard(flat) for flat in whole if flat.master is not flat.dtype),
-            "gradients": sum(self._gradients(flat, kept=not lent_buffers) for flat in trained),
+            "masters": sum(self._shard(flat) for flat in whole if apart or _converts(flat)),
+            "gradients": sum(self._gradients(flat, kept=not lent_buffers) for flat in trained)
+            + self._kept_back(),
             "lent": lent_buffers * self.lent_bytes()
             + sum(self._buffer(flat) for flat in trained if not lent_buffers),
             "optimizer": states + (steps if model.states >= _ADAM_STATES else 0),
@@ -154,11 +164,16 @@ class Estimate:
 
     def _gather(self, unit: UnitLayout) -> Counter[tuple[str, str]]:
         route = self._lines.sharing
+        if route.approximates_parameters:
+            dtypes = [flat.dtype for flat in unit.flats]
+            return route.parameters_gathered(stretches_of(unit.flats, dtypes))
         ranks = range(route.axis.size)
         return route.passed("all_gather", [unit.owned_bytes(rank) for rank in ranks])
 
     def _reduce(self, unit: UnitLayout) -> Counter[tuple[str, str]]:
         route = self._lines.sharing
+        if route.between is not None:
+            return route.gradients_scattered(self._stretches(unit))
         lengths = [
             sum(flat.owned(rank) * self._wire(flat) for flat in unit.trainable)
             for rank in range(route.axis.size)
@@ -168,8 +183,32 @@ class Estimate:
     def _cross(self, unit: UnitLayout, replicas: Route) -> Counter[tuple[str, str]]:
         sent = Counter[tuple[str, str]]()
         for flat in unit.trainable:
-            sent += replicas.all_reduced(flat.owned(self.rank), self._wire(flat))
+            if replicas.between is not None:
+                sent += replicas.gradients_summed(self._crossing(flat))
+            else:
+                sent += replicas.all_reduced(flat.owned(self.rank), self._wire(flat))
         return sent
+
+    def _crossing(self, flat: FlatLayout) -> Stretch:
+        """Describe this rank's pieces of the gradients, side by side."""
+        dtype = self._precision.reduce_dtype(flat.dtype)
+        return Stretch.joined(flat.stretches(dtype)[self.rank], dtype)
+
+    def _kept_back(self) -> int:
+        """Return the bytes that are kept of one sum of gradients for the next."""
+        replicas = self._lines.replicas
+        if replicas is not None and replicas.between is not None:
+            flats = [flat for unit in self._trainable for flat in unit.trainable]
+            return sum(replicas.kept_back(self._crossing(flat)) for flat in flats)
+        route = self._lines.sharing
+        if route.between is None:
+            return 0
+        return sum(route.kept_back_of(self._stretches(unit)) for unit in self._trainable)
+
+    def _stretches(self, unit: UnitLayout) -> StretchParts:
+        """Describe the gradients that each rank gets the sums of."""
+        dtypes = [self._precision.reduce_dtype(flat.dtype) for flat in unit.trainable]
+        return stretches_of(unit.trainable, dtypes)
 
     def _regather(self, unit: UnitLayout, over: Axis) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends when a unit's values come back for backward."""
@@ -218,6 +257,11 @@ class Estimate:
         # Nothing owned is nothing to be anywhere.
         in_order = wire is total and len(flat.pieces(self.rank)) <= 1
         return in_order and total is flat.master
+
+
+def _converts(flat: FlatLayout) -> bool:
+    """Whether the optimizer updates another dtype than forward reads."""
+    return flat.master is not flat.dtype
 
 
 def add(sent: Counter[tuple[str, str]], each: Mapping[tuple[str, str], int], times: int) -> None:

@@ -218,14 +218,19 @@ class Gather:
 
     @contextmanager
     def holding(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Context in which units stay whole; all ranks must enter it with the same units."""
+        """Context in which units stay whole; all ranks must enter it with the same units.
+
+        Their values are exact, also where a slow link approximates those of a forward.
+        """
         for unit in units:
+            if unit.approximate and unit.live and not unit.holds and unit not in self._viewed:
+                unit.free()
             unit.holds += 1
         try:
             for index, unit in enumerate(units):
                 for one in units[index : index + 2]:  # the next one travels meanwhile
                     if not one.live:
-                        one.start()
+                        one.start(exact=True)
                 unit.wait_for_values()
             yield
         finally:

@@ -20,11 +20,13 @@ from drivetrain.collectives import Handle
 from drivetrain.collectives.handles import Tensors, copy_all
 from drivetrain.errors import UsageError
 from drivetrain.runtime.precision import Precision
+from drivetrain.sharding.channels import GradientChannels, GradientKind
+from drivetrain.sharding.flat import FlatTensor
 from drivetrain.sharding.layout import offsets_in_bytes
 from drivetrain.sharding.placement import Ranks
 from drivetrain.sharding.shard import make_placeholder
 from drivetrain.sharding.slot import ParameterSlot
-from drivetrain.sharding.unit import FlatTensor, Unit
+from drivetrain.sharding.unit import Unit
 
 
 class FlatGradients:
@@ -38,6 +40,7 @@ class FlatGradients:
         stays: whether a buffer is kept for good; otherwise it is lent.
 
     Attributes:
+        kind: its layout and the dtype of the wire.
         buffer: 1-D, where gradients arrive; None while there is none.
         filled: the parameters whose places in the buffer hold a gradient.
     """
@@ -47,6 +50,7 @@ class FlatGradients:
     ) -> None:
         self.flat = flat
         self.wire = wire
+        self.kind = GradientKind(flat.layout, wire)
         self.nbytes = flat.layout.numel * wire.itemsize
         self.buffer: Tensor | None = None
         self.filled: set[ParameterSlot] = set()
@@ -269,12 +273,12 @@ class UnitGradients:
             wire, total = precision.reduce_dtype(dtype), precision.accumulate_dtype(dtype)
             self.flats.append(FlatGradients(flat, ranks.sharing.rank, wire, total, stays=stays))
         self.of = {slot: flat for flat in self.flats for slot in flat.flat.slots}
-        self._label = f"gradients of {unit.label}"
         self._active: list[FlatGradients] = []
         self._opened_for: list[ParameterSlot] = []
         self._starts = [0]
         self._lent: Tensor | None = None
         self._sent: list[tuple[FlatGradients, Tensor]] = []
+        self._channels = GradientChannels(self._reducing, unit.label)
         self._crossing: list[tuple[FlatGradients, Tensor, Handle]] = []
 
     def begin(self) -> bool:
@@ -337,7 +341,7 @@ class UnitGradients:
             sent = flat.outgoing()
             self._sent.append((flat, sent))
             flat.flat.add_parts(sent, parts)
-        self.reduction = self._reducing.reduce_parts(parts, label=self._label)
+        self.reduction = self._channels.reduce([flat.kind for flat in self._active])(parts)
 
     def keep_owned(self, *, replicate: bool) -> Tensor | None:
         """Wait for the reduction and keep this rank's pieces; return the lent buffer.
@@ -351,17 +355,19 @@ class UnitGradients:
         self.reduction = None
         sent, self._sent = self._sent, []
         for flat, reduced in sent:
-            if self._replicas is None:
-                flat.keep_owned(reduced)
-            else:
-                flat.add_to_replica_sum(reduced)
+            keep = flat.keep_owned if self._replicas is None else flat.add_to_replica_sum
+            keep(reduced)
         if self._replicas is not None and replicate:
-            label = f"gradients of replicas of {self.unit.label}"
             for flat in self._active:
                 total = flat.crossing()
-                handle = self._replicas.all_reduce(total, label=label)
+                handle = self._channels.cross(flat.kind, self._replicas)(total)
                 self._crossing.append((flat, total, handle))
         return self._close()
+
+    def open_channels(self) -> None:
+        """Make the channels now, before the first round: a checkpoint is about to be loaded."""
+        self.buffer_nbytes()
+        self._channels.open([flat.kind for flat in self._active], self._replicas)
 
     def finish(self) -> None:
         """Wait for the replicas."""

@@ -18,11 +18,12 @@ from drivetrain.cost import ModelSpec
 from drivetrain.parts.saved_state import allocate_state, group_of
 from drivetrain.registry import homes
 from drivetrain.sharding.estimate import Estimate
+from drivetrain.sharding.flat import FlatTensor
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.options import OffloadOptions, ShardedConfig
 from drivetrain.sharding.shard import ShardHome, ShardInMemory, ShardInPlace
 from drivetrain.sharding.slot import ParameterSlot
-from drivetrain.sharding.unit import FlatTensor, Unit
+from drivetrain.sharding.unit import Unit
 from drivetrain.strategy import Run
 
 _IN_STORES = "stores"
@@ -228,8 +229,8 @@ class OnDevice:
         """Say nothing: there is one place only."""
 
     def shard(self, flat: FlatTensor, label: str) -> ShardHome:
-        """Keep a shard a second time if the values are freed, converted or scattered."""
-        if flat.sharded or flat.has_master or len(flat.own) > 1:
+        """Keep a shard a second time if values are freed, approximate, converted or scattered."""
+        if flat.sharded or flat.apart or flat.has_master or len(flat.own) > 1:
             return ShardInMemory(flat.owned, flat.layout.master, flat.own, flat.values.device)
         return ShardInPlace(flat.values, flat.own)
 

@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from drivetrain.collectives.stretch import ParameterRow, Stretch, StretchParts
 from drivetrain.cost import TensorSpec
 from drivetrain.runtime.precision import Precision
 
@@ -117,6 +118,13 @@ class FlatLayout:
                 merged.append((start, stop))
         return merged
 
+    def stretches(self, dtype: torch.dtype) -> list[list[Stretch]]:
+        """Describe the ranges of each rank, in a flat tensor of some dtype."""
+        rows = [ParameterRow(p.name, p.shape, p.outer_dim, p.offset) for p in self.places]
+        whole = Stretch.of(self.numel, dtype, rows)
+        ranks = range(len(self.places[0].shares))
+        return [[whole.cut(*piece) for piece in self.pieces(rank)] for rank in ranks]
+
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
@@ -150,6 +158,17 @@ class UnitLayout:
     def owned_bytes(self, rank: int) -> int:
         """Return the bytes that a rank owns of its flat tensors."""
         return sum(flat.owned(rank) * flat.dtype.itemsize for flat in self.flats)
+
+
+def stretches_of(flats: Sequence[FlatLayout], dtypes: Sequence[torch.dtype]) -> StretchParts:
+    """Describe each rank's ranges of several flat tensors.
+
+    Args:
+        flats: their layouts; at least one.
+        dtypes: of the flat tensors.
+    """
+    each = [flat.stretches(dtype) for flat, dtype in zip(flats, dtypes, strict=True)]
+    return [list(itertools.chain.from_iterable(parts)) for parts in zip(*each, strict=True)]
 
 
 def arrange(

@@ -42,6 +42,14 @@ class ShardedConfig(Protocol):
         """Whether every micro-batch's gradients are reduced."""
 
     @property
+    def divides_parameters(self) -> bool:
+        """Whether a rank keeps its share of the parameters between their uses."""
+
+    @property
+    def channels(self) -> frozenset[str]:
+        """The tensors that may cross hosts: see ``drivetrain.links.contract``."""
+
+    @property
     def ahead(self) -> int:
         """How many units are gathered ahead of the computing unit."""
 
@@ -187,6 +195,11 @@ class UnitsOptions:
             )
 
     @property
+    def channels(self) -> frozenset[str]:
+        """The tensors that may cross hosts: gradients, and values or updates of parameters."""
+        return frozenset({"gradients", "parameters" if self.divides_parameters else "updates"})
+
+    @property
     def divides_parameters(self) -> bool:
         """Whether a rank keeps its share of the parameters between their uses."""
         return False
@@ -223,19 +236,6 @@ class UnitsOptions:
     def places(self, spec: TensorSpec) -> bool:
         """Return whether a parameter lies in a unit; a parameter that never moves needs none."""
         return spec.trainable
-
-
-def check_undrawn(options: UnitsOptions) -> None:
-    """Refuse options whose time is not drawn on paper.
-
-    Raises:
-        ConfigError: state lies in a store.
-    """
-    if options.offload != OffloadOptions():
-        raise ConfigError(
-            "expected no offload in a step on paper, found state in a store, whose time is not "
-            "drawn; leave offload out"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.building import WeightSource, fill, meta_tensors
-from drivetrain.collectives import Communicator, connect, connect_over_hosts
+from drivetrain.collectives import Communicator, connect
 from drivetrain.cost import TensorSpec
+from drivetrain.links.linked import connect_linked, connect_replicas
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.overlap import check_apart
 from drivetrain.parts.replicate import replicate
 from drivetrain.runtime.mesh import Axis
+from drivetrain.sharding.flat import FlatTensor
 from drivetrain.sharding.home import Home
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.slot import ParameterSlot
-from drivetrain.sharding.unit import FlatTensor, Unit
+from drivetrain.sharding.unit import Unit
 from drivetrain.strategy import Run
 
 CutModel: TypeAlias = Callable[[Sequence[TensorSpec], Sequence[Hashable]], Sequence[UnitLayout]]
@@ -48,7 +50,7 @@ class Ranks:
     @classmethod
     def in_one_queue(cls, run: Run) -> "Ranks":
         """Connect ``dp``: each rank owns a part, and all collectives keep one order."""
-        everyone = connect_over_hosts(run.mesh, "dp", run.traffic, run.world)
+        everyone = connect_linked(run.mesh, "dp", run.traffic, run.world, run.links)
         return cls(everyone, everyone, everyone)
 
     @classmethod
@@ -64,14 +66,16 @@ class Ranks:
         """
 
         def connected() -> Communicator:
-            return connect_over_hosts(run.mesh, "dp", run.traffic, run.world, checked=True)
+            return connect_linked(run.mesh, "dp", run.traffic, run.world, run.links)
 
         everyone = connected()
         ranks = cls(
             everyone,
-            everyone if sharing is None else connect_checked(run, sharing),
-            connected() if sharing is None else connect_checked(run, sharing),
-            None if replicas is None else connect_checked(run, replicas),
+            everyone if sharing is None else connect_line(run, sharing),
+            connected() if sharing is None else connect_line(run, sharing),
+            None
+            if replicas is None
+            else connect_replicas(replicas, run.traffic, run.world, run.links),
         )
         for one in ranks._communicators:  # a failure of one reaches the ranks of the others
             one.accompany([other for other in ranks._communicators if other is not one])
@@ -88,6 +92,11 @@ class Ranks:
         return self.replicas is None or self.replicas.rank == 0
 
     @property
+    def summing(self) -> list[Communicator]:
+        """The communicators of sums of gradients."""
+        return [one for one in (self.reducing, self.replicas) if one is not None]
+
+    @property
     def _communicators(self) -> list[Communicator]:
         found = (self.replicas, self.reducing, self.sharing, self.everyone)
         return list(dict.fromkeys(one for one in found if one is not None))
@@ -98,10 +107,9 @@ class Ranks:
             communicator.close()
 
 
-def connect_checked(run: Run, axis: Axis) -> Communicator:
-    """Connect an axis whose ranks are told where they do different things."""
-    world = run.world
-    return connect(axis, run.traffic, world.device, world.timeout, checked=True)
+def connect_line(run: Run, axis: Axis) -> Communicator:
+    """Connect this rank's line of an axis."""
+    return connect(axis, run.traffic, run.world.device, run.world.timeout)
 
 
 class Placement:
@@ -204,7 +212,14 @@ class Placement:
         rank, label = self._ranks.sharing.rank, layout.key or "the rest of the model"
         flats = []
         for kind in layout.flats:
-            flat = FlatTensor(kind, self._outside, rank, device, sharded=layout.sharded)
+            flat = FlatTensor(
+                kind,
+                self._outside,
+                rank,
+                device,
+                sharded=layout.sharded,
+                apart=self._ranks.sharing.approximates_parameters,
+            )
             flat.shard = self._home.shard(flat, label)
             flats.append(flat)
         unit = Unit(layout, flats, self._ranks.sharing, self._values)

@@ -99,6 +99,11 @@ class Reduce:
             UnitGradients(unit, self._precision, self._ranks, stays=stays) for unit in units
         ]
 
+    def open_channels(self) -> None:
+        """Make the channels of all units: a checkpoint is about to be loaded into them."""
+        for unit in self.units:
+            unit.open_channels()
+
     def close(self) -> None:
         """Give up a round that was cut short, and the buffers."""
         self._rounds.give_up()

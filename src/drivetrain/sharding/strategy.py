@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.building import WeightSource
-from drivetrain.collectives import route_over_hosts
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError, StorageError, UsageError
+from drivetrain.links.kept import kept_by, take_kept
+from drivetrain.links.linked import route_linked
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.rounds import Rounds
 from drivetrain.sharding.estimate import Estimate, Lines, Regather, gathers_again
@@ -21,7 +22,8 @@ from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.optimizers import Fragments, check_suits
 from drivetrain.sharding.options import ShardedConfig
-from drivetrain.sharding.placement import Placement, Ranks, connect_checked, edits_accepted
+from drivetrain.sharding.placement import Placement, Ranks, connect_line, edits_accepted
+from drivetrain.sharding.plans import OffloadInPlans
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.state import ShardedState
 from drivetrain.sharding.unit import Unit
@@ -41,7 +43,7 @@ class Closeable(Protocol):
 MadeT = TypeVar("MadeT", bound=Closeable)
 
 
-class Accounted(Strategy[ConfigT], Generic[ConfigT]):
+class Accounted(OffloadInPlans, Strategy[ConfigT], Generic[ConfigT]):
     """The costs promised by a strategy that cuts a model into units over the axis ``dp``."""
 
     @classmethod
@@ -68,9 +70,14 @@ class Accounted(Strategy[ConfigT], Generic[ConfigT]):
         """
 
     @classmethod
+    def channels(cls, config: ConfigT) -> frozenset[str]:
+        """Return gradients, and values of parameters where these are divided, or updates."""
+        return config.channels
+
+    @classmethod
     def lines(cls, config: ConfigT, run: Run) -> Lines:
         """Return the ranks that the cost is about."""
-        everyone = route_over_hosts(run.mesh, "dp", run.world)
+        everyone = route_linked(run.mesh, "dp", run.world, run.links)
         return Lines(everyone, everyone)
 
     @classmethod
@@ -140,7 +147,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self._made.callback(self.ranks.close)
         if near is not None:
             axis = run.mesh.start_neighbors("dp", near.size, run.world)
-            self.neighbors = connect_checked(run, axis)
+            self.neighbors = connect_line(run, axis)
             self._made.callback(self.neighbors.close)
         self._made.callback(self._leave)
 
@@ -223,8 +230,14 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         """Let shards and masters follow values that a forward has written into parameters.
 
         Raises:
-            UsageError: updates are held back, which the forward has not seen.
+            UsageError: updates are held back, which the forward has not seen, or a slow link sent
+                approximate values, from which no shard can follow.
         """
+        if unit.approximate:
+            raise UsageError(
+                f"expected a forward that only reads parameters, found that it changes some of "
+                f"{unit.label}, whose values are approximate; leave links.far.parameters out"
+            )
         if self.config.offload.delayed:
             raise UsageError(
                 f"expected a forward that only reads parameters, found that it changes some of "
@@ -297,7 +310,8 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's range of every parameter and of its optimizer state."""
         self.placement.wait_for_steps()
-        return self._state().shards()
+        yield from self._state().shards()
+        yield from kept_by(self.ranks.summing)
 
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes."""
@@ -313,8 +327,10 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self._state().load(reader)
         for unit in self.placement.units:
             if unit.resident:
-                unit.start()
+                unit.start(exact=True)
         self.placement.wait_for_values()
+        self.reduce.open_channels()
+        take_kept(self.ranks.summing, reader, self.run.links.name_for("gradients"))
 
     def names(self) -> Mapping[int, str]:
         """Return the parameter's name of every fragment, by identity."""
@@ -337,6 +353,9 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         for unit in units:
             if unit.resident:
                 unit.wait_for_values()
+                if unit.approximate:
+                    unit.start(exact=True)
+                    unit.wait_for_values()
         held = self.gather.holding([unit for unit in units if not unit.resident])
         accepted = edits_accepted(units, self.ranks.everyone, self.home)
         with held, accepted if modify else nullcontext():

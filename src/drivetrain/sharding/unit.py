@@ -11,150 +11,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from drivetrain.building import become
 from drivetrain.collectives import Communicator, Handle
+from drivetrain.collectives.channels import GatherChannel
 from drivetrain.collectives.handles import Finished
-from drivetrain.errors import CollectiveError, StorageError, UsageError
+from drivetrain.errors import CollectiveError, StorageError
 from drivetrain.heap import offer
-from drivetrain.parts.guard import Guard, check_ordinary, guard, unguard
-from drivetrain.sharding.layout import FlatLayout, UnitLayout
+from drivetrain.parts.guard import Guard, guard, unguard
+from drivetrain.sharding.flat import FlatTensor, WholeValues
+from drivetrain.sharding.layout import UnitLayout, stretches_of
 from drivetrain.sharding.near import NearPart
-from drivetrain.sharding.shard import ShardHome, ShardInPlace, make_placeholder
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.store import Pending
-
-WholeValues = Callable[[str, nn.Parameter], Tensor]
-"""Gives the whole values of a parameter; called once for each, in order."""
-
-
-class FlatTensor:
-    """The parameters of one kind in a unit, side by side in one tensor; and this rank's shard.
-
-    Args:
-        layout: which parameters it holds.
-        sharded: whether its values are freed between uses.
-        parameters: parameters by name.
-        rank: this rank among those that share the unit.
-        device: where it lives.
-
-    Attributes:
-        layout: which parameters it holds.
-        sharded: whether its values are freed between uses.
-        values: 1-D, all parameters in the dtype that forward reads; without memory while freed.
-        shard: what this rank owns, in the dtype that the optimizer updates.
-        owned: how many elements that are.
-        pieces: for each rank, what it owns as ranges of the flat tensor.
-        own: what this rank owns of the values, as views.
-        slots: its parameters, in order.
-        fragments: what optimizers hold in the places of parameters.
-        masters_left: whether a store keeps the masters of all its parameters.
-        gradient_device: where the gradients of this rank's shard are kept.
-    """
-
-    shard: ShardHome
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        parameters: Mapping[str, nn.Parameter],
-        rank: int,
-        device: torch.device,
-        *,
-        sharded: bool,
-    ) -> None:
-        self.layout = layout
-        self.sharded = sharded
-        self.values = torch.empty(layout.numel, dtype=layout.dtype, device=device)
-        self.slots: list[ParameterSlot] = []
-        first = 0
-        for place in layout.places:
-            parameter = parameters[place.name]
-            check_ordinary(place.name, parameter)
-            slot = ParameterSlot.of(place, parameter, layout, rank, first)
-            self.slots.append(slot)
-            first += slot.owned_numel
-        self.owned = first
-        self.pieces = [layout.pieces(one) for one in range(len(layout.places[0].shares))]
-        self.own = [self.values[start:stop] for start, stop in self.pieces[rank]]
-        self.fragments: dict[ParameterSlot, nn.Parameter] = {}
-        self.masters_left = False
-        self.gradient_device = device
-
-    @property
-    def has_master(self) -> bool:
-        """Whether the optimizer updates another dtype than forward reads."""
-        return self.layout.master is not self.layout.dtype
-
-    def add_parts(self, flat: Tensor, parts: Sequence[list[Tensor]]) -> None:
-        """Add views of a tensor like the values to each rank's parts: the rank's own ranges."""
-        for part, pieces in zip(parts, self.pieces, strict=True):
-            for start, stop in pieces:
-                part.append(flat[start:stop])
-
-    def adopt(self, values: WholeValues) -> None:
-        """Copy the parameters' whole values in, and make the parameters views of the flat tensor.
-
-        Args:
-            values: gives them.
-        """
-        for slot in self.slots:
-            given = values(slot.name, slot.parameter)
-            view = slot.view(self.values)
-            if not self.sharded:
-                view.copy_(given)
-            if slot.owned_numel and self.shard.separate:
-                self.shard.write(slot, slot.in_memory_order(given)[slice(*slot.owned)])
-            if slot.parameter.is_meta:
-                become(slot.parameter, view.data, slot.name)  # .data: a count of its versions
-            else:
-                slot.parameter.data = view  # the object and all that hold it stay
-        self.shard.flush()
-
-    def take_data(self, slot: ParameterSlot) -> None:
-        """Copy in the ``data`` that the script set on a parameter, which is a view again then."""
-        data, view = slot.parameter.data, slot.view(self.values)
-        if data.shape != view.shape or data.dtype is not view.dtype:
-            raise UsageError(
-                f"expected data of shape {tuple(view.shape)} and {view.dtype} for {slot.name!r}, "
-                f"found {tuple(data.shape)} and {data.dtype}, set by 'parameter.data = ...'; "
-                "change shapes and dtypes before prepare()"
-            )
-        view.copy_(data)
-        slot.parameter.data = view
-
-    def leave_masters(self) -> None:
-        """Keep only the values that forward reads: a store keeps all masters."""
-        self.masters_left = True
-        if self.sharded:
-            self.shard.narrow(self.layout.dtype)
-        else:
-            self.shard = ShardInPlace(self.values, self.own)
-
-    def fragment(self, slot: ParameterSlot) -> nn.Parameter | None:
-        """Return the fragment that an optimizer holds for a parameter; None without a share."""
-        found = self.fragments.get(slot)
-        if found is not None or not slot.owned_numel:
-            return found
-        memory = self.shard.tensor
-        if memory is None:  # a store will keep the master
-            fragment = nn.Parameter(torch.empty(0, dtype=self.layout.master))
-            make_placeholder(slot, fragment, self.layout.master)
-        else:
-            fragment = nn.Parameter(slot.piece(memory))
-        fragment.requires_grad_(slot.parameter.requires_grad)
-        self.fragments[slot] = fragment
-        return fragment
-
-    def with_gradients(self) -> dict[ParameterSlot, Tensor]:
-        """Return the gradients of this rank's fragments, in order, without None."""
-        found = {}
-        for slot in self.slots:
-            fragment = self.fragments.get(slot)
-            if fragment is not None and fragment.grad is not None:
-                found[slot] = fragment.grad
-        return found
 
 
 class Unit:
@@ -208,6 +77,7 @@ class Unit:
         self._guarded_by: Guard | None = None
         self._versions: list[int] | None = None
         self.storages = {flat.untyped_storage()._cdata for flat in self.values}
+        self._channel: GatherChannel | None = None
         self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
         self._parts: list[list[Tensor]] = [[] for _ in range(communicator.size)]
         for flat in flats:
@@ -236,11 +106,19 @@ class Unit:
 
     # --- values on their way ---
 
-    def start(self) -> None:
+    @property
+    def approximate(self) -> bool:
+        """Whether gathered values may differ from the values of their owners."""
+        return self.communicator.approximates_parameters
+
+    def start(self, *, exact: bool = False) -> None:
         """Send the all-gather; the parameters are guarded until their values are there.
 
         Where few neighbors hold the values together, they restore them. A shard that is being
         stepped, or lies in a store, is waited for in the background, just before it is sent.
+
+        Args:
+            exact: whether a slow link sends the values as they are, whatever the run's method.
         """
         if self.layout.sharded:
             for memory, nbytes in self._memory:
@@ -251,6 +129,14 @@ class Unit:
             self.near = None
             self.guard()
             return
+        if self.approximate:
+            fill = partial(self._fill_own, tuple(self.updates))  # after a look at the old values
+            if exact:
+                self.arrival = self.communicator.gather_parts(self._parts, label=label, first=fill)
+            else:
+                self.arrival = self._approximation(label)(self._parts, fill)
+            self.guard()
+            return
         first = None if self._at_hand() else partial(self._fill_own, tuple(self.updates))
         if first is None:
             self._fill_own()
@@ -259,6 +145,15 @@ class Unit:
             return
         self.arrival = self.communicator.gather_parts(self._parts, label=label, first=first)
         self.guard()
+
+    def _approximation(self, label: str) -> GatherChannel:
+        """Return the channel between hosts: of values, or where these stay, of updates."""
+        if self._channel is None:
+            line, layouts = self.communicator, [flat.layout for flat in self.flats]
+            make = line.parameters_updated if self.resident else line.parameters_gathered
+            dtypes = [layout.dtype for layout in layouts]
+            self._channel = make(lambda: stretches_of(layouts, dtypes), label)
+        return self._channel
 
     def _at_hand(self) -> bool:
         """Return whether this rank's shards are there; start to fetch shards from a store."""
@@ -352,7 +247,10 @@ class Unit:
                 for slot in replaced:
                     if slot in flat.slots:
                         flat.take_data(slot)
-                flat.shard.take()
+                        if self.approximate and slot.owned_numel:
+                            flat.shard.write(slot, flat.values[slot.own])
+                if not self.approximate:  # there, what nobody set differs from its owner's
+                    flat.shard.take()
 
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

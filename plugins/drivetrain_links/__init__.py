@@ -1,0 +1,19 @@
+"""Methods for slow links between hosts.
+
+===============  ===================================================================
+``casts.py``     numbers rounded to half precision
+``blocks.py``    blocks of integers with a scale each
+``powersgd.py``  matrices as two factors of low rank
+``topk.py``      the largest numbers of each chunk
+===============  ===================================================================
+
+The sums of encoded gradients, their error feedback and the gathers of encoded parameters are
+``drivetrain.links``.
+"""
+
+from drivetrain_links.blocks import Int4, Int8
+from drivetrain_links.casts import Bf16
+from drivetrain_links.powersgd import PowerSgd
+from drivetrain_links.topk import TopK
+
+__all__ = ["Bf16", "Int4", "Int8", "PowerSgd", "TopK"]

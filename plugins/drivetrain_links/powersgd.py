@@ -1,0 +1,383 @@
+"""PowerSGD between hosts: a matrix crosses a slow link as two thin factors.
+
+Paper: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+Distributed Optimization", NeurIPS 2019, algorithms 1 and 2. For the sum over a host's ranks of a
+gradient, as a matrix M (n, m), the error E and the factor Q (m, r) of the step before::
+
+    M <- M + E                        error feedback
+    P <- sum over hosts of M Q        (n, r), sent
+    P <- orthogonalised P             the same on every host
+    Q <- sum over hosts of M' P       (m, r), sent; the next step starts with it
+    gradient <- P Q'
+    E <- M - P Q' / hosts             stays on this rank
+
+A rank has some rows of a parameter: these are a matrix, and the elements of a row that is cut go as
+they are, like vectors and small matrices. All hosts must compute alike, bit by bit: the same kind
+of processor, and the same version of torch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from drivetrain.collectives import Communicator, Handle, Parts, chunk_bounds, sent_bytes
+from drivetrain.collectives.handles import StagedHandle
+from drivetrain.collectives.stretch import ParameterSpan, StretchParts
+from drivetrain.config.option import option
+from drivetrain.links.codec import SMALLEST
+from drivetrain.links.compressor import Compressor, FarGather, FarReduction, Honesty, Kept
+from drivetrain.links.encoded import Followed, are_finite
+from drivetrain.links.message import ElementRange
+from drivetrain.runtime.mesh import Axis
+
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PowerSgdOptions:
+    """Options of ``powersgd``."""
+
+    rank: int = option(4, help="columns of the factors; more are more exact", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankMatrix:
+    """Rows of one parameter that cross as factors.
+
+    Attributes:
+        owner: the rank, along the axis between hosts, whose tensors hold them.
+        place: the elements among the tensors of the owner.
+        span: the same elements of the parameter.
+        rows: n.
+        columns: m.
+    """
+
+    owner: int
+    place: ElementRange
+    span: ParameterSpan
+    rows: int
+    columns: int
+
+
+class FactorPlan:
+    """The matrices of one reduction, and the elements that go as they are.
+
+    Args:
+        stretches: of each rank along the axis between hosts.
+        rank: columns of the factors.
+
+    Attributes:
+        rank: columns of the factors.
+        matrices: in order.
+        plain: for each rank, the other elements.
+        plain_bytes: of these.
+        ps: elements of all P.
+        qs: elements of all Q.
+        errors: elements of all E.
+    """
+
+    def __init__(self, stretches: StretchParts, rank: int) -> None:
+        self.rank = rank
+        self.matrices: list[LowRankMatrix] = []
+        self.plain: list[list[ElementRange]] = []
+        self.plain_bytes: list[int] = []
+        for owner, part in enumerate(stretches):
+            self.plain.append([])
+            self.plain_bytes.append(0)
+            for index, stretch in enumerate(part):
+                edge = 0
+                for span in stretch.spans:
+                    found = self._matrix(owner, index, span, stretch.dtype)
+                    if found is not None:
+                        self.matrices.append(found)
+                        self._leave(ElementRange(index, edge, found.place.start), stretch.dtype)
+                        edge = found.place.stop
+                self._leave(ElementRange(index, edge, stretch.numel), stretch.dtype)
+        self.ps = rank * sum(each.rows for each in self.matrices)
+        self.qs = rank * sum(each.columns for each in self.matrices)
+        self.errors = sum(each.rows * each.columns for each in self.matrices)
+
+    def _leave(self, elements: ElementRange, dtype: torch.dtype) -> None:
+        if elements.numel:
+            self.plain[-1].append(elements)
+            self.plain_bytes[-1] += elements.numel * dtype.itemsize
+
+    def _matrix(
+        self, owner: int, tensor: int, span: ParameterSpan, dtype: torch.dtype
+    ) -> LowRankMatrix | None:
+        """Return the whole rows of a span, if their factors are smaller."""
+        if not span.is_matrix or span.numel < SMALLEST or not dtype.is_floating_point:
+            return None
+        columns = span.columns
+        skipped = -span.first % columns
+        rows = (span.stop - span.start - skipped) // columns
+        if rows < self.rank or columns < self.rank:
+            return None
+        if (rows + columns) * self.rank >= rows * columns:
+            return None
+        start = span.start + skipped
+        stop = start + rows * columns
+        whole = replace(span, first=span.first + skipped, start=start, stop=stop)
+        return LowRankMatrix(owner, ElementRange(tensor, start, stop), whole, rows, columns)
+
+    def split(self, ps: Tensor, qs: Tensor, errors: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return P (n, r), Q (m, r) and E (n, m) of each matrix, as views."""
+        rows = [each.rows for each in self.matrices]
+        columns = [each.columns for each in self.matrices]
+        rank = self.rank
+        numels = [n * m for n, m in zip(rows, columns, strict=True)]
+        return [
+            (p.view(n, rank), q.view(m, rank), e.view(n, m))
+            for p, q, e, n, m in zip(
+                ps.split_with_sizes([n * rank for n in rows]),
+                qs.split_with_sizes([m * rank for m in columns]),
+                errors.split_with_sizes(numels),
+                rows,
+                columns,
+                strict=True,
+            )
+        ]
+
+
+class LowRankReduction(FarReduction):
+    """A sum over hosts of matrices as factors.
+
+    Args:
+        far: the ranks at one place of each host.
+        plan: the matrices.
+        everywhere: whether all ranks get all sums.
+    """
+
+    def __init__(self, far: Communicator, plan: FactorPlan, *, everywhere: bool) -> None:
+        self._far = far
+        self._plan = plan
+        self._everywhere = everywhere
+        self._ps = torch.empty(plan.ps)
+        self._qs = torch.empty(plan.qs)
+        self._errors = torch.zeros(plan.errors)
+        self._added = False
+        self._begin_anew()
+
+    @override
+    def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
+        self._move_to(next(tensor.device for tensors in parts for tensor in tensors))
+        far, plan = self._far, self._plan
+        plain = [
+            [each.of(tensors) for each in chosen]
+            for chosen, tensors in zip(plan.plain, parts, strict=True)
+        ]
+
+        def multiply() -> None:
+            first()
+            self._multiply(parts)
+
+        ps = self._summed(self._ps, multiply, f"{label}, P")
+        qs = self._summed(self._qs, lambda: self._turn(ps), f"{label}, Q")
+        rest = [far.reduce_parts(plain, label=label)] if any(plan.plain_bytes) else []
+        if rest and self._everywhere:
+            rest.append(far.gather_parts(plain, label=label, first=rest[0].wait))
+        return Followed(StagedHandle([ps, qs, *rest], ()), lambda: self._finish(parts))
+
+    @override
+    def feedback(self) -> Iterator[Kept]:
+        edge = 0
+        for each in self._plan.matrices:
+            yield Kept(each.span, self._errors[edge : edge + each.place.numel])
+            edge += each.place.numel
+
+    @override
+    def factors(self) -> Iterator[tuple[ParameterSpan, Tensor]]:
+        for matrix, (_, q, _) in self._each():
+            yield matrix.span, q
+
+    def _summed(self, factors: Tensor, first: Callable[[], None], label: str) -> Handle:
+        """Sum factors over hosts, once ``first`` has made them."""
+        chunks = [[factors[start:stop]] for start, stop in self._far.chunk(factors.numel())]
+        reduced = self._far.reduce_parts(chunks, label=label, first=first)
+        return self._far.gather_parts(chunks, label=label, first=reduced.wait)
+
+    def _multiply(self, parts: Parts) -> None:
+        """Make P of this host's gradients and errors; a NaN or infinity spoils all P."""
+        self._added = are_finite(parts)
+        if not self._added:
+            self._ps.fill_(float("nan"))
+            return
+        for matrix, (p, q, error) in self._each():
+            error.add_(_view(matrix, parts))
+            torch.mm(error, q, out=p)
+
+    def _turn(self, ps: Handle) -> None:
+        """Orthogonalise the sum of P, and make Q of it."""
+        ps.wait()
+        if not bool(torch.isfinite(self._ps.sum())):
+            self._qs.fill_(float("nan"))
+            return
+        for _, (p, q, error) in self._each():
+            p.copy_(torch.linalg.qr(p).Q)
+            torch.mm(error.T, p, out=q)
+
+    def _finish(self, parts: Parts) -> None:
+        finite = bool(torch.isfinite(self._qs.sum()))
+        for matrix, (p, q, error) in self._each():
+            gradient = _view(matrix, parts)
+            if finite:
+                approximation = p @ q.T
+                error.sub_(approximation, alpha=1.0 / self._far.size)
+                gradient.copy_(approximation)
+                continue
+            if self._added:  # the step is about to be skipped everywhere
+                error.sub_(gradient)
+            gradient.fill_(float("nan"))
+        if not finite:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Start with the same Q on every rank, without a message."""
+        generator = torch.Generator().manual_seed(0)
+        self._qs.copy_(torch.randn(self._qs.numel(), generator=generator))
+
+    def _each(self) -> Iterator[tuple[LowRankMatrix, tuple[Tensor, Tensor, Tensor]]]:
+        factors = self._plan.split(self._ps, self._qs, self._errors)
+        return zip(self._plan.matrices, factors, strict=True)
+
+    def _move_to(self, device: torch.device) -> None:
+        if self._errors.device != device:
+            self._ps, self._qs = self._ps.to(device), self._qs.to(device)
+            self._errors = self._errors.to(device)
+
+
+class LowRankGather(FarGather):
+    """A gather over hosts of updates of parameters as factors.
+
+    The owner of a matrix finds both factors of its update alone::
+
+        P <- orthogonalised (M Q),  Q <- M' P        M: new values - those of the last gather
+        values += P Q'                                on all ranks, from the same message
+
+    What the factors lack is part of the next update (``drivetrain.links.encoded``). A new run
+    begins with another Q: its first factors fit less well, and later ones make up for it.
+
+    Args:
+        far: the ranks at one place of each host.
+        plan: the matrices.
+    """
+
+    def __init__(self, far: Communicator, plan: FactorPlan) -> None:
+        self._far = far
+        self._plan = plan
+        generator = torch.Generator().manual_seed(0)
+        self._qs = torch.randn(plan.qs, generator=generator)
+
+    @override
+    def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
+        device = next(tensor.device for tensors in parts for tensor in tensors)
+        self._qs = self._qs.to(device)
+        ps = torch.empty(self._plan.ps, device=device)
+        mine = [each for each in self._factors(ps) if each[0].owner == self._far.rank]
+
+        def encode() -> None:
+            before = [_view(matrix, parts).to(torch.float32, copy=True) for matrix, *_ in mine]
+            first()
+            for (matrix, p, q), old in zip(mine, before, strict=True):
+                values = _view(matrix, parts)
+                update = values.float().sub_(old)
+                values.copy_(old)
+                if not bool(torch.isfinite(q.sum())):  # a checkpoint was loaded after a bad step
+                    q.normal_()
+                torch.mm(update, q, out=p)
+                p.copy_(torch.linalg.qr(p).Q)
+                torch.mm(update.T, p, out=q)
+
+        gathered = self._far.gather_parts(self._messages(ps, parts), label=label, first=encode)
+
+        def read() -> None:
+            for matrix, p, q in self._factors(ps):
+                values = _view(matrix, parts)
+                values.copy_(torch.addmm(values.float(), p, q.T))
+
+        return Followed(gathered, read)
+
+    def _factors(self, ps: Tensor) -> Iterator[tuple[LowRankMatrix, Tensor, Tensor]]:
+        """Yield each matrix with its P and Q, as views."""
+        rank, p_edge, q_edge = self._plan.rank, 0, 0
+        for matrix in self._plan.matrices:
+            p_numel, q_numel = rank * matrix.rows, rank * matrix.columns
+            p = ps[p_edge : p_edge + p_numel].view(matrix.rows, rank)
+            yield matrix, p, self._qs[q_edge : q_edge + q_numel].view(matrix.columns, rank)
+            p_edge, q_edge = p_edge + p_numel, q_edge + q_numel
+
+    def _messages(self, ps: Tensor, parts: Parts) -> list[list[Tensor]]:
+        """Return the tensors of each rank: factors, and the elements without factors."""
+        found = [
+            [each.of(tensors) for each in chosen]
+            for chosen, tensors in zip(self._plan.plain, parts, strict=True)
+        ]
+        for matrix, p, q in self._factors(ps):
+            found[matrix.owner] += [p.view(-1), q.view(-1)]
+        return found
+
+
+class PowerSgd(Compressor[PowerSgdOptions]):
+    """Matrices of low rank."""
+
+    summary: ClassVar[str] = "matrices as two factors of low rank: r (n + m) numbers for n x m"
+    honesty: ClassVar[Honesty] = Honesty.THEORY
+    updates: ClassVar[bool] = True
+    keeps_feedback: ClassVar[bool] = True
+    Config: ClassVar[type] = PowerSgdOptions
+
+    @override
+    def approximates(self, stretches: StretchParts) -> bool:
+        return bool(self._plan(stretches).matrices)
+
+    @override
+    def reduction(
+        self, far: Communicator, stretches: StretchParts, *, everywhere: bool
+    ) -> FarReduction:
+        return LowRankReduction(far, self._plan(stretches), everywhere=everywhere)
+
+    @override
+    def sent(
+        self, far: Axis, stretches: StretchParts, *, everywhere: bool
+    ) -> Counter[tuple[str, str]]:
+        plan = self._plan(stretches)
+        sent = Counter({(far.name, "reduce_scatter"): 0, (far.name, "all_gather"): 0})
+        for numel in (plan.ps, plan.qs):
+            lengths = [_FP32 * (stop - start) for start, stop in chunk_bounds(numel, far.size)]
+            sent[far.name, "reduce_scatter"] += sent_bytes("reduce_scatter", lengths, far.rank)
+            sent[far.name, "all_gather"] += sent_bytes("all_gather", lengths, far.rank)
+        sent[far.name, "reduce_scatter"] += sent_bytes("reduce_scatter", plan.plain_bytes, far.rank)
+        if everywhere:
+            sent[far.name, "all_gather"] += sent_bytes("all_gather", plan.plain_bytes, far.rank)
+        return sent
+
+    @override
+    def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
+        plan = self._plan(stretches)
+        return _FP32 * (plan.errors + plan.ps + plan.qs)
+
+    @override
+    def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
+        return LowRankGather(far, self._plan(stretches))
+
+    @override
+    def sent_gathering(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]]:
+        plan = self._plan(stretches)
+        lengths = list(plan.plain_bytes)
+        for matrix in plan.matrices:
+            lengths[matrix.owner] += _FP32 * plan.rank * (matrix.rows + matrix.columns)
+        return Counter({(far.name, "all_gather"): sent_bytes("all_gather", lengths, far.rank)})
+
+    def _plan(self, stretches: StretchParts) -> FactorPlan:
+        return FactorPlan(stretches, self.config.rank)
+
+
+def _view(matrix: LowRankMatrix, parts: Parts) -> Tensor:
+    """Return the gradient of a matrix, (n, m), as a view of the owner's tensors."""
+    tensors: Sequence[Tensor] = parts[matrix.owner]
+    return matrix.place.of(tensors).view(matrix.rows, matrix.columns)

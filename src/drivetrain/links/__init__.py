@@ -1,0 +1,15 @@
+"""Approximate sums of gradients, and gathers of parameters, over slow links between hosts.
+
+Between hosts, gradients are summed and parameters are gathered by one rank of each host at a time
+(``drivetrain.collectives.hierarchy``). The option ``links.far`` names a method for each of the two;
+strategies ask their communicator for a *channel*, a sum or gather of the same tensors time and
+again, and the channel sends what the method makes of them.
+
+=================  ============================================================================
+``compressor.py``  the contract of a method, a plugin of the group ``drivetrain.compressors``
+``codec.py``       methods that turn numbers into bytes: their messages
+``encoded.py``     sums and gathers of such messages, with error feedback
+``linked.py``      the communicator whose channels between hosts are approximate
+``chosen.py``      the methods of a run
+=================  ============================================================================
+"""

@@ -1,0 +1,61 @@
+"""The part of a strategy's contract for slow links."""
+
+from typing import Any
+
+import torch
+
+from drivetrain.errors import ConfigError
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.runtime.precision import Precision
+
+
+class OverLinks:
+    """The part of the contract for slow links: by default a strategy sends all as it is."""
+
+    @classmethod
+    def channels(cls, config: Any) -> frozenset[str]:
+        """Return the kinds of tensors that the strategy sends by channels.
+
+        Returns:
+            Some of ``gradients``, ``parameters`` (their values, each time that they are used) and
+            ``updates`` (of parameters that all ranks hold), which a link may then approximate.
+        """
+        return frozenset()
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether ranks of ``dp`` take steps by themselves: then their norms and weights differ."""
+        return False
+
+    @classmethod
+    def check_links(cls, config: Any, links: LinkMethods, precision: Precision) -> None:
+        """Refuse methods that the strategy, or the precision, has no use for.
+
+        ``config check`` and the launcher call it before ranks start, and ``prepare`` does.
+
+        Raises:
+            ConfigError: says which methods, and the way out.
+        """
+        channels = cls.channels(config)
+        for use in links.used_for:
+            if use not in channels and not (use == "parameters" and "updates" in channels):
+                raise ConfigError(
+                    f"expected links.far.{use}: exact under {cls.__name__}, which sends no {use} "
+                    f"that a link may approximate, found {links.name_for(use)!r}; leave it out, or "
+                    "take a strategy that does (docs/slow-links.md)"
+                )
+        values = links.parameters
+        if values is not None and "parameters" in channels and not values.parameters:
+            raise ConfigError(
+                f"links.far.parameters: expected a method that can send values of parameters, "
+                f"which {cls.__name__} gathers for each use, found "
+                f"{links.name_for('parameters')!r}, which can send updates; take int8 or bf16, or "
+                "zero2, which keeps parameters whole"
+            )
+        method = links.gradients
+        if method is not None and method.keeps_feedback and precision.compute == torch.float16:
+            raise ConfigError(
+                f"expected precision: bf16 or no with links.far.gradients: "
+                f"{links.name_for('gradients')}, found fp16: what the method keeps for the next "
+                "step would have another loss scale; change one of them"
+            )

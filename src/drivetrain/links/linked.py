@@ -1,0 +1,380 @@
+"""The communicator of an axis over hosts whose channels between hosts are approximate.
+
+Everything else between hosts is exact: maxima, buffers, the order of gradients, what a checkpoint
+reads. Inside of a host all is exact anyway::
+
+    near     the ranks of a host exchange sums of shares        exact
+    far      ranks at the same place of each host               as the method of the link says
+    near     the ranks of a host exchange their shares          exact
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from drivetrain.collectives import (
+    Communicator,
+    Handle,
+    Parts,
+    Route,
+    connect,
+    connect_over_hosts,
+    route_over_hosts,
+)
+from drivetrain.collectives.channels import GatherChannel, ReduceChannel, SumChannel
+from drivetrain.collectives.handles import StagedHandle
+from drivetrain.collectives.hierarchy import ConnectAxis, HierarchicalCommunicator
+from drivetrain.collectives.stretch import ParameterSpan, Stretch, StretchParts
+from drivetrain.collectives.volume import far_pieces
+from drivetrain.errors import ConfigError
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.compressor import FarReduction
+from drivetrain.links.kept import SavedLinks, save_count, save_errors
+from drivetrain.runtime.mesh import Axis, HostLevels, Mesh
+from drivetrain.runtime.world import World
+from drivetrain.shards import Reader, Shard
+from drivetrain.traffic import Traffic
+
+
+class LinkedCommunicator(HierarchicalCommunicator):
+    """Levels of hosts whose channels between hosts are as the methods of the run say.
+
+    Args:
+        axis: the mesh axis.
+        levels: its ranks on this host, perhaps this one alone, and those at its place of each host.
+        connect: makes a communicator for an axis.
+        traffic: the ledger.
+        timeout: how long one message may take.
+        links: the methods.
+
+    Attributes:
+        channels: those of gradients that are approximate.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        levels: HostLevels,
+        connect: ConnectAxis,
+        traffic: Traffic,
+        timeout: timedelta,
+        links: LinkMethods,
+    ) -> None:
+        super().__init__(axis, levels, connect, traffic, timeout)
+        self._links = links
+        self._host_levels = levels
+        self.channels: list[Warmed] = []
+        self._carried: dict[str, Tensor] = {}
+        self._summed: list[Stretch] = []
+        self._sums: dict[str, int] = {}
+
+    @override
+    def gradients_summed(self, stretch: Stretch, label: str) -> SumChannel:
+        exact = super().gradients_summed(stretch, label)
+        near, far = self._collecting, self._far
+        pieces = far_pieces(stretch, self._host_levels)
+        reduction = self._reduction(pieces, everywhere=True)
+        self._summed.append(stretch)
+        self._take_over(stretch, reduction)
+        if reduction is None:
+            return exact
+
+        def start(tensor: Tensor) -> Handle:
+            flat = tensor.detach().view(-1)
+            shares = [[flat[start:stop]] for start, stop in near.chunk(flat.numel())]
+            collected = near.reduce_parts(shares, label=label)
+            mine = shares[near.rank][0]
+            summands = [[mine[start:stop]] for start, stop in far.chunk(mine.numel())]
+            summed = reduction.start(summands, first=collected.wait, label=label)
+            spread = self._spreading.gather_parts(shares, label=label, first=summed.wait)
+            return StagedHandle([collected, summed, spread], ())
+
+        return self._warmed(reduction, pieces, exact, start)
+
+    @override
+    def renew_channels(self) -> None:
+        spans = {span.name: span for stretch in self._summed for span in stretch.spans}
+        kept = [each for channel in self.channels for each in channel.reduction.feedback()]
+        self._sums = {name: max(c.sums for c in self.channels) for name in spans if self.channels}
+        self._summed.clear()
+        self.channels.clear()
+        for name, span in spans.items():  # all ranks of the host have the same ones
+            errors = torch.zeros(span.numel, device=kept[0].errors.device if kept else None)
+            for part, values, _ in kept:
+                if part.name == name:
+                    errors[part.first : part.first + values.numel()] = values
+            # Another rank of this host may get an element: each knows all errors of the host.
+            self._collecting.all_reduce(errors, label="errors that are kept").wait()
+            self._carried[name] = errors
+
+    def _take_over(self, stretch: Stretch, reduction: FarReduction | None) -> None:
+        """Go on with the errors that channels before this one have kept."""
+        for span, errors, _ in () if reduction is None else reduction.feedback():
+            if span.name in self._carried:
+                errors.copy_(self._carried[span.name][span.first : span.first + errors.numel()])
+        for span in stretch.spans:
+            self._carried.pop(span.name, None)
+
+    @override
+    def gradients_scattered(
+        self,
+        describe: Callable[[], StretchParts],
+        label: str,
+        replaces: ReduceChannel | None = None,
+    ) -> ReduceChannel:
+        exact = super().gradients_scattered(describe, label)
+        near = self._collecting
+        held = describe()[near.rank :: near.size]
+        reduction = self._reduction(held, everywhere=False)
+        before = [channel for channel in self.channels if channel is replaces]
+        for channel in before:
+            self.channels.remove(channel)
+            if reduction is not None:
+                channel.hand_over(reduction)
+        if reduction is None:
+            return exact
+
+        def start(parts: Parts) -> Handle:
+            near_parts, far_parts = self._in_levels(parts)
+            collected = near.reduce_parts(near_parts, label=label)
+            summed = reduction.start(far_parts, first=collected.wait, label=label)
+            return StagedHandle([collected, summed], ())
+
+        return self._warmed(reduction, held, exact, start)
+
+    @override
+    def parameters_gathered(
+        self, describe: Callable[[], StretchParts], label: str
+    ) -> GatherChannel:
+        return self._gathered(describe, label, updates=False)
+
+    @override
+    def parameters_updated(self, describe: Callable[[], StretchParts], label: str) -> GatherChannel:
+        return self._gathered(describe, label, updates=True)
+
+    @property
+    @override
+    def approximates_parameters(self) -> bool:
+        return self._links.approximates_parameters
+
+    def _gathered(
+        self, describe: Callable[[], StretchParts], label: str, *, updates: bool
+    ) -> GatherChannel:
+        exact = super().parameters_gathered(describe, label)
+        method, near = self._links.parameters, self._collecting
+        if method is None:
+            return exact
+        held = describe()[near.rank :: near.size]
+        if not method.approximates(held):
+            return exact
+        gathering = method.gathering(self._far, held, updates=updates)
+
+        def start(parts: Parts, first: Callable[[], None] | None) -> Handle:
+            near_parts, far_parts = self._in_levels(parts)
+            ready = first or _nothing
+            gathered = gathering.start(far_parts, first=ready, label=label)
+            spread = self._spreading.gather_parts(near_parts, label=label, first=gathered.wait)
+            return StagedHandle([gathered, spread], ())
+
+        return start
+
+    def _reduction(self, stretches: StretchParts, *, everywhere: bool) -> FarReduction | None:
+        method = self._links.gradients
+        if method is None or not method.approximates(stretches):
+            return None
+        return method.reduction(self._far, stretches, everywhere=everywhere)
+
+    def _warmed(
+        self,
+        reduction: FarReduction,
+        stretches: StretchParts,
+        exact: Callable[..., Handle],
+        approximate: Callable[..., Handle],
+    ) -> "Warmed":
+        each = (stretch for part in stretches for stretch in part)
+        spans = [span for stretch in each for span in stretch.spans]
+        made = Warmed(reduction, spans, self._links.warmup, exact, approximate)
+        made.sums = max((self._sums.get(span.name, 0) for span in spans), default=0)
+        self.channels.append(made)
+        return made
+
+    # --- checkpoints ---
+
+    @override
+    def kept(self) -> Iterator[Shard]:
+        method, host = self._links.name_for("gradients"), self._far.rank
+        for channel in self.channels:
+            yield from save_errors(channel.reduction, method, host)
+            if self._links.warmup and host == 0:
+                yield save_count(channel.spans[0], channel.sums)
+
+    @override
+    def take_kept(self, reader: Reader) -> bool:
+        saved = SavedLinks(reader)
+        for channel in self.channels:
+            saved.give(channel.reduction, self._far.rank, self._far.size)
+            channel.sums = saved.sums([span.name for span in channel.spans])
+        method = self._links.gradients
+        return method is not None and method.keeps_feedback
+
+
+class Warmed:
+    """A channel of gradients that is exact at first.
+
+    Args:
+        reduction: the approximate sum between hosts.
+        spans: the ranges of parameters that it is about.
+        warmup: how many sums are exact.
+        exact: the channel for them.
+        approximate: the channel for the others.
+
+    Attributes:
+        reduction: the approximate sum between hosts.
+        spans: the ranges of parameters that it is about.
+        sums: how many there were.
+    """
+
+    def __init__(
+        self,
+        reduction: FarReduction,
+        spans: Sequence[ParameterSpan],
+        warmup: int,
+        exact: Callable[..., Handle],
+        approximate: Callable[..., Handle],
+    ) -> None:
+        self.reduction = reduction
+        self.spans = spans
+        self.sums = 0
+        self._warmup = warmup
+        self._exact = exact
+        self._approximate = approximate
+
+    def __call__(self, tensors: Tensor | Parts) -> Handle:
+        """Start the sum."""
+        self.sums += 1
+        start = self._exact if self.sums <= self._warmup else self._approximate
+        return start(tensors)
+
+    def hand_over(self, reduction: FarReduction) -> None:
+        """Give the errors to a sum of some of the same tensors, cut in the same way."""
+        kept = {
+            (each.span.name, each.span.first): each.errors for each in self.reduction.feedback()
+        }
+        for span, errors, _ in reduction.feedback():
+            if (span.name, span.first) in kept:
+                errors.copy_(kept[span.name, span.first])
+
+
+def connect_linked(
+    mesh: Mesh,
+    name: str,
+    traffic: Traffic,
+    world: World,
+    links: LinkMethods,
+) -> Communicator:
+    """Return a communicator over an axis of the mesh, with channels as the links say.
+
+    Collective: every rank must call it in the same order.
+
+    Args:
+        mesh: the started axes.
+        name: of the axis.
+        traffic: the ledger; gets what is sent between hosts under the name ``NAME.far``.
+        world: the hosts of all ranks, and the device of this one.
+        links: the methods.
+
+    Raises:
+        ConfigError: hosts hold different numbers of ranks of the axis, or not in a row.
+    """
+
+    def connected(axis: Axis) -> Communicator:
+        return connect(axis, traffic, world.device, world.timeout)
+
+    count = hosts_apart(mesh, name, world, links)
+    if count is None:
+        return connect_over_hosts(mesh, name, traffic, world)
+    near = mesh.start_neighbors(name, count, world)
+    levels = HostLevels(near, mesh.start_across(name, count, world))
+    return LinkedCommunicator(mesh[name], levels, connected, traffic, world.timeout, links)
+
+
+def route_linked(mesh: Mesh, name: str, world: World, links: LinkMethods) -> Route:
+    """Return the route of data under ``connect_linked``, to count the bytes of a rank."""
+    count = hosts_apart(mesh, name, world, links)
+    if count is None:
+        return route_over_hosts(mesh, name, world)
+    levels = HostLevels(mesh.neighbors(name, count), mesh.across(name, count))
+    return Route(mesh[name], levels, links)
+
+
+def hosts_apart(mesh: Mesh, name: str, world: World, links: LinkMethods) -> int | None:
+    """Return how many ranks of an axis a host has; None if nothing is approximate between hosts.
+
+    Raises:
+        ConfigError: hosts hold different numbers of ranks of the axis, or not in a row.
+    """
+    if not links.active or not mesh[name].spans_hosts:
+        return None
+    return mesh.per_host(name, world)
+
+
+def connect_replicas(
+    axis: Axis, traffic: Traffic, world: World, links: LinkMethods
+) -> Communicator:
+    """Return a communicator over ranks on different hosts, with channels as the links say.
+
+    Args:
+        axis: the ranks, started; replicas of each other's shards.
+        traffic: the ledger.
+        world: the device of this rank.
+        links: the methods.
+
+    Raises:
+        ConfigError: several of the ranks share a host.
+    """
+
+    def connected(one: Axis) -> Communicator:
+        return connect(one, traffic, world.device, world.timeout)
+
+    levels = levels_of_replicas(axis, links)
+    if levels is None:
+        return connected(axis)
+    return LinkedCommunicator(axis, levels, connected, traffic, world.timeout, links)
+
+
+def route_of_replicas(axis: Axis, links: LinkMethods) -> Route:
+    """Return the route of data under ``connect_replicas``, to count the bytes of a rank."""
+    levels = levels_of_replicas(axis, links)
+    return Route(axis) if levels is None else Route(axis, levels, links)
+
+
+def levels_of_replicas(axis: Axis, links: LinkMethods) -> HostLevels | None:
+    """Return an axis over hosts as its far level; None if nothing is approximate on it.
+
+    Raises:
+        ConfigError: several of the ranks share a host.
+    """
+    if not links.active or not axis.spans_hosts:
+        return None
+    if len(set(axis.hosts)) < axis.size:
+        raise ConfigError(
+            f"expected with links.far one rank of {axis.name!r} per host, found hosts "
+            f"{', '.join(axis.hosts)}; let groups of shards be as large as hosts (shard_size), "
+            "or leave links.far out"
+        )
+    here = axis.rank
+    near = Axis(
+        name=f"{axis.name}.alone",
+        size=1,
+        rank=0,
+        ranks=axis.ranks[here : here + 1],
+        hosts=axis.hosts[here : here + 1],
+    )
+    return HostLevels(near, axis)
+
+
+def _nothing() -> None:
+    """Wait for nothing."""

@@ -1,0 +1,104 @@
+"""Errors, factors and counts that sums keep: saved, loaded, folded over other hosts and methods."""
+
+import contextlib
+import io
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.collectives.stretch import Stretch
+from drivetrain.links.kept import take_kept
+from drivetrain.links.linked import LinkedCommunicator
+from drivetrain.shards import Part, Shard
+from link_channels import NUMEL, ROWS, connected, gradients, kept_back, links_of, total
+
+
+class Saved:
+    """A checkpoint of the shards of all ranks, in memory, and the sum of all errors."""
+
+    partial = False
+
+    def __init__(self, mine: Iterator[Shard], total: Tensor) -> None:
+        self.total = total
+        everyone: list[list[Shard]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, list(mine))
+        shards = [shard for each in everyone for shard in each]
+        self.tensors = {(shard.name, shard.state): shard.tensor for shard in shards}
+        assert len(self.tensors) == len(shards)  # each key is one tensor
+
+    def keys(self) -> list[tuple[str, str]]:
+        return list(self.tensors)
+
+    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
+        return tuple(self.tensors[name, state].shape)
+
+    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
+        found = self.tensors[name, state]
+        return found if part is None else found[slice(*part.range)]
+
+    def scalars(self, name: str, optimizer: int) -> dict[str, object]:
+        return {}
+
+
+def channel_of(communicator: LinkedCommunicator, *, scattered: bool):
+    whole = Stretch.of(NUMEL, torch.float32, ROWS)
+    if not scattered:
+        channel = communicator.gradients_summed(whole, "test")
+        return lambda flat: channel(flat).wait()
+    bounds = communicator.chunk(NUMEL)
+    parts = communicator.gradients_scattered(lambda: [[whole.cut(*b)] for b in bounds], "test")
+    return lambda flat: parts([[flat[a:b]] for a, b in bounds]).wait()
+
+
+def kept_after(hosts: str, method: str, *, scattered: bool) -> Saved:
+    """Sum twice, and save; return the checkpoint."""
+    communicator = connected(hosts, links_of(method, warmup_steps=1))
+    channel = channel_of(communicator, scattered=scattered)
+    for step in range(2):
+        channel(gradients(step, communicator.rank))
+    saved = Saved(communicator.kept(), kept_back(communicator))
+    assert saved.total.abs().max() > 0
+    communicator.close()
+    return saved
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("method", ["int4", "powersgd"])
+def test_errors_are_folded_over_other_hosts(method, scattered):
+    for before, after in (("abcd", "aabb"), ("aabb", "abcd"), ("aabb", "aabb")):
+        saved = kept_after(before, method, scattered=scattered)
+        communicator = connected(after, links_of(method, warmup_steps=1))
+        channel = channel_of(communicator, scattered=scattered)
+        take_kept([communicator], saved, method)
+        folded = kept_back(communicator)
+        if method == "int4":  # a low-rank sum may have no matrix where a row is cut
+            torch.testing.assert_close(folded, saved.total, rtol=0, atol=1e-5)
+        if before == after:
+            again = Saved(communicator.kept(), folded)
+            assert again.tensors.keys() == saved.tensors.keys()
+            assert all(torch.equal(again.tensors[key], saved.tensors[key]) for key in again.tensors)
+        flat, exact = gradients(2, communicator.rank), total(2, 4)
+        channel(flat)
+        start, stop = communicator.chunk(NUMEL)[communicator.rank] if scattered else (0, NUMEL)
+        assert not torch.allclose(flat[start:stop], exact[start:stop])  # no warm-up again
+        communicator.close()
+
+
+@pytest.mark.ranks(4)
+def test_errors_go_on_under_another_method_and_that_is_said_once():
+    saved = kept_after("aabb", "int4", scattered=True)
+    communicator = connected("aabb", links_of("topk"))
+    channel_of(communicator, scattered=True)
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        take_kept([communicator], saved, "topk")
+        take_kept([], saved, "exact")
+    torch.testing.assert_close(kept_back(communicator), saved.total, rtol=0, atol=1e-5)
+    said = text.getvalue()
+    if communicator.rank == 0:
+        assert said.count("int4; this run goes on under topk, and the errors that were kept") == 1
+        assert "goes on under exact, and the errors that were kept are left out" in said
+    communicator.close()
