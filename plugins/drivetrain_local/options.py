@@ -1,0 +1,117 @@
+"""The knobs of ``local``, and the strategy inside of a worker that they name."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drivetrain.config.option import NestedStrategy, nested_strategy, option
+from drivetrain.errors import ConfigError
+from drivetrain.runtime.mesh import Axis, Mesh
+from drivetrain.runtime.world import World
+from drivetrain.sharding.options import OffloadOptions
+from drivetrain.strategy import Strategy, find_strategy
+
+AXIS = "dp"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalOptions:
+    """Options of the strategy ``local``.
+
+    The outer optimizer's defaults are those of the DiLoCo paper, section 3.1; the paper takes 500
+    steps in a round, later work 30 to 100 (Streaming DiLoCo, table 1; SparseLoCo, section 4).
+    """
+
+    every: int = option(
+        30,
+        help="optimizer steps that a worker takes by itself in a round",
+        question="How many steps does a host take by itself?",
+        minimum=1,
+    )
+    workers: Literal["hosts", "ranks"] = option(
+        "hosts",
+        help="what takes steps by itself: all ranks of a host together, or each rank",
+    )
+    inner: NestedStrategy = nested_strategy(
+        help="the data-parallel strategy inside of a worker, by name, with its options"
+    )
+    outer_lr: float = option(
+        0.7, help="learning rate of the outer step; 1 with no momentum takes the mean", minimum=0.0
+    )
+    outer_momentum: float = option(
+        0.9, help="Nesterov's momentum of the outer step", minimum=0.0, maximum=0.999
+    )
+    fragments: int = option(
+        1,
+        help="parts of the model that are exchanged in turn: 1 exchanges all of it at once",
+        minimum=1,
+    )
+    delay: int = option(
+        0,
+        help="steps that training goes on while an exchange is under way; 0 waits for it",
+        minimum=0,
+    )
+    keep: float = option(
+        0.0,
+        help="share of a worker's own weights that is left when outer weights come; 0.5 with delay",
+        minimum=0.0,
+        maximum=1.0,
+    )
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            ConfigError: a round is too short for the parts, or for the delay.
+        """
+        if self.fragments > self.every:
+            raise ConfigError(
+                f"strategy.fragments: expected at most the {self.every} steps of a round (every), "
+                f"one part per step, found {self.fragments}; take fewer parts, or longer rounds"
+            )
+        if self.delay >= self.every:
+            raise ConfigError(
+                f"strategy.delay: expected fewer steps than the {self.every} of a round (every), "
+                f"found {self.delay}; an exchange must end before the next one begins"
+            )
+
+    def strategy_inside(self) -> tuple[type[Strategy[Any]], Any]:
+        """Return the class of the strategy inside of a worker, and its options.
+
+        Raises:
+            ConfigError: it is not installed, lays ranks out on other axes than ``dp``, or keeps
+                optimizer state in stores.
+        """
+        kind, options = find_strategy(self.inner.name, self.inner.options)
+        axes = set(kind.axes(options, 1))
+        if axes != {AXIS}:
+            raise ConfigError(
+                f"strategy.inner: expected a strategy over the axis dp alone, found "
+                f"{self.inner.name!r} over {', '.join(sorted(axes))}; name one that replicates or "
+                "shards a whole model"
+            )
+        stores: Any = getattr(options, "offload", None)
+        if stores not in (None, OffloadOptions()):
+            raise ConfigError(
+                "strategy.inner.offload: expected nothing under the strategy local, found stores: "
+                "outer steps change weights in memory; leave offload out"
+            )
+        return kind, options
+
+    def ranks_of_worker(self, mesh: Mesh, world: World) -> int:
+        """Return how many neighbors on the axis ``dp`` are one worker.
+
+        Raises:
+            ConfigError: hosts hold different numbers of ranks, or not in a row.
+        """
+        return mesh.per_host(AXIS, world) if self.workers == "hosts" else 1
+
+    def planned(self, mesh: Mesh, world: World) -> tuple[Axis, Axis]:
+        """Return the ranks of this worker, and those at this rank's place of each, not started."""
+        count = self.ranks_of_worker(mesh, world)
+        return mesh.neighbors(AXIS, count), mesh.across(AXIS, count)
+
+    def started(self, mesh: Mesh, world: World) -> tuple[Axis, Axis]:
+        """Return the same axes with process groups. Collective the first time."""
+        count = self.ranks_of_worker(mesh, world)
+        near = mesh.start_neighbors(AXIS, count, world)
+        return near, mesh.start_across(AXIS, count, world)

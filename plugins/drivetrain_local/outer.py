@@ -1,0 +1,238 @@
+"""The outer steps of one optimizer's parameters: DiLoCo, and Streaming DiLoCo.
+
+Douillard et al. 2023, algorithm 1, and Douillard et al. 2025, algorithm 2. In the order of events,
+for outer weights o, a worker's weights w, K workers::
+
+    before a step     o <- w, where there are none: all workers start alike
+    t                 d <- mean over workers of o - w         sent beside the steps until t + delay
+    t + delay         m <- momentum m + d
+                      o <- o - lr (d + momentum m)            Nesterov's momentum
+                      w <- keep w + (1 - keep) o
+
+All workers compute the same o and m from the same d, bit by bit, so neither is ever sent.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.collectives import Communicator, Handle
+from drivetrain.collectives.channels import SumChannel
+from drivetrain.collectives.handles import Finished
+from drivetrain.collectives.stretch import ParameterRow, Stretch
+from drivetrain.parts.replicate import replicate
+from drivetrain_local.fragments import is_exchanged, steps_since
+from drivetrain_local.options import LocalOptions
+
+OUTER, MOMENTUM, UNDER_WAY = "outer", "outer_momentum", "outer_gradient"
+"""Keys of the state of a parameter."""
+
+
+@dataclass(slots=True)
+class OuterExchange:
+    """An exchange under way.
+
+    Attributes:
+        due: the step after which its result is taken.
+        gradients: the sum of the workers' outer gradients, once the handles are done.
+        handles: of the sums.
+    """
+
+    due: int
+    gradients: dict[nn.Parameter, Tensor]
+    handles: Sequence[Handle] = (Finished(),)
+
+    def wait(self) -> None:
+        """Return when the sums are there."""
+        for handle in self.handles:
+            handle.wait()
+
+
+class OuterSteps:
+    """The outer weights and their momentum, for the parameters that one optimizer steps.
+
+    Args:
+        optimizer: of the strategy inside; its tensors may be this rank's parts of parameters.
+        options: the knobs.
+        workers: the ranks at this rank's place of each worker.
+        names: gives the name of each tensor, by identity.
+        fragments: gives the fragment of a parameter, by name.
+
+    Attributes:
+        steps: that the optimizer has taken.
+        state: of each tensor, by key: outer weights and momentum.
+        buffers: those of the first worker replace the others' at the end of a round.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        options: LocalOptions,
+        workers: Communicator,
+        names: Callable[[], Mapping[int, str]],
+        fragments: Mapping[str, int],
+    ) -> None:
+        self.optimizer = optimizer
+        self.steps = 0
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self.buffers: Sequence[Tensor] = ()
+        self._options = options
+        self._workers = workers
+        self._names = names
+        self._fragments = fragments
+        self._flights: dict[int, OuterExchange] = {}
+        self._channels: dict[tuple[int, Stretch], SumChannel] = {}
+
+    # --- around a step ---
+
+    @torch.no_grad()
+    def before_step(self, *_: Any) -> None:
+        """Remember where the workers start from."""
+        for parameter in self._parameters():
+            if parameter not in self.state:
+                self.state[parameter] = {OUTER: parameter.detach().clone()}
+
+    @torch.no_grad()
+    def after_step(self, *_: Any) -> None:
+        """Count a step; start the exchanges of this moment, and end the exchanges that are due."""
+        self.steps += 1
+        for fragment in range(self._options.fragments):
+            if is_exchanged(self._options, fragment, self.steps):
+                self.land(fragment)  # what a checkpoint of other options has left
+                self._flights[fragment] = self._launch(fragment)
+            if fragment in self._flights and self._flights[fragment].due <= self.steps:
+                self.land(fragment)
+
+    def _launch(self, fragment: int) -> OuterExchange:
+        """Start to add up the workers' outer gradients."""
+        flight = OuterExchange(self.steps + self._options.delay, {}, handles := [])
+        names = self._names()
+        for members in self._by_dtype(fragment):
+            pieces = [(self.state[p][OUTER].to(wide(p.dtype)) - p).reshape(-1) for p in members]
+            flat = torch.cat(pieces)
+            channel = self._channel(fragment, [(names[id(p)], p) for p in members], flat)
+            handles.append(channel(flat))
+            for parameter, piece in zip(
+                members, flat.split_with_sizes([*map(len, pieces)]), strict=True
+            ):
+                flight.gradients[parameter] = piece.view(parameter.shape)
+        return flight
+
+    @torch.no_grad()
+    def land(self, fragment: int) -> None:
+        """Take the result of an exchange, if one is under way: step the outer weights."""
+        flight = self._flights.pop(fragment, None)
+        if flight is None:
+            return
+        flight.wait()
+        if fragment == 0:
+            replicate(self.buffers, self._workers, "buffers of the first worker")
+        momentum, lr, keep = (
+            self._options.outer_momentum,
+            self._options.outer_lr,
+            self._options.keep,
+        )
+        for parameter, summed in flight.gradients.items():
+            state = self.state[parameter]
+            mean = summed / self._workers.size
+            if MOMENTUM not in state:
+                state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
+            velocity = state[MOMENTUM].to(mean.dtype).mul_(momentum).add_(mean)
+            state[MOMENTUM].copy_(velocity)
+            outer = state[OUTER].to(mean.dtype).sub_(mean.add_(velocity, alpha=momentum), alpha=lr)
+            state[OUTER].copy_(outer)
+            # Not a sum of shares: without a share kept, all workers get the same bits.
+            parameter.copy_(torch.lerp(outer, parameter.to(outer.dtype), keep) if keep else outer)
+
+    # --- state for checkpoints, and for readers of whole weights ---
+
+    def shown(self) -> None:
+        """Put the outer state among the optimizer's, as of this moment."""
+        for flight in self._flights.values():
+            flight.wait()
+            for parameter, summed in flight.gradients.items():
+                self.state[parameter][UNDER_WAY] = summed
+        for parameter, state in self.state.items():
+            self.optimizer.state[parameter].update(state)
+
+    def hidden(self) -> None:
+        """Take it out again: optimizers look whether they have any state."""
+        for parameter, state in self.state.items():
+            inner = self.optimizer.state[parameter]
+            for key in (OUTER, MOMENTUM, UNDER_WAY):
+                inner.pop(key, None)
+            if not inner:
+                del self.optimizer.state[parameter]
+            state.pop(UNDER_WAY, None)
+
+    def taken_over(self) -> None:
+        """Take outer state of a checkpoint out of the optimizer's state, in place of the old."""
+        self.state.clear()
+        self._flights.clear()
+        for parameter in self._parameters():
+            inner = self.optimizer.state.get(parameter, {})
+            found = {key: inner[key] for key in (OUTER, MOMENTUM, UNDER_WAY) if key in inner}
+            if found:
+                self.state[parameter] = found
+        flying = {p: state[UNDER_WAY] for p, state in self.state.items() if UNDER_WAY in state}
+        self.hidden()
+        names = self._names()
+        for parameter, summed in flying.items():
+            fragment = self._fragments[names[id(parameter)]]
+            flight = self._flights.setdefault(fragment, OuterExchange(self._due(fragment), {}))
+            flight.gradients[parameter] = summed.to(wide(parameter.dtype))
+
+    def resume(self, steps: int) -> None:
+        """Go on counting; exchanges that a checkpoint was taken in the middle of end in time."""
+        self.steps = steps
+        for fragment, flight in self._flights.items():
+            flight.due = self._due(fragment)
+
+    def _due(self, fragment: int) -> int:
+        """Return the step after which the latest exchange of a fragment ends."""
+        return self.steps - steps_since(self._options, fragment, self.steps) + self._options.delay
+
+    def restart(self, names: frozenset[str]) -> None:
+        """Let outer weights follow values that the script has written into parameters."""
+        held = self._names()
+        for parameter, state in self.state.items():
+            if held.get(id(parameter)) in names:
+                state[OUTER].copy_(parameter.detach())
+
+    # --- what is exchanged ---
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.optimizer.param_groups:
+            yield from (each for each in group["params"] if each.requires_grad)
+
+    def _by_dtype(self, fragment: int) -> Sequence[Sequence[nn.Parameter]]:
+        """Return the tensors of a fragment, those of each dtype together, alike on all workers."""
+        names = self._names()
+        found: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._parameters():
+            if self._fragments[names[id(parameter)]] == fragment:
+                found.setdefault(parameter.dtype, []).append(parameter)
+        return list(found.values())
+
+    def _channel(
+        self, fragment: int, members: Sequence[tuple[str, nn.Parameter]], flat: Tensor
+    ) -> SumChannel:
+        """Return the channel of a fragment's sums; errors of a method are kept in the channel."""
+        rows, edge = [], 0
+        for name, parameter in members:
+            rows.append(ParameterRow(name, tuple(parameter.shape), 0, edge))
+            edge += parameter.numel()
+        stretch = Stretch.of(edge, flat.dtype, rows)
+        key = (fragment, stretch)
+        if key not in self._channels:
+            self._channels[key] = self._workers.gradients_summed(stretch, "outer gradients")
+        return self._channels[key]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which outer gradients of a dtype are added up."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,282 @@
+"""The strategy ``local``: workers train apart, and step outer weights together (DiLoCo, 2023).
+
+Douillard et al. 2023, algorithm 1. What happens in a step is told by ``drivetrain_local.outer``;
+here the outer steps are put around the optimizers, and the outer weights are what others read.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.collectives import Communicator, connect
+from drivetrain.cost import Cost, ModelSpec
+from drivetrain.errors import UsageError
+from drivetrain.links.compressor import Honesty
+from drivetrain.links.linked import LinkedCommunicator
+from drivetrain.log import get_logger
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.step import PaperStep
+from drivetrain.paper.work import PaperUnit
+from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.replicate import replicate
+from drivetrain.runtime.mesh import HostLevels
+from drivetrain.shards import Reader, Shard
+from drivetrain.strategy import Prepared, Run
+from drivetrain_local.cost import estimate
+from drivetrain_local.fragments import fragment_of_each
+from drivetrain_local.options import LocalOptions
+from drivetrain_local.outer import OuterSteps
+from drivetrain_local.paper import local_step
+from drivetrain_local.saved import WorkerReader, saved_workers, shards_of_worker
+from drivetrain_local.whole import JoinedWeights
+from drivetrain_local.worker import Worker, alone
+
+logger = get_logger(__name__)
+
+_COUNT = "local_steps_"
+
+
+class Local(Worker):
+    """Local steps over hosts; one object per prepared model.
+
+    ``prepare`` returns what the strategy inside returns: outer steps happen in hooks of optimizers.
+    With one worker there is nobody to exchange with, and the strategy inside does everything.
+    """
+
+    summary: ClassVar[str] = "hosts take steps by themselves, and exchange weights now and then"
+    Config: ClassVar[type] = LocalOptions
+
+    def __init__(self, config: LocalOptions, run: Run) -> None:
+        super().__init__(config, run)
+        self._closing = ExitStack()  # in the opposite order: hooks go before what they call
+        self._outer: list[OuterSteps] = []
+        self._fragments: dict[str, int] = {}
+        self._closing.callback(self._inner.close)
+        self._ranks = connect(self._near, run.traffic, run.world.device, run.world.timeout)
+        self._closing.callback(self._ranks.close)
+        self._workers = self._connect_workers()
+        self._closing.callback(self._workers.close)
+
+    def _connect_workers(self) -> Communicator:
+        """Connect the workers, by the methods of the run for slow links."""
+        run, far = self.run, self._far
+        if self._alone or not run.links.active:
+            return connect(far, run.traffic, run.world.device, run.world.timeout)
+        return LinkedCommunicator(
+            far,
+            HostLevels(alone(self._near), far),
+            lambda axis: connect(axis, run.traffic, run.world.device, run.world.timeout),
+            run.traffic,
+            run.world.timeout,
+            run.links,
+        )
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether there is more than one worker."""
+        return not self._alone
+
+    @classmethod
+    def cost(cls, config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
+        """Return the bytes of the strategy inside, and those of a round over its steps."""
+        return estimate(config, model, run)
+
+    @classmethod
+    def step(cls, config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Draw the mean step of a round."""
+        return local_step(config, units, run)
+
+    @classmethod
+    def layouts(
+        cls, blocks: int, heads: int, ranks: int, per_host: int
+    ) -> Iterable[Mapping[str, Any]]:
+        """Return none: a search proposes only exact strategies."""
+        return ()
+
+    # --- taking over ---
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Let workers start from the first one's weights, and step outer weights with theirs."""
+        self._announce()
+        self._model = model
+        if self._alone:
+            return self._inner.prepare(model, optimizers)
+        tensors = [*model.parameters(), *model.buffers()]
+        replicate([t for t in tensors if not t.is_meta], self._workers, "replicate model")
+        names = list(named_parameters(model))
+        self._fragments = fragment_of_each(model, names, self.config.fragments)
+        return self._around(optimizers, lambda: self._inner.prepare(model, optimizers))
+
+    def bind(self, optimizer: Optimizer) -> Optimizer:
+        """Step outer weights with one more optimizer."""
+        if self._alone:
+            return self._inner.bind(optimizer)
+        bound: list[Optimizer] = []
+
+        def bind() -> Prepared:
+            bound.append(self._inner.bind(optimizer))
+            return Prepared(self._model, tuple(bound))
+
+        return self._around([optimizer], bind).optimizers[0]
+
+    def _around(self, optimizers: Sequence[Optimizer], take: Callable[[], Prepared]) -> Prepared:
+        """Put outer steps around optimizers that the strategy inside takes."""
+        made = [
+            OuterSteps(each, self.config, self._workers, self._held, self._fragments)
+            for each in optimizers
+        ]
+        if made and not self._outer:
+            made[0].buffers = list(self._model.buffers())
+        # Behind a step the outer weights come first: the strategy inside then sends values around.
+        handles = [o.optimizer.register_step_post_hook(o.after_step) for o in made]
+        prepared = take()
+        handles += [o.optimizer.register_step_pre_hook(o.before_step) for o in made]
+        for handle in handles:
+            self._closing.callback(handle.remove)
+        if any(a is not b for a, b in zip(optimizers, prepared.optimizers, strict=True)):
+            raise UsageError(
+                f"expected a strategy inside of local that keeps the script's optimizers, found "
+                f"{type(self._inner).__name__}, which puts others in their place; name another "
+                "one as strategy.inner"
+            )
+        self._outer += made
+        return prepared
+
+    def _held(self) -> Mapping[int, str]:
+        """Return the name of every tensor that optimizers hold, by identity."""
+        own = {id(p): name for name, p in named_parameters(self._model).items()}
+        return {**own, **self._inner.names()}
+
+    def _announce(self) -> None:
+        kind, size = type(self._inner).__name__, self._near.size
+        if self._alone:
+            logger.announce(
+                f"local: one worker of {size} ranks trains as {kind}: there is no other one to "
+                "exchange with; with workers: ranks each rank is a worker"
+            )
+            return
+        logger.announce(
+            f"local: {self._far.size} workers of {size} ranks, {kind} inside, exchange "
+            f"{self.config.fragments} fragments every {self.config.every} steps; a trajectory of "
+            f"its own ({Honesty.EMPIRICAL}){self.run.links.note(self.channels(self.config))}"
+        )
+
+    def close(self) -> None:
+        """Take the hooks off; the model keeps the worker's own weights."""
+        self._closing.close()
+
+    # --- whole weights: the outer ones ---
+
+    @contextmanager
+    def whole_state(
+        self, module: nn.Module, names: Sequence[str]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Context with whole tensors on every rank: outer weights, alike for all workers."""
+        with self._inner.whole_state(module, names) as state:
+            yield {**state, **self._outer_weights(module, names)}
+
+    def _outer_weights(self, module: nn.Module, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return whole outer weights by name; parameters without any are left out."""
+        if self._alone:
+            return {}
+        facts = self._inner.state_facts(module)
+        parameters = named_parameters(module)
+        known = {one.name: parameters[one.name] for one in facts if one.name in parameters}
+        whole = JoinedWeights(self._ranks, self.run.world.device, facts, names)
+        with self._outer_shown():
+            return whole.joined(self._inner.shards(), self._optimizer_of_each(), known)
+
+    def _optimizer_of_each(self) -> dict[str, int]:
+        """Return the optimizer of each parameter that has outer weights on this rank, by name."""
+        held = self._held()
+        return {
+            held[id(parameter)]: index
+            for index, outer in enumerate(self._outer)
+            for parameter in outer.state
+            if id(parameter) in held
+        }
+
+    @contextmanager
+    def _outer_shown(self) -> Iterator[None]:
+        """Context in which the strategy inside saves the outer state with the optimizers'."""
+        for outer in self._outer:
+            outer.shown()
+        try:
+            yield
+        finally:
+            for outer in self._outer:
+                outer.hidden()
+
+    @contextmanager
+    def gathered(
+        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
+    ) -> Iterator[None]:
+        """Keep the worker's own parameters whole; rank 0's changes become every worker's."""
+        chosen = list(parameters)
+        changed: frozenset[str] = frozenset()
+        with self._inner.gathered(chosen, modify=modify):
+            watched = modify and not self._alone
+            before = [p.detach().clone() for p in chosen] if watched else []
+            yield
+            if watched:
+                changed = self._adopt_changes(chosen, before)
+        for outer in self._outer if changed else ():
+            outer.restart(changed)
+
+    def _adopt_changes(
+        self, parameters: Sequence[nn.Parameter], before: Sequence[Tensor]
+    ) -> frozenset[str]:
+        """Send the first worker's changes around; return the names of changed parameters."""
+        pairs = zip(parameters, before, strict=True)
+        flags = torch.tensor([not torch.equal(p, old) for p, old in pairs], dtype=torch.uint8)
+        flags = flags.to(self.run.world.device)
+        if len(flags):
+            for line in (self._workers, self._ranks):
+                line.all_reduce(flags, reduction="max", label="changes of weights").wait()
+        changed = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
+        replicate(changed, self._workers, "changes of weights")
+        names = {id(p): name for name, p in named_parameters(self._model).items()}
+        return frozenset(names[id(p)] for p in changed)
+
+    # --- state ---
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield this worker's state; ``drivetrain_local.saved`` gives the keys."""
+        if self._alone:
+            yield from self._inner.shards()
+            return
+        with self._outer_shown():
+            yield from shards_of_worker(
+                self._inner.shards(), self._optimizer_of_each(), self._far.rank
+            )
+
+    def check_load(self, reader: Reader) -> None:
+        """Compare names and shapes."""
+        self._inner.check_load(self._view(reader))
+
+    def load(self, reader: Reader) -> None:
+        """Load this worker's state; with another number of workers, the mean of all saved ones."""
+        self._inner.load(self._view(reader))
+        for outer in self._outer:
+            outer.taken_over()
+
+    def _view(self, reader: Reader) -> Reader:
+        saved = saved_workers(reader)
+        if not saved or self._alone:
+            return reader
+        return WorkerReader(reader, saved, self._far.rank if saved == self._far.size else None)
+
+    def progress(self) -> Mapping[str, int]:
+        """Return the steps of each optimizer, beside the counts of the strategy inside."""
+        counts = {f"{_COUNT}{index}": outer.steps for index, outer in enumerate(self._outer)}
+        return {**self._inner.progress(), **counts}
+
+    def resume(self, progress: Mapping[str, int]) -> None:
+        """Go on counting where a saved run was."""
+        self._inner.resume(progress)
+        for index, outer in enumerate(self._outer):
+            outer.resume(progress.get(f"{_COUNT}{index}", 0))

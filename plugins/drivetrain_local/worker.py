@@ -1,0 +1,177 @@
+"""A worker: the ranks that train together, by a data-parallel strategy of their own.
+
+``Worker`` hands everything to that strategy that ``Local`` does not do itself.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from drivetrain.building import WeightSource
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
+from drivetrain.shards import TensorFacts
+from drivetrain.strategy import Form, Run, Strategy
+from drivetrain_local.options import AXIS, LocalOptions
+
+
+def run_inside(run: Run, near: Axis) -> Run:
+    """Return the run of a worker as the strategy inside of it sees it: nothing beside it."""
+    return replace(run, mesh=run.mesh.inside(AXIS, near), links=LinkMethods())
+
+
+def alone(axis: Axis) -> Axis:
+    """Return this rank by itself, as the near level of an axis of workers."""
+    here = axis.rank
+    return Axis(
+        name=f"{axis.name}.alone",
+        size=1,
+        rank=0,
+        ranks=axis.ranks[here : here + 1],
+        hosts=axis.hosts[here : here + 1],
+    )
+
+
+class Worker(Strategy[LocalOptions]):
+    """The methods of a worker that the strategy inside carries out."""
+
+    def __init__(self, config: LocalOptions, run: Run) -> None:
+        super().__init__(config, run)
+        self._near, self._far = config.started(run.mesh, run.world)
+        self._alone = self._far.size == 1
+        kind, options = config.strategy_inside()
+        self._inner: Strategy[Any] = kind(options, run_inside(run, self._near))
+
+    @classmethod
+    def axes(cls, config: LocalOptions, world_size: int) -> Mapping[str, int]:
+        """Return one axis, ``dp``, over all ranks: each has its own part of the data."""
+        return {AXIS: world_size}
+
+    @classmethod
+    def check_options(cls, config: LocalOptions, precision: Precision) -> None:
+        """Let the strategy inside refuse options and dtypes."""
+        kind, options = config.strategy_inside()
+        kind.check_options(options, precision)
+
+    @classmethod
+    def channels(cls, config: LocalOptions) -> frozenset[str]:
+        """Return gradients: the outer ones."""
+        return frozenset({"gradients"})
+
+    @classmethod
+    def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Return none: a trajectory of its own equals no other."""
+        return ()
+
+    @classmethod
+    def forms(cls, world: World) -> Sequence[Form]:
+        """Return the form for hosts that a network connects."""
+        return [Form({}, exact=False)] if world.spans_hosts else []
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether the ranks of a worker need each other in a forward."""
+        return self._inner.forward_is_collective
+
+    @property
+    def draws_masks(self) -> bool:
+        """Whether dropout has masks of the inner strategy's own."""
+        return self._inner.draws_masks
+
+    def materialize(self, model: nn.Module, source: WeightSource) -> None:
+        """Let the strategy inside give the model its values, the same for every worker."""
+        self._inner.materialize(model, source)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward; unless accumulating, return with gradients averaged over the worker."""
+        self._inner.backward(loss, **options)
+
+    def loss(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        targets: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+    ) -> Tensor:
+        """Return the loss of a batch."""
+        return self._inner.loss(model, args, kwargs, targets, loss_fn)
+
+    def publish(self, loss: Tensor) -> None:
+        """Give ranks of the worker the value of a loss that they did not compute."""
+        self._inner.publish(loss)
+
+    def share_outputs(self) -> None:
+        """Let training calls return outputs with values on every rank."""
+        self._inner.share_outputs()
+
+    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+        """Yield the pieces of gradient that this rank's optimizers read."""
+        return self._inner.gradients(only)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients at hand."""
+        self._inner.scale_gradients(factor)
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        only: Collection[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale the worker's gradients to a norm of at most max_norm; each worker has its own."""
+        return self._inner.clip_grad_norm(max_norm, norm_type, only=only)
+
+    def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Context in which backward keeps gradients local to the rank."""
+        return self._inner.accumulating(enabled)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Context in which a strategy around this one runs the model's forward."""
+        return self._inner.running()
+
+    def inference(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Context for many forwards, with the worker's own weights."""
+        return self._inner.inference(module)
+
+    def names(self) -> Mapping[int, str]:
+        """Return the names of the tensors that optimizers hold, by ``id``."""
+        return self._inner.names()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module."""
+        return self._inner.unwrap(model)
+
+    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the modules of this rank's computation in their order."""
+        return self._inner.units(module)
+
+    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
+        """Return where tensors lie inside of a worker."""
+        return self._inner.whereabouts(module)
+
+    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
+        """Describe the tensors of the whole model's state dict."""
+        return self._inner.state_facts(module)
+
+    def dtensors(self) -> Mapping[str, Tensor]:
+        """Return the shards of the worker's own parameters."""
+        return self._inner.dtensors()
+
+    def stand_in(self, *, synchronize: bool) -> None:
+        """Take part in a step of this worker; several workers count steps, and cannot."""
+        if not self._alone:
+            super().stand_in(synchronize=synchronize)
+        self._inner.stand_in(synchronize=synchronize)
+
+    def catch_up(self, source: int) -> None:
+        """Take over the training state of one rank of the only worker."""
+        if not self._alone:
+            super().catch_up(source)
+        self._inner.catch_up(source)

@@ -1,0 +1,126 @@
+"""The promise of bytes of local steps: a round's messages, memory, and methods for slow links."""
+
+from dataclasses import asdict
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from drivetrain import Accelerator
+from drivetrain.config import NestedStrategy
+from drivetrain.cost import ModelSpec
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.work import PaperUnit
+from drivetrain.testing.conformance.accounts import AccountChecks
+from drivetrain_local import Local, LocalOptions
+from local_workers import Rounds
+
+WIDTH = 64
+
+
+class TestEveryStep(AccountChecks):
+    """Rounds of one step: each step sends all."""
+
+    strategy: ClassVar[dict[str, object]] = {
+        "name": "local",
+        "workers": "ranks",
+        "every": 1,
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+    }
+    worlds = (2, 3)
+
+
+def model():
+    torch.manual_seed(3)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)]
+    return nn.Sequential(*layers)
+
+
+class Run:
+    """Steps of the model under ``local``, with the bytes of each round."""
+
+    def __init__(self, rounds, inner="ddp", workers="ranks", **far):
+        strategy = {"name": "local", "inner": inner, "workers": workers, **asdict(rounds)}
+        config = {"strategy": strategy, "links": {"far": far}}
+        self.accelerator = Accelerator(config=config, cpu=True)
+        self.every, self.delay = rounds.every, rounds.delay
+        each = model()
+        self.model, self.optimizer = self.accelerator.prepare(each, SGD(each.parameters(), lr=0.1))
+
+    def steps(self, count):
+        generator = torch.Generator().manual_seed(self.accelerator.process_index)
+        for _ in range(count):
+            inputs = torch.randn(8, WIDTH, generator=generator)
+            self.accelerator.backward(self.model(inputs).square().mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def wait(self):
+        """Wait for exchanges under way, whose bytes count when they are sent."""
+        if self.delay:
+            self.accelerator.get_state_dict(self.model)
+
+    def check_bytes(self):
+        self.steps(2 * self.every)
+        self.wait()
+        before = self.accelerator.traffic.sent()
+        self.steps(self.every)
+        self.wait()
+        after = self.accelerator.traffic.sent()
+        strategy = self.accelerator.strategy_of(self.model)
+        spec = ModelSpec.of(model(), states=0)
+        promised = type(strategy).cost(strategy.config, spec, strategy.run).sent
+        if self.accelerator.is_main_process:
+            sent = {key: -(-(after[key] - before.get(key, 0)) // self.every) for key in after}
+            assert {key: count for key, count in sent.items() if count} == promised
+        return promised
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_bytes_of_a_round():
+    for rounds in (Rounds(every=3), Rounds(every=4, fragments=2, delay=1, keep=0.5)):
+        run = Run(rounds)
+        run.check_bytes()
+        run.accelerator.free_memory()
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_bytes_between_hosts(monkeypatch):
+    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    run = Run(Rounds(every=3), workers="hosts")
+    promised = run.check_bytes()
+    assert {axis for axis, _ in promised} == {"dp", "dp.far"}
+    run.accelerator.free_memory()
+
+
+def test_a_step_on_paper():
+    units = [PaperUnit("layer", (), (), ((1000, False),))]
+    run = PaperRun({"dp": 4}, micro_batches=1, precision="no", per_host=2)
+    for inner, share in (("ddp", 1), ("zero2", 2)):
+        options = LocalOptions(every=10, inner=NestedStrategy(inner))
+        step = Local.step(options, units, run)
+        # 2 (K-1)/K of the rank's part of 4 bytes each, a tenth per step
+        assert step.sent()[0]["dp.far", "all_reduce"] == 4 * 1000 / share / 10
+        assert step.held[0]["outer"] == 2 * 4 * 1000 / share
+
+
+@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize("method", ["bf16", "int8", "int4", "topk"])
+def test_methods_for_slow_links(method):
+    rounds = Rounds(every=3)
+    exact, rounded = Run(rounds), Run(rounds, gradients=method)
+    exact.steps(3)
+    rounded.steps(3)
+    start = model().state_dict()
+    found, expected = (r.accelerator.get_state_dict(r.model) for r in (rounded, exact))
+    apart = (found["0.weight"] - expected["0.weight"]).norm()
+    moved = (expected["0.weight"] - start["0.weight"]).norm()
+    limit = {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "topk": 1.0}[method]
+    assert 0 < apart < limit * moved
+    assert torch.equal(found["2.bias"], expected["2.bias"]), "small vectors are exact"
+    rounded.check_bytes()
+    for run in (exact, rounded):
+        run.accelerator.free_memory()

@@ -1,0 +1,124 @@
+"""Checkpoints of local steps: in the middle of a round, and on other workers and strategies."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from drivetrain import Accelerator
+from local_workers import Blocks, Rounds, batch, loss_of
+
+STREAMING = Rounds(every=4, fragments=2, delay=3, keep=0.5)
+
+
+def local(rounds, inner="ddp"):
+    return {"name": "local", "workers": "ranks", "inner": inner, **asdict(rounds)}
+
+
+class Training:
+    """A model under some strategy, and its steps."""
+
+    def __init__(self, strategy):
+        self.accelerator = Accelerator(strategy=strategy, cpu=True)
+        model = Blocks()
+        self.model, self.optimizer = self.accelerator.prepare(
+            model, AdamW(model.parameters(), lr=0.01)
+        )
+
+    def run(self, first, last):
+        for step in range(first, last):
+            loss = loss_of(self.model, batch(step, self.accelerator.process_index))
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def outer(self):
+        return self.accelerator.get_state_dict(self.model)
+
+    def own(self):
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def close(self):
+        self.accelerator.free_memory()
+
+
+def check_same_bits(found, expected):
+    assert list(found) == list(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(tmp_path / "checkpoint")
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1"])
+@pytest.mark.parametrize("at", [5, 6])
+def test_a_round_goes_on_bit_for_bit(folder, rounds, inner, at):
+    straight = Training(local(rounds, inner))
+    straight.run(0, at)
+    straight.accelerator.save_state(folder)
+    straight.run(at, 11)
+    resumed = Training(local(rounds, inner))
+    resumed.run(20, 21)  # other state, which the checkpoint replaces
+    resumed.accelerator.load_state(folder)
+    resumed.run(at, 11)
+    check_same_bits(resumed.outer(), straight.outer())
+    check_same_bits(resumed.own(), straight.own())
+    straight.close()
+    resumed.close()
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_divided_state_of_two_hosts(monkeypatch, folder):
+    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    strategy = {**local(STREAMING, "zero3"), "workers": "hosts"}
+    straight, resumed = Training(strategy), Training(strategy)
+    straight.run(0, 6)
+    straight.accelerator.save_state(folder)
+    straight.run(6, 11)
+    resumed.accelerator.load_state(folder)
+    resumed.run(6, 11)
+    check_same_bits(resumed.outer(), straight.outer())
+    straight.close()
+    resumed.close()
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder):
+    four = Training(local(Rounds(every=4)))
+    four.run(0, 6)
+    four.accelerator.save_state(folder)
+    mean = {name: four.accelerator.reduce(value, "mean") for name, value in four.own().items()}
+    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    two = Training({**local(Rounds(every=4)), "workers": "hosts"})
+    two.accelerator.load_state(folder)
+    for name, value in two.own().items():
+        torch.testing.assert_close(value, mean[name], rtol=1e-12, atol=1e-12)
+    check_same_bits(two.outer(), four.outer())
+    two.run(6, 9)  # the round goes on: its end is step 8
+    assert not torch.equal(two.outer()["last.bias"], four.outer()["last.bias"])
+    four.close()
+    two.close()
+
+
+@pytest.mark.ranks(2)
+def test_other_strategies_read_the_outer_weights(folder):
+    saved = Training(local(STREAMING))
+    saved.run(0, 6)
+    saved.accelerator.save_state(folder)
+    exact = Training("zero1")
+    exact.accelerator.load_state(folder)
+    check_same_bits(exact.outer(), saved.outer())
+    keys = {key for state in exact.optimizer.state.values() for key in state}
+    assert keys == {"step", "exp_avg", "exp_avg_sq"}
+    exact.run(6, 7)
+    exact.accelerator.save_state(folder, overwrite=True)
+    saved.accelerator.load_state(folder)
+    check_same_bits(saved.outer(), exact.outer())
+    saved.run(7, 9)
+    exact.close()
+    saved.close()
