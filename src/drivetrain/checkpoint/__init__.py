@@ -12,6 +12,7 @@ from drivetrain.checkpoint.inspection import Description, describe, find_problem
 from drivetrain.checkpoint.loading import CheckpointReader, ModelReader, open_checkpoint
 from drivetrain.checkpoint.objects import load, save
 from drivetrain.checkpoint.plain import check_plain
+from drivetrain.checkpoint.resumption import Resumption, saved_steps
 from drivetrain.checkpoint.saving import Save, save_checkpoint
 from drivetrain.checkpoint.streaming import ExportedWeights, StreamedWeights, read_export
 
@@ -23,6 +24,7 @@ __all__ = [
     "ExportPlan",
     "ExportedWeights",
     "ModelReader",
+    "Resumption",
     "Save",
     "StreamedWeights",
     "check_plain",
@@ -41,6 +43,7 @@ __all__ = [
     "read_export",
     "save",
     "save_checkpoint",
+    "saved_steps",
     "sweep",
     "write_export",
 ]

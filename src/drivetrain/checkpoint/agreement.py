@@ -13,7 +13,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from drivetrain.collectives.meeting import meet, named
+from drivetrain.collectives.digests import meet_everyone
+from drivetrain.collectives.meeting import named
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 
@@ -21,6 +22,9 @@ T = TypeVar("T")
 
 Group: TypeAlias = dist.ProcessGroup | None
 """A process group of all ranks; None means the default one."""
+
+_OPERATION = "the exchange of ranks about a checkpoint"
+"""The name of every step here, where ranks meet: their words for it may hold different paths."""
 
 SHOWN = 4
 """How many different failures one message quotes."""
@@ -107,8 +111,8 @@ def _met(doing: str, group: Group) -> Iterator[None]:
     Raises:
         CollectiveError: a rank does not come, or a message between ranks failed.
     """
-    with named(doing, group) as wait:
-        meet(dist.barrier(group, async_op=True), wait, group)
+    meet_everyone(_OPERATION, group, doing=doing)
+    with named(doing, group):
         yield
 
 

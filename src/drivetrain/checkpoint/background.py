@@ -5,9 +5,13 @@ training. A thread is no daemon: a process that ends well finishes its save.
 """
 
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from drivetrain.checkpoint.agreement import Group
 from drivetrain.log import get_logger
@@ -16,20 +20,71 @@ from drivetrain.runtime.world import World
 logger = get_logger(__name__)
 
 
+class StagingBuffers:
+    """Host memory for the copies of one save, which the next save uses again.
+
+    The system fills fresh memory with zeros before it is written to, which takes twice as long as
+    the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._used: list[Tensor] = []
+        self._free: defaultdict[tuple[torch.dtype, torch.Size], list[Tensor]] = defaultdict(list)
+
+    @contextmanager
+    def copying(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Context for the copies of a save, in buffers of the last one, which is complete.
+
+        Yields a function from a tensor to a copy on the CPU. Buffers that do not fit are let go of;
+        all of them after an error, which may be that there is no memory.
+        """
+        for buffer in self._used:
+            self._free[buffer.dtype, buffer.shape].append(buffer)
+        self._used.clear()
+        try:
+            yield self._copy
+        except BaseException:
+            self._used.clear()
+            raise
+        finally:
+            self._free.clear()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        fitting = self._free[tensor.dtype, tensor.shape]
+        buffer = fitting.pop() if fitting else torch.empty_like(tensor, device="cpu")
+        self._used.append(buffer)
+        return buffer.copy_(tensor.detach())
+
+
 class Background:
-    """The save that is being finished in the background, of all ranks together."""
+    """The save that is being finished in the background, of all ranks together.
+
+    Attributes:
+        buffers: of the copies that are written.
+    """
 
     def __init__(self, world: World) -> None:
+        self.buffers = StagingBuffers()
         self._world = world
         self._group: Group = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank; others may be a little ahead or behind."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def group(self) -> Group:
+        """Return the gloo group of the threads, while none runs. Collective: made when needed."""
+        if self._group is None and self._world.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self._world.timeout)
+        return self._group
+
     def start(self, finish: Callable[[Group], None]) -> None:
         """Run the rest of a save in a thread. Collective: the first call makes the group."""
         self.wait()
-        if self._group is None and self._world.size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=self._world.timeout)
+        self.group()
         self._thread = threading.Thread(
             target=self._run, args=(finish,), name="drivetrain-checkpoint", daemon=False
         )
@@ -54,6 +109,7 @@ class Background:
         try:
             self.wait()
         finally:
+            self.buffers = StagingBuffers()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._group = None

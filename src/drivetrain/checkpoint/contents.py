@@ -49,13 +49,15 @@ class Contents:
         """Bytes of the shards; only for contents that hold lists of them, as ``staged`` returns."""
         return sum(shard.tensor.nbytes for shards in self.models for shard in shards)
 
-    def staged(self, write: Callable[[int, Shard], None]) -> "Contents":
+    def staged(
+        self, write: Callable[[int, Shard], None], copy: Callable[[Tensor], Tensor]
+    ) -> "Contents":
         """Return a copy in host memory, of this rank's shards and nothing more.
 
         The copy takes as many bytes as the shards that lie in memory. All shards are walked
         whatever happens: yielding one may communicate. Fresh shards, which are copies already, go
         to ``write`` with the index of their model: there may be no room for a second copy, so the
-        returned contents lack them.
+        returned contents lack them. The others are copied by ``copy``.
 
         Raises:
             CheckpointError: a state is not plain.
@@ -70,7 +72,7 @@ class Contents:
                     if shard.fresh:
                         write(index, shard)
                     elif not failures:
-                        copies.append(replace(shard, tensor=_copy(shard.tensor)))
+                        copies.append(replace(shard, tensor=copy(shard.tensor)))
                 except (RuntimeError, MemoryError) as error:
                     failures.append(error)
                     models.clear()

@@ -14,9 +14,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from drivetrain.checkpoint.assembly import first_overlap, numel
+from drivetrain.checkpoint.common_files import STATE_FILE
 from drivetrain.checkpoint.manifest import Manifest, SavedTensor
 from drivetrain.checkpoint.plain import decode
-from drivetrain.checkpoint.saving import STATE_FILE
 from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
 from drivetrain.errors import CheckpointError
 from drivetrain.shards import label

@@ -18,10 +18,10 @@ from torch import Tensor
 from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.agreement import together
 from drivetrain.checkpoint.assembly import copy_overlap, fits, numel
+from drivetrain.checkpoint.common_files import STATE_FILE, STATE_TENSORS
 from drivetrain.checkpoint.contents import Scalars
 from drivetrain.checkpoint.manifest import Manifest, SavedPart, SavedTensor
 from drivetrain.checkpoint.plain import decode
-from drivetrain.checkpoint.saving import STATE_FILE, STATE_TENSORS
 from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World

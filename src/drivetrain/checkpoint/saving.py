@@ -12,7 +12,6 @@ Files of one rank and kind are cut at ``FILE_BYTES``, and at ``FRESH_BYTES`` of 
 copied for the save: shards that a store reads back from disk are never all in memory.
 """
 
-import json
 import secrets
 import shutil
 from collections import defaultdict
@@ -21,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -34,22 +32,17 @@ from drivetrain.checkpoint.agreement import (
     share,
     together,
 )
-from drivetrain.checkpoint.contents import Contents, Scalars, check_shard, merge_scalars
+from drivetrain.checkpoint.common_files import Report, write_common
+from drivetrain.checkpoint.contents import Contents, check_shard
 from drivetrain.checkpoint.manifest import (
-    FILE_NAME,
-    Manifest,
     SavedPart,
     SavedTensor,
-    libraries,
-    merge_tensors,
 )
-from drivetrain.checkpoint.plain import check_plain, encode
+from drivetrain.checkpoint.plain import check_plain
 from drivetrain.checkpoint.tensorfile import (
     DTYPES,
-    FileRecord,
     is_finite,
     sync_directory,
-    write_bytes,
     write_tensors,
 )
 from drivetrain.errors import CheckpointError
@@ -64,9 +57,6 @@ FRESH_BYTES = 2**28
 
 WEIGHTS, OPTIMIZER = KINDS = "weights", "optimizer"
 """The kinds of shards, each of which has files of its own."""
-
-STATE_FILE = "state.json"
-STATE_TENSORS = "state.safetensors"
 
 
 @dataclass(slots=True)
@@ -103,18 +93,6 @@ class PendingFile:
         """Let go of the shards: their file is written."""
         self.shards, self.bytes, self.fresh_bytes = [], 0, 0
         self.files += 1
-
-
-@dataclass(slots=True)
-class Report:
-    """A rank's report to rank 0: the files written, and the scalars and aliases given to save."""
-
-    files: dict[str, FileRecord] = field(default_factory=dict)
-    models: list[list[SavedTensor]] = field(default_factory=list)
-    rank_file: str = ""
-    scalars: Sequence[Scalars] = ()
-    aliases: Sequence[Mapping[str, str]] = ()
-    finite: bool = True
 
 
 def save_checkpoint(
@@ -159,14 +137,16 @@ class Save:
         self.draft = together(world, self._doing, self._begin)
         self._writer = RankWriter(self.draft, world)
 
-    def stage(self, contents: Contents) -> Contents:
+    def stage(self, contents: Contents, copy: Callable[[Tensor], Tensor]) -> Contents:
         """Return a copy of the contents in host memory, which training no longer changes.
 
+        ``copy`` makes the copies of shards.
         Shards that a store reads back from a disk are written now: there may be no room for them.
         On a failure of any rank every rank raises a CheckpointError, and the draft is gone.
         """
         with self.abandoned_on_failure():
-            return together(self._world, self._doing, partial(self._writer.stage, contents))
+            stage = partial(self._writer.stage, contents, copy)
+            return together(self._world, self._doing, stage)
 
     def finish(self, contents: Contents, group: Group = None) -> None:
         """Write the contents, and give the draft its name. Collective over the group.
@@ -178,8 +158,8 @@ class Save:
         with self.abandoned_on_failure():
             report = together(world, doing, partial(self._writer.write, contents), group)
             reports = collect(world, report, group)
-            complete = partial(self._on_main, lambda: write_common(self.draft, reports, contents))
-            together(world, doing, complete, group)
+            complete = partial(self._complete, reports, contents)
+            together(world, doing, partial(self._on_main, complete), group)
             together(world, doing, partial(self._on_main, self._commit), group)
 
     @contextmanager
@@ -196,6 +176,10 @@ class Save:
         if self._world.is_main:
             return commit.begin(self.target, self._token, overwrite=self._overwrite)
         return commit.draft_of(self.target, self._token)
+
+    def _complete(self, reports: list[Report], contents: Contents) -> None:
+        _check_visible(self.draft, reports)
+        write_common(self.draft, reports, contents)
 
     def _commit(self) -> None:
         commit.commit(self.draft, self.target, self._token, overwrite=self._overwrite)
@@ -222,7 +206,12 @@ class RankWriter:
         self._batches: dict[tuple[int, str], PendingFile] = {}
         self._written: dict[int, list[SavedTensor]] = defaultdict(list)
 
-    def stage(self, contents: Contents) -> Contents:
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors that went to files so far."""
+        return self._needed
+
+    def stage(self, contents: Contents, copy: Callable[[Tensor], Tensor]) -> Contents:
         """Write the shards that are copies already, and return a copy of all the rest.
 
         Raises:
@@ -230,7 +219,7 @@ class RankWriter:
             RuntimeError: there is no memory for the copy.
         """
         self._parameters = contents.parameters
-        staged = contents.staged(self._add)
+        staged = contents.staged(self._add, copy)
         self._check()
         return staged
 
@@ -327,58 +316,9 @@ class RankWriter:
         )
 
 
-def write_common(draft: Path, reports: list[Report], contents: Contents) -> None:
-    """Write the files of all ranks in common, the manifest last; on rank 0."""
-    files = {name: record for report in reports for name, record in report.files.items()}
-    _check_visible(draft, files)
-    models = tuple(
-        merge_tensors(tensor for piece in pieces for tensor in piece)
-        for pieces in zip(*(report.models for report in reports), strict=True)
-    )
-    scalars = merge_scalars([report.scalars for report in reports])
-    files |= _write_state(draft, contents.state, scalars)
-    for name, data in contents.encoded.items():
-        files[name] = write_bytes(draft / name, data)
-    manifest = Manifest(
-        world_size=len(reports),
-        libraries=libraries(),
-        files=files,
-        models=models,
-        aliases=_merge_aliases(reports, len(models)),
-        finite=all(report.finite for report in reports),
-        rank_files={
-            rank: report.rank_file for rank, report in enumerate(reports) if report.rank_file
-        },
-    )
-    write_bytes(draft / FILE_NAME, manifest.to_text().encode())
-
-
-def _merge_aliases(reports: Sequence[Report], models: int) -> tuple[dict[str, str], ...]:
-    """Join the ranks' lists of tied names; a rank with only part of a model knows few."""
-    merged: tuple[dict[str, str], ...] = tuple({} for _ in range(models))
-    for report in reports:
-        for names, more in zip(merged, report.aliases, strict=False):
-            names.update(more)
-    return merged
-
-
-def _write_state(
-    draft: Path, state: Mapping[str, Any], scalars: Sequence[Mapping[Any, Any]]
-) -> dict[str, FileRecord]:
-    tensors: dict[str, Tensor] = {}
-    body = {
-        "state": encode(dict(state), "state", tensors),
-        "scalars": encode(list(scalars), "scalars", tensors),
-    }
-    text = json.dumps(body, indent=1) + "\n"
-    files = {STATE_FILE: write_bytes(draft / STATE_FILE, text.encode())}
-    if tensors:
-        files[STATE_TENSORS] = write_tensors(draft / STATE_TENSORS, tensors)
-    return files
-
-
-def _check_visible(draft: Path, files: Mapping[str, FileRecord]) -> None:
-    for name, record in files.items():
+def _check_visible(draft: Path, reports: Sequence[Report]) -> None:
+    files = [entry for report in reports for entry in report.files.items()]
+    for name, record in files:
         path = draft / name
         found = path.stat().st_size if path.exists() else None
         if found != record.size:

@@ -13,6 +13,7 @@ from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.checkpoint import open_checkpoint, saving
+from drivetrain.checkpoint.background import StagingBuffers
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 
@@ -219,3 +220,24 @@ def test_a_script_that_ends_without_waiting_completes_the_save(tmp_path, ranks, 
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert open_checkpoint(tmp_path / "ck", World()).world_size == ranks
+
+
+def test_the_next_save_uses_the_memory_of_the_last_one_again():
+    buffers = StagingBuffers()
+    tensors = [torch.arange(6.0).view(2, 3), torch.zeros(2, 3), torch.ones(4, dtype=torch.int64)]
+    with buffers.copying() as copy:
+        first = [copy(tensor) for tensor in tensors]
+    places = {each.data_ptr() for each in first}
+    assert len(places | {tensor.data_ptr() for tensor in tensors}) == 6
+    for tensor in tensors:
+        tensor.add_(7)
+    with buffers.copying() as copy:
+        second = [copy(tensor) for tensor in [*tensors, nn.Parameter(torch.ones(3))]]
+    assert {each.data_ptr() for each in second[:3]} == places
+    assert all(map(torch.equal, second, [*tensors, torch.ones(3)]))
+    assert not any(each.requires_grad for each in second)
+    with pytest.raises(RuntimeError, match="no memory"), buffers.copying() as copy:
+        copy(tensors[0])
+        raise RuntimeError("no memory")
+    with buffers.copying() as copy:
+        assert copy(tensors[0]).data_ptr() not in {first[0].data_ptr(), second[0].data_ptr()}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.checkpoint import Contents, commit, open_checkpoint, save_checkpoint, saving
+from drivetrain.checkpoint import Contents, commit, common_files, open_checkpoint, save_checkpoint
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard
@@ -122,10 +122,12 @@ def kill(*_, **__):
 def killed_at(point, directory):
     """Save in this process, which dies at the point."""
     if point == "between files":
-        real = saving.write_bytes
-        saving.write_bytes = lambda path, data: kill() if "state" in path.name else real(path, data)
+        real = common_files.write_bytes
+        common_files.write_bytes = lambda path, data: (
+            kill() if "state" in path.name else real(path, data)
+        )
     elif point == "before the manifest":
-        saving.Manifest.to_text = kill
+        common_files.Manifest.to_text = kill
     elif point == "before the rename":
         commit.sync_directory = kill
     elif point == "between the renames":

@@ -183,7 +183,8 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_timeout():
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
     begin = time.monotonic()
     if world.is_main:
-        with pytest.raises(CollectiveError, match=r"save x on rank 0 failed .*rank 1 says nothing"):
+        message = r"save x on rank 0 at test_ranks\.py:\d+ failed .*rank 1 says nothing"
+        with pytest.raises(CollectiveError, match=message):
             together(world, "save x", list, group)
         assert time.monotonic() - begin < 20
     dist.barrier()  # rank 1 is alive, but silent, until rank 0 has given up

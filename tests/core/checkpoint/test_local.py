@@ -1,0 +1,273 @@
+"""Checkpoints in the memory of hosts: copies, losses, damage and room; each rank is a host here."""
+
+import contextlib
+import io
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.checkpoint import Background, Contents
+from drivetrain.checkpoint.local import MemoryCheckpoints, homes, saving, transfers
+from drivetrain.checkpoint.tensorfile import write_bytes
+from drivetrain.errors import CheckpointError
+from drivetrain.runtime.world import World
+from drivetrain.shards import Part, Shard
+
+SIZE = 24
+
+
+def world_of_hosts(one_host=False) -> World:
+    """Return the world of this test, with a host for each rank."""
+    world = World.discover(cpu=True)
+    names = [f"{0 if one_host else rank}@n{rank}" for rank in range(world.size)]
+    return replace(world, hosts=tuple(names[:1] * world.size if one_host else names))
+
+
+def contents(world: World, step: int) -> Contents:
+    """Return a vector divided over the ranks, and a state."""
+    each = SIZE // world.size
+    first, last = world.rank * each, (world.rank + 1) * each
+    values = torch.arange(SIZE, dtype=torch.float32) + 100 * step
+    shard = Shard("w", "", values[first:last], (SIZE,), Part((first,), (each,)))
+    return Contents(
+        models=[[shard]],
+        state={"steps": [step], "iteration": 0},
+        rank_state={"r": torch.tensor([world.rank])},
+        encoded={"object-00000.encoded": b""} if world.is_main else {},
+        parameters=[{"w"}],
+    )
+
+
+class Run:
+    """The checkpoints of a run whose ranks have a folder each."""
+
+    def __init__(self, root: Path, world: World, every: int = 2) -> None:
+        self.root, self.world = root, world
+        self.folder = root / world.hosts[world.rank].partition("@")[2]
+        self.folder.mkdir(exist_ok=True)
+        self.background = Background(world)
+        self.said = ""
+        self.memory = MemoryCheckpoints(self.folder, every, world, self.background.group)
+
+    def save(self, step: int) -> bool:
+        """Save a step, in this thread."""
+        group = self.background.group()
+        begun = self.memory.begin(step)
+        staged = begun.stage(contents(self.world, step), torch.clone)
+        return begun.finish(staged, group)
+
+    def opened(self, stored: int | None = None) -> tuple[int, torch.Tensor] | None:
+        """Return the step and the values of the newest checkpoint, as a later attempt finds it."""
+        meet(self.world)
+        later = Run(self.root, self.world)
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            reader = later.memory.open_newest(stored, hashed=True)
+        self.said = said.getvalue()
+        later.background.close()
+        if reader is None:
+            return None
+        with reader:
+            assert reader.rank_state(0)["r"].item() == 0
+            return reader.state["steps"][0], reader.model(0).read("w").clone()
+
+
+def meet(world: World) -> None:
+    if world.size > 1:
+        dist.barrier()
+
+
+def holds(found, step):
+    return found[0] == step and torch.equal(found[1], torch.arange(float(SIZE)) + 100 * step)
+
+
+@pytest.mark.ranks(3)
+def test_each_host_has_its_own_files_those_of_another_and_the_common_ones(tmp_path):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    assert run.save(2)
+    names = {path.name for path in (run.folder / "checkpoint_0").iterdir()}
+    owners = {world.rank, (world.rank - 1) % 3}
+    common = {"manifest.json", "state.json", "object-00000.encoded"}
+    files = {f"model-0-weights-0000{r}-of-00003.safetensors" for r in owners}
+    assert names == files | {f"rank-0000{r}.safetensors" for r in owners} | common
+    for step in (4, 6):
+        assert run.save(step)
+    kept = sorted(path.name for path in run.folder.iterdir())
+    assert kept == ["checkpoint_1", "checkpoint_2"]
+    assert holds(run.opened(), 6)
+    run.background.close()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_lost_host_gets_all_files_from_the_others(tmp_path, lost):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    for step in (2, 4):
+        run.save(step)
+    run.background.close()
+    if world.rank == lost:
+        shutil.rmtree(run.folder)
+    assert holds(run.opened(stored=2), 4)
+    assert [path.name for path in run.folder.iterdir()] == ["checkpoint_1"]
+
+
+@pytest.mark.ranks(3)
+def test_two_lost_hosts_in_a_row_are_a_return_to_storage(tmp_path):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    run.save(2)
+    run.background.close()
+    if world.rank > 0:
+        shutil.rmtree(run.folder)
+    assert run.opened(stored=1) is None
+    assert list(run.folder.iterdir()) == []  # useless, and in the way of the next save
+    if world.is_main:
+        assert "going on from step 1, out of storage" in run.said
+
+
+@pytest.mark.ranks(2)
+def test_storage_counts_only_if_it_is_newer(tmp_path):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    run.save(4)
+    assert holds(run.opened(stored=4), 4)
+    assert run.opened(stored=5) is None
+    run.background.close()
+
+
+@pytest.mark.ranks(2)
+def test_one_host_that_is_left_has_all_that_two_had(tmp_path):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    run.save(2)
+    run.background.close()
+    meet(world)
+    left = Run(tmp_path, World(hosts=(world.hosts[world.rank],)))  # each rank is a run of its own
+    assert holds(left.opened(), 2)
+
+
+@pytest.mark.ranks(3)
+def test_a_kill_between_two_commits_falls_back_to_the_one_before(tmp_path):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    for step in (2, 4):
+        run.save(step)
+    run.background.close()
+    if world.rank != 1:  # killed before their commits
+        shutil.rmtree(run.folder / "checkpoint_1")
+    assert holds(run.opened(), 2)
+    again = Run(tmp_path, world)
+    again.save(4)
+    assert holds(again.opened(), 4)
+    again.background.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("failing", ["_copy", "_spread", "_commit"])
+def test_a_save_that_fails_anywhere_leaves_nothing_anywhere(tmp_path, monkeypatch, failing):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    run.save(2)
+    real = getattr(saving.MemorySave, failing)
+
+    def fails(save, *given):
+        if failing != "_commit":
+            real(save, *given)
+        if world.rank == 1:
+            raise OSError(28, "No space left on device", "x")
+
+    monkeypatch.setattr(saving.MemorySave, failing, fails)
+    with pytest.raises(CheckpointError, match="rank 1: No space left on device"):
+        run.save(4)
+    assert [path.name for path in run.folder.iterdir()] == ["checkpoint_0"]
+    run.background.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("both", [False, True], ids=["one", "both"])
+def test_damaged_files_come_from_the_other_host_or_the_checkpoint_is_left_out(tmp_path, both):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    for step in (2, 4):
+        run.save(step)
+    run.background.close()
+    if both or world.rank == 0:
+        path = run.folder / "checkpoint_1" / "model-0-weights-00001-of-00002.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    assert holds(run.opened(), 2 if both else 4)
+    if world.is_main and both:
+        assert "model-0-weights-00001-of-00002.safetensors changed" in run.said
+
+
+@pytest.mark.ranks(2)
+def test_no_room_is_an_error_on_all_ranks_before_a_byte_is_written(tmp_path, monkeypatch):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    needed = 2 * SIZE * 4  # two checkpoints, of one rank and of its neighbor
+    monkeypatch.setattr(homes.MemoryHomes, "room", lambda _: needed - 1 if world.rank else 2**30)
+    with pytest.raises(CheckpointError, match=rf"rank 1: expected {needed} bytes .* of n1"):
+        run.save(2)
+    assert list(run.folder.iterdir()) == []
+    run.background.close()
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_are_not_finite_are_not_kept(tmp_path):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    run.save(2)
+    begun = run.memory.begin(4)
+    bad = contents(world, 4)
+    if world.rank:
+        bad.models[0][0].tensor[0] = float("nan")
+    assert not begun.finish(begun.stage(bad, torch.clone), run.background.group())
+    assert [path.name for path in run.folder.iterdir()] == ["checkpoint_0"]
+    assert holds(run.opened(), 2)
+    run.background.close()
+
+
+@pytest.mark.ranks(3)
+def test_ranks_of_one_host_share_a_folder_without_copies(tmp_path):
+    world = world_of_hosts(one_host=True)
+    run = Run(tmp_path, world)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        run.save(2)
+    assert len(list((run.folder / "checkpoint_0").glob("model-*"))) == 3
+    assert holds(run.opened(), 2)
+    if world.is_main:
+        assert "on one host, so that its loss is a return to storage" in said.getvalue()
+    run.background.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("size", [0, 1, 40, 41])
+def test_files_cross_in_chunks_both_ways_at_once(tmp_path, monkeypatch, size):
+    world = world_of_hosts()
+    monkeypatch.setattr(transfers, "CHUNK_BYTES", 8)
+    folder = tmp_path / f"{world.rank}"
+    folder.mkdir()
+    data = bytes(range(size))
+    record = write_bytes(folder / f"from-{world.rank}", data)
+    plan = [transfers.FileTransfer(r, 1 - r, f"from-{r}", record) for r in range(2)]
+    background = Background(world)
+    transfers.exchange(plan, world.rank, folder, background.group())
+    assert (folder / f"from-{1 - world.rank}").read_bytes() == data
+    background.close()
+
+
+def test_a_checkpoint_is_due_after_the_first_step_and_then_after_each_few(tmp_path):
+    run = Run(tmp_path, replace(World(), hosts=("0@n0",)), every=5)
+    due = []
+    for step in range(3, 17):
+        if run.memory.is_due(step):
+            run.memory.begin(step)
+            due.append(step)
+    assert due == [3, 5, 10, 15]
+    assert not Run(tmp_path, run.world).memory.is_due(0)

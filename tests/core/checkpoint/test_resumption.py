@@ -1,0 +1,129 @@
+"""A run that goes on keeps its global batch, and tells the launcher how far its checkpoints are."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator, ProjectConfiguration
+from drivetrain.checkpoint import Resumption
+from drivetrain.runtime.world import CONFIG_VARIABLE, World, saved_mark
+
+
+def resumption(root, mode="auto", *, divides=False):
+    return Resumption(mode, root, divides=divides, world=World())
+
+
+def save(root, number, saved: Resumption | None, accumulation=0):
+    """Leave what of a checkpoint is looked at, as a run would that continues another one."""
+    directory = root / f"checkpoint_{number}"
+    directory.mkdir(parents=True)
+    state = saved.facts(accumulation) if saved is not None else {}
+    (directory / "state.json").write_text(json.dumps({"state": state}))
+    (directory / "manifest.json").touch()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation"),
+    [(4, 2), (2, 4), (8, 1), (1, 8)],
+)
+def test_ranks_share_the_micro_batches_of_a_step_anew(tmp_path, ranks, accumulation):
+    first = resumption(tmp_path)
+    assert first.accumulation(2, 4) == 2
+    save(tmp_path, 0, first, 2)
+    assert resumption(tmp_path).accumulation(2, ranks) == accumulation
+
+
+def test_a_batch_that_cannot_be_kept_is_named_and_comes_back_when_it_can(tmp_path, caplog):
+    first = resumption(tmp_path)
+    first.accumulation(2, 4)
+    save(tmp_path, 0, first, 2)
+    odd = resumption(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert odd.accumulation(2, 3) == 3
+    assert "the global batch changes: 8 micro-batches per step before, 9 now" in caplog.text
+    save(tmp_path, 1, odd, 3)
+    assert resumption(tmp_path).accumulation(2, 1) == 8
+
+
+def test_the_newest_number_of_the_script_or_the_configuration_counts(tmp_path):
+    first = resumption(tmp_path)
+    first.accumulation(2, 4)
+    save(tmp_path, 0, first, 2)
+    assert resumption(tmp_path).accumulation(3, 2) == 3  # another configuration
+    save(tmp_path, 1, first, 5)  # the script has changed the number between two steps
+    assert resumption(tmp_path).accumulation(2, 2) == 10
+    save(tmp_path, 2, None)  # of a version that did not tell
+    assert resumption(tmp_path).accumulation(2, 2) == 10
+
+
+def test_batches_that_are_divided_over_the_ranks_need_no_other_accumulation(tmp_path):
+    first = resumption(tmp_path, divides=True)
+    first.accumulation(2, 4)
+    save(tmp_path, 0, first, 2)
+    assert resumption(tmp_path, divides=True).accumulation(2, 1) == 2
+
+
+def test_the_accumulation_stays_without_a_request_and_without_a_restart(tmp_path, monkeypatch):
+    first = resumption(tmp_path)
+    first.accumulation(2, 4)
+    save(tmp_path, 0, first, 2)
+    assert resumption(tmp_path, "script").accumulation(2, 1) == 2
+    assert resumption(None).accumulation(2, 1) == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert resumption(tmp_path, "script").accumulation(2, 1) == 8
+
+
+def train(folder, steps=3, resume="script"):
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(
+        cpu=True, config={"launch": {"resume": resume}}, project_config=project
+    )
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    resumed = accelerator.resume()
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator, optimizer, resumed
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_launcher_is_told_the_steps_of_the_newest_checkpoint(tmp_path, monkeypatch, wait):
+    config = tmp_path / "config.yaml"
+    config.write_text("{}")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(config))
+    for steps in (3, 6):
+        accelerator, *_ = train(tmp_path / "run")
+        accelerator.save_state(wait=wait)
+        accelerator.end_training()
+        assert saved_mark(config).read_text() == str(steps)
+
+
+def test_never_begins_anew_until_the_run_has_saved_by_itself(tmp_path, monkeypatch):
+    accelerator, _, _ = train(tmp_path / "run")
+    accelerator.save_state()
+    config = tmp_path / "config.yaml"
+    config.write_text("{}")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(config))
+    accelerator, optimizer, resumed = train(tmp_path / "run", resume="never")
+    assert (resumed, optimizer.steps) == (False, 3)
+    accelerator.save_state()
+    _, optimizer, resumed = train(tmp_path / "run", resume="never")
+    assert (resumed, optimizer.steps) == (True, 6)
+
+
+def test_a_restarted_script_that_loads_nothing_is_warned(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(nn.Linear(2, 1))
+    for _ in range(2):
+        accelerator.save_state()
+    said = [each for each in caplog.messages if "has loaded no checkpoint" in each]
+    assert len(said) == 1
+    assert "attempt 2" in said[0]
