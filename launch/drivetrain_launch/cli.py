@@ -31,7 +31,7 @@ COMMANDS = {
     "estimate": "Show the bytes that each strategy holds and sends for a model.",
     "report": "Show recorded runs, and make or compare their reports.",
     "plan": "Predict the time and memory of layouts, and find the best one.",
-    "hardware": "Show the descriptions of hardware that plans are made for.",
+    "hardware": "Show or measure descriptions of hardware, for plans.",
     "verify": "Compare a script's numbers under a strategy with the right ones.",
     "manifest": "Write the job file of SLURM, Kubernetes or SkyPilot.",
     "completion": "Print the completion script of a shell.",

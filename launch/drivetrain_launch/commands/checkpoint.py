@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from drivetrain.errors import CheckpointError
-from drivetrain_launch.forecast.sizes import size_text
+from drivetrain.hardware.sizes import size_text
 from drivetrain_launch.tables import show_table
 
 if TYPE_CHECKING:

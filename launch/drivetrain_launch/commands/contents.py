@@ -10,7 +10,7 @@ from itertools import groupby
 
 from drivetrain.checkpoint.inspection import tensor_bytes
 from drivetrain.checkpoint.manifest import SavedTensor
-from drivetrain_launch.forecast.sizes import size_text
+from drivetrain.hardware.sizes import size_text
 
 COLUMNS = ("name", "shape", "dtype", "tensors", "size", "optimizer state", "its size")
 

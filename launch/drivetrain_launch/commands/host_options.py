@@ -1,14 +1,22 @@
-"""The options of ``drivetrain launch`` that name hosts to start over ssh."""
+"""The options that name hosts to start over ssh, of ``drivetrain launch`` and ``test``."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from drivetrain.errors import ConfigError
-from drivetrain_launch.commands.options import GroupedOption, complete_file
+from drivetrain_launch.commands.options import (
+    GIVEN_WORDS,
+    HOSTS_GROUP,
+    GroupedOption,
+    complete_file,
+)
 from drivetrain_launch.hosts.hostfile import RemoteHost, read_hostfile, read_hosts, select
+from drivetrain_launch.hosts.remote import RemoteJob
 
 SELECTION = "HOST:0,1@HOST"
 OPTIONS = (
@@ -24,11 +32,18 @@ OPTIONS = (
         "Of the hosts, take these alone, with these devices. [default: all]",
     ),
     ("--exclude", SELECTION, "Of the hosts, leave out these, or these devices. [default: none]"),
+    ("--export", "NAME[=TEXT]", "Give hosts this variable, too; repeatable. [default: none]"),
+    ("--env-file", "FILE", "Give hosts the variables of lines NAME=TEXT. [default: none]"),
 )
 """Names, arguments and help of the options."""
 
-OF_HOST_0 = (*(name for name, _, _ in OPTIONS), "--rdzv-endpoint")
+REPEATABLE = "--export"
+
+TOPOLOGY = "--topology"
+OF_HOST_0 = (*(name for name, _, _ in OPTIONS), TOPOLOGY, "--rdzv-endpoint")
 """Options that the started hosts do not get: the machine that starts them decides."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:=(.*))?", re.DOTALL)
 
 
 def host_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,9 +52,10 @@ def host_options(function: Callable[..., Any]) -> Callable[..., Any]:
         function = click.option(
             name,
             cls=GroupedOption,
-            group="Several hosts",
+            group=HOSTS_GROUP,
             metavar=metavar,
             help=text,
+            multiple=name == REPEATABLE,
             shell_complete=complete_file if metavar == "FILE" else None,
         )(function)
     return function
@@ -63,8 +79,11 @@ def chosen_hosts(
     if hosts is not None and hostfile is not None:
         raise ConfigError("--hosts and --hostfile: expected one of them, found both")
     if hosts is None and hostfile is None:
-        if include or exclude:
-            raise ConfigError("--include and --exclude choose among hosts; give --hostfile, too")
+        if include or exclude or flags["export"] or flags["env_file"]:
+            raise ConfigError(
+                "--include, --exclude, --export and --env-file are for hosts that are started over "
+                "ssh; give --hostfile or --hosts, too"
+            )
         return []
     if standalone or "launch.nnodes" in chosen or "launch.node_rank" in chosen:
         raise ConfigError(
@@ -85,3 +104,55 @@ def without_hosts(words: Sequence[str]) -> list[str]:
         elif not equals:
             next(rest, None)
     return kept
+
+
+def remote_job(
+    command: str,
+    hosts: Sequence[RemoteHost],
+    flags: Mapping[str, Any],
+    *,
+    endpoint: str,
+    script: Sequence[str] = (),
+) -> RemoteJob:
+    """Return the job that runs this command, with its words, on hosts.
+
+    Raises:
+        ConfigError: a variable for the hosts is malformed, or not set.
+    """
+    given: Sequence[str] = click.get_current_context().meta[GIVEN_WORDS]
+    head = without_hosts(given[: len(given) - len(script)])
+    variables = dict(_exported(flags["export"], flags["env_file"]))
+    return RemoteJob(
+        hosts=hosts,
+        words=(*head, *script),
+        endpoint=endpoint,
+        command=command,
+        variables=variables,
+    )
+
+
+def _exported(words: Sequence[str], file: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the variables of a file, and then those of the command line."""
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--env-file: cannot read {file!r}: {error}; check the path"
+            ) from error
+        for number, line in enumerate(lines, start=1):
+            if (text := line.strip()) and not text.startswith("#"):
+                yield _variable(text, f"{file}:{number}")
+    for word in words:
+        yield _variable(word, f"--export {word}")
+
+
+def _variable(text: str, where: str) -> tuple[str, str]:
+    match = _ASSIGNMENT.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{where}: expected NAME or NAME=TEXT, found {text!r}")
+    if match[2] is None and match[1] not in os.environ:
+        raise ConfigError(
+            f"{where}: the variable {match[1]} is not set here; set it, or give {match[1]}=TEXT"
+        )
+    return match[1], os.environ[match[1]] if match[2] is None else match[2]

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ import click
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
 from drivetrain.profiling.window import StepWindow
-from drivetrain_launch.commands.host_options import chosen_hosts, host_options, without_hosts
+from drivetrain_launch.commands.host_options import (
+    TOPOLOGY,
+    chosen_hosts,
+    host_options,
+    remote_job,
+)
 from drivetrain_launch.commands.options import (
     FLAGS,
-    GIVEN_WORDS,
+    HOSTS_GROUP,
     GroupedCommand,
     GroupedOption,
     command_line_layer,
@@ -25,24 +31,27 @@ from drivetrain_launch.commands.options import (
     resolve_command_line,
     source_options,
 )
-from drivetrain_launch.hosts.remote import RemoteJob, run_hosts
+from drivetrain_launch.hosts.hostfile import RemoteHost
+from drivetrain_launch.hosts.remote import run_hosts
 from drivetrain_launch.hosts.surroundings import KEYS, Surroundings, recognise
+from drivetrain_launch.ranks.memory_folder import memory_folder
 from drivetrain_launch.ranks.placement import (
     Endpoint,
     accelerators,
+    backend_of,
     cores,
     heap_variables,
     listening_address,
     local_ranks,
-    threads,
 )
 from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import AS_ACCELERATE
+from drivetrain_launch.watching.flight import VARIABLES
 
 LAUNCHERS_OWN = tuple(
     name
     for flag in FLAGS
-    if flag.group in {"Processes", "Several hosts"} and flag.value is None
+    if flag.group in {"Processes", HOSTS_GROUP} and flag.value is None
     for name in flag.names
 )
 """Options that scripts hardly have: numbers of ranks and hosts."""
@@ -59,7 +68,7 @@ LAUNCHERS_OWN = tuple(
     },
 )
 @source_options()
-@knob_flags
+@knob_flags()
 @click.option(
     "-m",
     "--module",
@@ -79,7 +88,7 @@ LAUNCHERS_OWN = tuple(
 @click.option(
     "--standalone",
     cls=GroupedOption,
-    group="Several hosts",
+    group=HOSTS_GROUP,
     is_flag=True,
     help="One host, as without it; refused with --nnodes above 1.",
 )
@@ -90,6 +99,15 @@ LAUNCHERS_OWN = tuple(
     group="Output",
     is_flag=True,
     help="Show the configuration, the mesh and the cost per rank; start nothing.",
+)
+@click.option(
+    TOPOLOGY,
+    cls=GroupedOption,
+    group=HOSTS_GROUP,
+    metavar="FILE",
+    help="Order the hosts so that messages take the quickest links of a description that "
+    "`drivetrain hardware measure` wrote. [default: as listed]",
+    shell_complete=complete_file,
 )
 @click.argument(
     "script",
@@ -127,23 +145,41 @@ def command(
         )
     if resolved.run.profile.steps != "":
         StepWindow.parse(resolved.run.profile.steps)
+    if flags["topology"] is not None:
+        listed = _ordered(listed, resolved, flags["topology"])
     if dry_run:
         from drivetrain_launch.commands.preview import preview
 
         check_run(resolved)
-        preview(resolved)
+        preview(resolved, listed)
         return 0
     arguments = check_script(script, module=module)
     check_run(resolved)
     if text := misplaced(arguments):
         click.echo(text, err=True)
     if listed:
-        given = click.get_current_context().meta[GIVEN_WORDS]
-        head = without_hosts(given[: len(given) - len(script)])
         endpoint = resolved.run.launch.rdzv_endpoint
-        return run_hosts(RemoteJob(hosts=listed, words=(*head, *script), endpoint=endpoint))
+        return run_hosts(remote_job("launch", listed, flags, endpoint=endpoint, script=script))
     words = (AS_ACCELERATE, *arguments) if as_accelerate else arguments
     return launch(resolved, words, surroundings)
+
+
+def _ordered(listed: list[RemoteHost], resolved: Resolved, topology: str) -> list[RemoteHost]:
+    """Return the listed hosts in the order of the best links, and print a line about it.
+
+    Raises:
+        ConfigError: no hosts are listed, or their links were not measured.
+    """
+    if not listed:
+        raise ConfigError(
+            "--topology orders the hosts of --hosts or --hostfile, found neither; give one of "
+            "them, or choose each host's --node-rank yourself"
+        )
+    from drivetrain_launch.forecast.host_order import hosts_in_order
+
+    found, line = hosts_in_order(listed, resolved, topology)
+    click.echo(line, err=True)
+    return found
 
 
 def check_seat(resolved: Resolved, surroundings: Surroundings | None) -> None:
@@ -166,8 +202,9 @@ def launch(
     """Run a checked script on the ranks of this host and return the exit code.
 
     Raises:
-        ConfigError: the folder of the logs cannot be made.
-        PreflightError: a port is busy, there are too few accelerators, or the hosts cannot meet.
+        ConfigError: a folder for logs or in memory cannot be made, a port is busy, there are too
+            few accelerators, or hosts differ in their software.
+        PreflightError: the hosts cannot meet, or do not reach each other.
     """
     settings = resolved.run.launch
     if settings.log_dir:
@@ -176,8 +213,8 @@ def launch(
         listening_address(Endpoint.parse(settings.rdzv_endpoint))
     private = Path(tempfile.mkdtemp(prefix="drivetrain-"))
     try:
-        with Signals() as signals:
-            return _run(resolved, arguments, private, signals, surroundings)
+        with Signals() as signals, _memory(resolved) as memory:
+            return _run(resolved, arguments, private, signals, surroundings, memory)
     except Stopped as stopped:
         return stopped.code
     finally:
@@ -240,14 +277,22 @@ def make_log_dir(path: Path) -> None:
         ) from error
 
 
+def _memory(resolved: Resolved) -> AbstractContextManager[Path | None]:
+    """Return the context of the folder for checkpoints in memory, or of none."""
+    wanted = resolved.run.checkpoint.local == "memory"
+    return memory_folder() if wanted else nullcontext()
+
+
 def _run(
     resolved: Resolved,
     arguments: tuple[str, ...],
     private: Path,
     signals: Signals,
     surroundings: Surroundings | None,
+    memory: Path | None,
 ) -> int:
-    from drivetrain.runtime.world import CONFIG_VARIABLE, reader_mark
+    from drivetrain.runtime.world import CONFIG_VARIABLE, MEMORY_VARIABLE, reader_mark
+    from drivetrain_launch.preflight.software import software_facts
     from drivetrain_launch.ranks.engine import HostJob, run_ranks
 
     settings = resolved.run.launch
@@ -258,12 +303,11 @@ def _run(
         file.write(resolved.to_yaml(with_origins=True))
     variables = {
         CONFIG_VARIABLE: str(path),
+        **({MEMORY_VARIABLE: str(memory)} if memory else {}),
         **heap_variables(settings, accelerators=available),
     }
-    seat = surroundings.seat if surroundings else None
-    limit = threads(settings, seat.local_size if seat else ranks, cores=cores())
-    if limit is not None:
-        variables["OMP_NUM_THREADS"] = limit
+    if available:  # gloo's operations need no recorder: they are on the boards
+        variables |= {name: os.environ.get(name, text) for name, text in VARIABLES.items()}
     if resolved.run.profile.steps != "":
         # Two lines of torch's profiler for each rank, which say nothing to a user.
         variables["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
@@ -274,8 +318,11 @@ def _run(
             launch=settings,
             variables=variables,
             private=private,
+            config=path,
             run=surroundings.run if surroundings else "",
-            seat=seat,
+            seat=surroundings.seat if surroundings else None,
+            software=software_facts(arguments) if settings.rdzv_endpoint else {},
+            backend=backend_of(available),
         ),
         signals,
     )

@@ -188,6 +188,7 @@ def _job(
     return SchedulerJob(
         name=name or name_from(arguments[0]),
         hosts=resolved.run.launch.nnodes,
+        least=resolved.run.launch.least_nnodes,
         devices=devices,
         notice=notice,
         command=("drivetrain", "launch", *arguments_of(resolved), *arguments),

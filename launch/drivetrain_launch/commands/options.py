@@ -24,7 +24,7 @@ from drivetrain.config.foreign import importers, read_own_file
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
-from drivetrain_launch.hosts.surroundings import Surroundings, check_agreement
+from drivetrain_launch.hosts.surroundings import FEWEST_KEY, Surroundings, check_agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,25 @@ class Flag:
 GIVEN_WORDS = "drivetrain.words"
 """Where a command finds its words as they were typed, in ``click.Context.meta``."""
 
+HOSTS_GROUP = "Several hosts"
+"""Heading of the options about hosts."""
+
 STRATEGY_KEY = "strategy.name"
 FOLDER = "DIR"
 STRATEGY_FLAG = Flag("Training", STRATEGY_KEY, ("--strategy",))
+HOSTS_KEY = "launch.nnodes"
 FLAGS = (
     STRATEGY_FLAG,
     Flag("Training", "precision", ("--precision", "--mixed-precision")),
     Flag("Processes", "launch.nproc_per_node", ("--nproc-per-node",)),
     Flag("Processes", "launch.device", ("--cpu",), "cpu", help="Leave accelerators alone."),
     Flag("Processes", "launch.max_restarts", ("--max-restarts",)),
-    Flag("Several hosts", "launch.nnodes", ("--nnodes", "--num-machines")),
-    Flag("Several hosts", "launch.node_rank", ("--node-rank", "--machine-rank")),
-    Flag("Several hosts", "launch.rdzv_endpoint", ("--rdzv-endpoint",), metavar="HOST:PORT"),
+    Flag("Processes", "launch.on_hang", ("--on-hang",)),
+    Flag("Training", "launch.resume", ("--resume",)),
+    Flag(HOSTS_GROUP, HOSTS_KEY, ("--nnodes", "--num-machines"), metavar="N|MIN:MAX"),
+    Flag(HOSTS_GROUP, "launch.node_rank", ("--node-rank", "--machine-rank")),
+    Flag(HOSTS_GROUP, "launch.rdzv_endpoint", ("--rdzv-endpoint",), metavar="HOST:PORT"),
+    Flag(HOSTS_GROUP, "launch.preflight", ("--preflight",)),
     Flag("Output", "profile.steps", ("--profile",), metavar="STEPS"),
     Flag("Output", "launch.log_dir", ("--log-dir",), metavar=FOLDER),
 )
@@ -145,12 +152,17 @@ def counterpart(option: str) -> str:
     return ""
 
 
-def knob_flags(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command with every flag of a knob."""
-    knobs = dict(knobs_of(RunConfig))
-    for flag in reversed(FLAGS):
-        function = _flag_option(flag, knobs)(function)
-    return function
+def knob_flags(*groups: str) -> Callable[..., Any]:
+    """Return a decorator that adds the flags of knobs, under some headings or under all."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        knobs = dict(knobs_of(RunConfig))
+        for flag in reversed(FLAGS):
+            if flag.group in groups or not groups:
+                function = _flag_option(flag, knobs)(function)
+        return function
+
+    return decorate
 
 
 def source_options(group: str = "Configuration") -> Callable[..., Any]:
@@ -216,8 +228,12 @@ def command_line_layer(flags: Mapping[str, Any], assignments: Iterable[str]) -> 
         text = flags.get(flag.parameter)
         if text is None or text is False:
             continue
-        value = _typed(flag, text)
         given = f"{flag.names[0]} {text}" if flag.value is None else flag.names[0]
+        if flag.key == HOSTS_KEY and ":" in str(text):
+            fewest, _, text = str(text).partition(":")
+            put(values, FEWEST_KEY, int(fewest) if fewest.isdecimal() else fewest)
+            origins[FEWEST_KEY] = ValueOrigin("command line", given)
+        value = _typed(flag, text)
         other = origins.get(flag.key, origins.get(flag.key.rpartition(".")[0]))
         if other is not None and _get(values, flag.key) not in (None, value):
             raise ConfigError(

@@ -1,13 +1,26 @@
-"""``drivetrain test``: checks in seconds that this machine trains correctly on several ranks."""
+"""``drivetrain test``: checks in seconds that machines train correctly, and how fast links are."""
 
+import os
 from typing import Any
 
 import click
 
-from drivetrain_launch.commands.launch import launch
-from drivetrain_launch.commands.options import GroupedCommand, GroupedOption, resolve_command_line
+from drivetrain_launch.commands.host_options import chosen_hosts, host_options, remote_job
+from drivetrain_launch.commands.launch import check_seat, launch
+from drivetrain_launch.commands.options import (
+    HOSTS_GROUP,
+    GroupedCommand,
+    GroupedOption,
+    command_line_layer,
+    knob_flags,
+    resolve_command_line,
+)
+from drivetrain_launch.hosts.remote import run_hosts
+from drivetrain_launch.hosts.surroundings import KEYS, recognise
 
 MODULE = "drivetrain_launch.commands.selfcheck"
+USUAL_RANKS = "2"
+"""Processes on one host, where nobody says how many."""
 
 
 @click.command(
@@ -22,9 +35,8 @@ MODULE = "drivetrain_launch.commands.selfcheck"
     "--nproc-per-node",
     cls=GroupedOption,
     group="Processes",
-    default="2",
     metavar="N|auto",
-    help="Processes to compare with one. [default: 2]",
+    help="Processes to compare with one. [default: 2; on several hosts auto]",
 )
 @click.option(
     "--cpu", cls=GroupedOption, group="Processes", is_flag=True, help="Leave accelerators alone."
@@ -45,9 +57,28 @@ MODULE = "drivetrain_launch.commands.selfcheck"
     multiple=True,
     help="Set any knob, for example strategy.KEY=VALUE; repeatable.",
 )
+@knob_flags(HOSTS_GROUP)
+@host_options
 def command(assignments: tuple[str, ...], **flags: Any) -> int:
     """Train a small model on several ranks and compare it with one process.
 
-    Exits with 0 when losses and weights agree, with 1 when they do not.
+    On several hosts, measure the bandwidth and latency between all pairs of them first. Exits with
+    0 when losses and weights agree, with 1 when they do not.
     """
-    return launch(resolve_command_line(None, assignments, flags), ("-m", MODULE))
+    chosen = command_line_layer(flags, assignments).origins
+    listed = chosen_hosts(flags, chosen, standalone=False)
+    explicit = bool(listed) or any(key in chosen for key in KEYS)
+    surroundings = None if explicit else recognise(os.environ)
+    if surroundings is None and not explicit and flags["nproc_per_node"] is None:
+        flags["nproc_per_node"] = USUAL_RANKS
+    if "launch.preflight" not in chosen:
+        flags["preflight"] = "full"
+    resolved = resolve_command_line(None, assignments, flags, surroundings)
+    check_seat(resolved, surroundings)
+    from drivetrain_launch.forecast.checking import check_run
+
+    check_run(resolved)
+    if listed:
+        endpoint = resolved.run.launch.rdzv_endpoint
+        return run_hosts(remote_job("test", listed, flags, endpoint=endpoint))
+    return launch(resolved, ("-m", MODULE), surroundings)

@@ -1,7 +1,8 @@
-"""Starts ``drivetrain launch`` on all hosts of a list over the system's ssh, and ends all of them.
+"""Starts a command on all hosts of a list over the system's ssh, and ends all of them.
 
-ssh gets a list of arguments with a fixed command; everything else goes to the host's input. A host
-that cannot be reached is named, and the others end.
+ssh gets a list of arguments with a fixed command; everything else goes to the host's input, and
+only when all hosts are ready. A host that cannot be reached, or lacks the package, is named, and
+nothing is started anywhere.
 """
 
 import json
@@ -15,13 +16,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from drivetrain.errors import PreflightError
+from drivetrain.errors import CollectiveError, ConfigError
+from drivetrain_launch.hosts.agent import READY
 from drivetrain_launch.hosts.hostfile import RemoteHost
 from drivetrain_launch.hosts.surroundings import FIRST_PORT, PORTS
 from drivetrain_launch.ranks.placement import Endpoint
@@ -38,11 +41,20 @@ CONNECT_S = 8
 ALIVE = ("ServerAliveInterval=3", "ServerAliveCountMax=3")
 """ssh ends a connection over which nothing comes for 9 seconds."""
 
-UNREACHED = 255
-"""Exit code of ssh when there is no connection."""
+LOST = 255
+"""Exit code of ssh without a connection."""
+
+READY_S = 30.0
+"""How long a host may take from the login to Python."""
+
+LAST_LINES = 3
+"""Lines of a host's error stream that an error quotes."""
 
 END_S = 45.0
 """How long hosts have to end by themselves: longer than a rank has to save."""
+
+REFUSED_S = 1.0
+"""How long hosts have to hear from each other that one of them refused the configuration."""
 
 POLL_S = 0.05
 LINE_END = "\r\n"
@@ -54,38 +66,37 @@ class RemoteJob:
 
     Attributes:
         hosts: the first one is host 0.
-        words: of ``drivetrain launch``, without those about hosts: options, script, arguments.
+        words: of the command, without those about hosts: options, script, arguments.
         endpoint: where they meet; "" lets host 0's name and a random port decide.
+        command: of ``drivetrain``.
+        variables: environment variables for every host, besides ``EXPORTED``.
     """
 
     hosts: Sequence[RemoteHost]
     words: Sequence[str]
     endpoint: str = ""
+    command: str = "launch"
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_hosts(job: RemoteJob) -> int:
     """Start the run on every host, and return the exit code when it is over everywhere.
 
     Raises:
-        PreflightError: a host cannot be reached.
+        CollectiveError: the connection to a host was lost during the run.
+        ConfigError: a host cannot be reached, or lacks the package; nothing was started.
     """
     endpoint = job.endpoint or str(
         Endpoint(address_of(job.hosts[0]), FIRST_PORT + random.SystemRandom().randrange(PORTS))
     )
-    common = {name: text for name, text in os.environ.items() if name.startswith(EXPORTED)}
-    common.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     started: list[HostConnection] = []
     with Signals() as signals:
         try:
             signals.record(True)
-            for index, host in enumerate(job.hosts):
-                place = ["--nnodes", str(len(job.hosts)), "--node-rank", str(index)]
-                place += ["--rdzv-endpoint", endpoint]
-                place += ["--nproc-per-node", str(host.slots)] if host.slots else []
-                shown = ",".join(map(str, host.devices)) if host.devices else ""
-                variables = common | ({"CUDA_VISIBLE_DEVICES": shown} if shown else {})
-                order = {"folder": str(Path.cwd()), "variables": variables}
-                started.append(HostConnection(host, order | {"words": [*place, *job.words]}))
+            started.extend(HostConnection(host) for host in job.hosts)
+            _wait_until_ready(started, signals)
+            for connection, order in zip(started, _orders(job, endpoint), strict=True):
+                connection.send(order)
             return _wait(started, signals)
         except Stopped as stopped:
             return stopped.code
@@ -94,6 +105,24 @@ def run_hosts(job: RemoteJob) -> int:
                 connection.ask_to_end()
             for connection in started:
                 connection.wait()
+
+
+def _orders(job: RemoteJob, endpoint: str) -> Iterator[Mapping[str, object]]:
+    """Yield the order of each host."""
+    common = {name: text for name, text in os.environ.items() if name.startswith(EXPORTED)}
+    common |= job.variables
+    common.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
+    for index, host in enumerate(job.hosts):
+        place = ["--nnodes", str(len(job.hosts)), "--node-rank", str(index)]
+        place += ["--rdzv-endpoint", endpoint]
+        place += ["--nproc-per-node", str(host.slots)] if host.slots else []
+        shown = ",".join(map(str, host.devices)) if host.devices else ""
+        yield {
+            "command": job.command,
+            "words": [*place, *job.words],
+            "folder": str(Path.cwd()),
+            "variables": common | ({"CUDA_VISIBLE_DEVICES": shown} if shown else {}),
+        }
 
 
 def address_of(host: RemoteHost) -> str:
@@ -110,15 +139,19 @@ def address_of(host: RemoteHost) -> str:
 
 
 class HostConnection:
-    """The launcher of one host, over ssh; on this machine, without ssh.
+    """The agent of one host, over ssh; on this machine, without ssh.
+
+    Its output is shown from the moment on at which the agent is ready. Greetings of the host's
+    shell come before, and complaints of ssh, of which an error quotes the last.
 
     Args:
         host: the host.
-        order: for ``drivetrain_launch.hosts.agent``.
     """
 
-    def __init__(self, host: RemoteHost, order: Mapping[str, object]) -> None:
+    def __init__(self, host: RemoteHost) -> None:
         self.host = host
+        self.ready = threading.Event()
+        self._complaints: deque[str] = deque(maxlen=LAST_LINES)
         command = [sys.executable, "-P", "-m", "drivetrain_launch.hosts.agent"]
         if not _is_here(host):
             remote = " ".join(shlex.quote(word) for word in command)
@@ -133,15 +166,24 @@ class HostConnection:
             start_new_session=True,
         )
         self._threads = [
-            threading.Thread(target=_show, args=(host.name, stream, console), daemon=True)
-            for stream, console in (
-                (self.process.stdout, sys.stdout),
-                (self.process.stderr, sys.stderr),
-            )
+            threading.Thread(target=read, daemon=True)
+            for read in (self._read_output, self._read_errors)
         ]
         for thread in self._threads:
             thread.start()
-        self._write(json.dumps(order) + "\n")
+
+    def send(self, order: Mapping[str, object]) -> None:
+        """Give the agent its order."""
+        if self.process.stdin is not None:
+            with suppress(OSError):  # of a process that has ended, the exit code tells
+                self.process.stdin.write(json.dumps(order).encode() + b"\n")
+                self.process.stdin.flush()
+
+    def complaint(self) -> str:
+        """Return the last lines of a host that did not become ready."""
+        for thread in self._threads:
+            thread.join(1.0)
+        return "; ".join(self._complaints) or f"exit code {self.process.returncode}"
 
     def ask_to_end(self) -> None:
         """Close the host's input, with which its launcher ends."""
@@ -159,38 +201,87 @@ class HostConnection:
         for thread in self._threads:
             thread.join(1.0)
 
-    def _write(self, text: str) -> None:
-        if self.process.stdin is not None:
-            with suppress(OSError):  # of a process that has ended, the exit code tells
-                self.process.stdin.write(text.encode())
-                self.process.stdin.flush()
+    def _read_output(self) -> None:
+        for line in self.process.stdout or ():
+            text = line.decode(errors="replace").rstrip(LINE_END)
+            if self.ready.is_set():
+                self._show(text, sys.stdout)
+            elif text == READY:
+                self.ready.set()
+
+    def _read_errors(self) -> None:
+        for line in self.process.stderr or ():
+            text = line.decode(errors="replace").rstrip(LINE_END)
+            if self.ready.is_set():
+                self._show(text, sys.stderr)
+            elif text:
+                self._complaints.append(text)
+
+    def _show(self, text: str, console: IO[str]) -> None:
+        console.write(f"{self.host.name}: {text}\n")
+        console.flush()
+
+
+def _wait_until_ready(connections: Sequence[HostConnection], signals: Signals) -> None:
+    """Wait until the agents of all hosts have said that they are there.
+
+    Raises:
+        ConfigError: names the hosts that cannot be reached, or lack the package.
+        Stopped: a signal came.
+    """
+    deadline = time.monotonic() + READY_S
+    while not all(connection.ready.is_set() for connection in connections):
+        late = time.monotonic() > deadline
+        failed = [
+            connection
+            for connection in connections
+            if not connection.ready.is_set() and (late or connection.process.poll() is not None)
+        ]
+        if failed:
+            found = "; ".join(
+                f"{each.host.name}: {'no answer' if late else each.complaint()}" for each in failed
+            )
+            raise ConfigError(
+                f"cannot start the run on {', '.join(each.host.name for each in failed)}: {found}; "
+                f"nothing was started; expected a login by ssh without a password, and "
+                f"{sys.executable} with drivetrain, on every host"
+            )
+        _take(signals)
+        time.sleep(POLL_S)
+
+
+def _take(signals: Signals) -> None:
+    for number in signals.take():
+        if number in ENDING:
+            raise Stopped(number)
 
 
 def _wait(connections: Sequence[HostConnection], signals: Signals) -> int:
-    """Wait until all hosts have ended, or one was not reached, or a signal came."""
+    """Wait until all hosts have ended, or a signal came."""
     while True:
         codes = [connection.process.poll() for connection in connections]
-        for connection, code in zip(connections, codes, strict=True):
-            if code in (UNREACHED, 126, 127):
-                raise PreflightError(
-                    f"cannot start the run on {connection.host.name}: ssh ended with exit code "
-                    f"{code}; its words stand above; expected a login without a password and "
-                    f"{sys.executable} with drivetrain on every host"
-                )
-        for number in signals.take():
-            if number in ENDING:
-                raise Stopped(number)
+        _take(signals)
         ended = [code for code in codes if code is not None]
         if len(ended) == len(codes):
             return next((code if code > 0 else 1 for code in ended if code), 0)
         if any(ended):
-            return _last(connections, next(code for code in ended if code))
+            code = _last(connections, next(code for code in ended if code))
+            lost = [c.host.name for c in connections if c.process.returncode == LOST]
+            if lost:
+                raise CollectiveError(
+                    f"the connection to {', '.join(lost)} is lost, and the run has ended on all "
+                    "hosts; start it again when ssh reaches them"
+                )
+            return code
         time.sleep(POLL_S)
 
 
 def _last(connections: Sequence[HostConnection], code: int) -> int:
-    """Give the other hosts a moment to end with the first that failed, and return its code."""
-    deadline = time.monotonic() + END_S
+    """Give the other hosts a moment to end with the first that failed, and return its code.
+
+    A host that refuses the configuration has started nothing, and the others wait for it in vain.
+    """
+    deadline = time.monotonic() + (REFUSED_S if code == ConfigError.exit_code else END_S)
     while time.monotonic() < deadline:
         if all(connection.process.poll() is not None for connection in connections):
             break
@@ -200,10 +291,3 @@ def _last(connections: Sequence[HostConnection], code: int) -> int:
 
 def _is_here(host: RemoteHost) -> bool:
     return host.target in ("localhost", "127.0.0.1", socket.gethostname())
-
-
-def _show(name: str, stream: IO[bytes] | None, console: IO[str]) -> None:
-    """Copy the lines of a host, its name in front."""
-    for line in stream or ():
-        console.write(f"{name}: {line.decode(errors='replace').rstrip(LINE_END)}\n")
-        console.flush()

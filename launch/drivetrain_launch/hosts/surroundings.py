@@ -2,8 +2,8 @@
 
 Each recogniser turns the variables of one scheduler into keys of the configuration, with the
 variables as their origin. A scheduler starts one launcher per host, or one process per device; in
-the second case each process counts as a host of one rank for the launchers, and its seat tells its
-place among the ranks of the real host.
+the second case each process has a launcher of one rank; its seat tells its place among the ranks of
+the machine, and the launchers find out which of them share a machine.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +24,7 @@ USUAL_PORT = "29500"
 """torch's own, where a launcher gives an address without a port."""
 
 SKYPILOT_PORT = 8008
+FEWEST_KEY = "launch.min_nnodes"
 KEYS = ("launch.nnodes", "launch.node_rank", "launch.rdzv_endpoint")
 """Keys that tell of several hosts; a recogniser gives all of them."""
 
@@ -91,14 +92,12 @@ def _pet(variables: Variables) -> Surroundings | None:
     if not variables.text("PET_NNODES"):
         return None
     elastic = variables.text("PET_NNODES").partition(":")
-    if elastic[1] and elastic[0] != elastic[2]:
-        raise ConfigError(
-            f"the variable PET_NNODES: expected one number of hosts, found "
-            f"{variables.text('PET_NNODES')!r}; a lost host is replaced with --max-restarts, and a "
-            "run does not shrink"
-        )
-    count = int(elastic[0]) if elastic[0].isdecimal() else variables.number("PET_NNODES")
+    most = elastic[2] or elastic[0]
+    count = int(most) if most.isdecimal() else variables.number("PET_NNODES")
     entries: list[tuple[str, Any, str]] = []
+    if elastic[1] and elastic[0] != most:
+        least = int(elastic[0]) if elastic[0].isdecimal() else variables.number("PET_NNODES")
+        entries.append((FEWEST_KEY, least, variables.shown("PET_NNODES")))
     ranks = variables.text("PET_NPROC_PER_NODE")
     if ranks and ranks not in ("auto", "gpu", "cpu"):
         number = variables.number("PET_NPROC_PER_NODE", minimum=1)
@@ -140,7 +139,6 @@ def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callab
         seat = Seat(
             local_rank=variables.index(local, local_size),
             local_size=variables.number(local_size),
-            node=index // variables.number(local_size),
         )
         if not variables.text("MASTER_ADDR"):
             raise ConfigError(
@@ -202,7 +200,6 @@ def _slurm(variables: Variables) -> Surroundings | None:
     seat = Seat(
         local_rank=variables.number("SLURM_LOCALID"),
         local_size=tasks_on(variables.text(per_node), node),
-        node=node,
     )
     entries = _one_rank(variables, tasks, tasks_name, index, "SLURM_PROCID", place, list_name)
     return Surroundings(name="SLURM", entries=entries, run=run, seat=seat)
@@ -227,6 +224,35 @@ def _skypilot(variables: Variables) -> Surroundings | None:
         ("launch.rdzv_endpoint", _endpoint(addresses[0], str(SKYPILOT_PORT)), "SKYPILOT_NODE_IPS"),
     )
     return Surroundings(name="SkyPilot", entries=entries, run=variables.text("SKYPILOT_TASK_ID"))
+
+
+def _plain(variables: Variables) -> Surroundings | None:
+    """``RANK`` and ``WORLD_SIZE`` that somebody has set for each process: one rank in each."""
+    names = ("RANK", "WORLD_SIZE")
+    if not any(map(variables.text, names)) or variables.text("DRIVETRAIN_CONFIG"):
+        return None  # none, or a process that one of our ranks has started
+    if variables.text("TORCHELASTIC_RUN_ID"):
+        raise ConfigError(
+            f"torchrun has started this process as rank {variables.text('RANK')} of "
+            f"{variables.text('WORLD_SIZE')}; give torchrun the script itself, 'torchrun ... "
+            "train.py', or leave torchrun out; --standalone starts a run of its own here"
+        )
+    variables.require("one process per rank", *names)
+    if variables.number("WORLD_SIZE", minimum=1) == 1:
+        return None
+    variables.require("one process per rank", *names, "MASTER_ADDR")
+    index, count = variables.index(*names), variables.number("WORLD_SIZE")
+    seat = Seat()
+    if variables.text("LOCAL_WORLD_SIZE"):
+        local_rank = variables.index("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        seat = Seat(local_rank=local_rank, local_size=variables.number("LOCAL_WORLD_SIZE"))
+    port = variables.text("MASTER_PORT") or USUAL_PORT
+    place = _endpoint(variables.text("MASTER_ADDR"), port)
+    return Surroundings(
+        name="RANK and WORLD_SIZE",
+        entries=_one_rank(variables, count, "WORLD_SIZE", index, "RANK", place, "MASTER_ADDR"),
+        seat=seat,
+    )
 
 
 def _one_rank(
@@ -258,5 +284,7 @@ RECOGNISERS = (
     _mpi("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     _mpi("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _skypilot,
+    _plain,
 )
-"""In order: an explicit setting first, and a launcher inside of a scheduler's job before it."""
+"""In order: an explicit setting first, a launcher inside of a scheduler's job before it, and last
+plain variables, which scripts for any scheduler set."""

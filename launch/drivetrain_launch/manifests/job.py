@@ -13,12 +13,13 @@ import yaml
 
 from drivetrain.config import Resolved
 from drivetrain.errors import ConfigError
+from drivetrain_launch.hosts.surroundings import KEYS
 from drivetrain_launch.ranks.failure import CANNOT_HEAL
 
 FUTILE = tuple(sorted(CANNOT_HEAL))
 """Exit codes of runs that would only fail again."""
 
-OF_THE_CLUSTER = frozenset({"launch.nnodes", "launch.node_rank", "launch.rdzv_endpoint"})
+OF_THE_CLUSTER = frozenset(KEYS)
 """Keys that the job file says in the scheduler's own terms."""
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -32,6 +33,7 @@ class SchedulerJob:
     Attributes:
         name: of the job: lower-case letters, digits and hyphens.
         hosts: number of hosts.
+        least: number of hosts with which the run goes on when others are lost.
         devices: accelerators of each host; 0 for a run on the CPU.
         notice: seconds between the scheduler's notice and its kill, for a last checkpoint.
         command: what runs on each host.
@@ -42,6 +44,7 @@ class SchedulerJob:
 
     name: str
     hosts: int
+    least: int
     devices: int
     notice: int
     command: tuple[str, ...]

@@ -28,6 +28,7 @@ def _head(job: SchedulerJob, directives: tuple[str, ...]) -> Iterator[str]:
         # Without B: the notice reaches the launchers; with it, the batch shell alone.
         f"--signal=USR1@{job.notice}",
         "--requeue",
+        *(("--no-kill",) if job.least < job.hosts else ()),  # of a job that loses a node
         "--open-mode=append",  # a requeued job goes on writing the same file
         "--output=%x-%j.out",
         *directives,
@@ -36,6 +37,7 @@ def _head(job: SchedulerJob, directives: tuple[str, ...]) -> Iterator[str]:
 
 
 def _body(job: SchedulerJob) -> Iterator[str]:
+    stay = "--no-kill " if job.least < job.hosts else ""
     yield from (
         "",
         "# The secret that the launchers of this job share; srun hands it to every host.",
@@ -43,7 +45,7 @@ def _body(job: SchedulerJob) -> Iterator[str]:
         f"export {SECRET_VARIABLE}",
         "",
         "# The other launchers save and end by themselves when one of them ends.",
-        f"srun --kill-on-bad-exit=0 {shlex.join(job.command)}",
+        f"srun {stay}--kill-on-bad-exit=0 {shlex.join(job.command)}",
         "code=$?",
         "",
         f"if [ $code -eq {PREEMPTED} ]; then  # a checkpoint was saved because of the notice",

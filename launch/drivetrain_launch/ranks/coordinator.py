@@ -3,19 +3,32 @@
 It numbers the attempts, hears from each host how its ranks ended, tells the others to stop at the
 first failure, and sends all of them the same verdict. It compares no clocks of hosts: a host is
 lost when its connection closes, or when nothing came from it for a while by host 0's own clock.
+Before the first attempt it compares the hosts' software, and lets them check the ways between them.
 """
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from drivetrain.errors import ConfigError, PreflightError
+from drivetrain.runtime.notices import PREEMPTED
+from drivetrain_launch.preflight.software import differences
 from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client
-from drivetrain_launch.ranks.failure import Ending, Verdict, judge
+from drivetrain_launch.ranks.failure import Ending, IdleAttempts, Verdict, judge
+from drivetrain_launch.ranks.joined import (
+    Member,
+    clash,
+    endings_of,
+    misfit,
+    missing,
+    take_places,
+    views_of_others,
+)
+from drivetrain_launch.ranks.preflight import Preflight, machines
 from drivetrain_launch.ranks.tunnel import join_store
 
 BEAT_S = 1.0
@@ -24,29 +37,38 @@ BEAT_S = 1.0
 LOST_S = 8.0
 """Silence after which a host is lost; with the beat before it, at most 10 seconds."""
 
+LAST_CALL_S = 30.0
+"""How long the first attempt waits for further hosts when the fewest that are needed have come."""
+
+SETTLE_S = 10.0
+"""Pause between the start of ranks and the end that a new host asks for: one that comes and goes
+must not keep the others from training."""
+
+COME = "start the same command on every host, or raise launch.start_timeout_s"
+
 LAST_WORDS_S = 3.0
 """How long host 0 stays after the last verdict until the others have read it."""
 
 
-@dataclass(eq=False, slots=True)
-class Member:
-    """A launcher that takes part.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunTerms:
+    """The terms of a run over several hosts.
 
     Attributes:
-        index: its place.
-        name: its host's name.
-        ranks: how many it runs.
-        channel: the connection.
-        heard: when its last message came, by this host's monotonic clock.
-        ending: of its ranks in this attempt; None while they run.
+        least: number of launchers with which an attempt begins when more do not come.
+        count: number of launchers, at most.
+        facts: values without which a launcher is not of this run, by their names.
+        max_restarts: how often ranks start again.
+        start_timeout_s: how long launchers may wait for each other.
+        hear_work: takes the times of ranks, as a launcher tells them.
     """
 
-    index: int
-    name: str
-    ranks: int
-    channel: Channel
-    heard: float = field(default_factory=time.monotonic)
-    ending: Ending | None = None
+    least: int
+    count: int
+    facts: Mapping[str, str]
+    max_restarts: int
+    start_timeout_s: float
+    hear_work: Callable[[Mapping[str, Any]], None]
 
 
 class Coordinator:
@@ -54,10 +76,8 @@ class Coordinator:
 
     Args:
         secret: without which nobody joins.
-        count: number of launchers.
-        facts: values that each must share, such as the version, by their names.
-        max_restarts: how often ranks start again.
-        start_timeout_s: how long launchers may wait for each other.
+        terms: of the run.
+        preflight: checks the ways between hosts before the first attempt.
         new_store: starts the ranks' store on loopback for an attempt, and returns its port.
         say: shows a line on this host.
     """
@@ -66,18 +86,20 @@ class Coordinator:
         self,
         *,
         secret: bytes,
-        count: int,
-        facts: dict[str, str],
-        max_restarts: int,
-        start_timeout_s: float,
+        terms: RunTerms,
+        preflight: Preflight,
         new_store: Callable[[], int],
         say: Callable[[str], None],
     ) -> None:
-        self._secret, self._count, self._facts = secret, count, facts
-        self._restarts_left, self._limit_s = max_restarts, start_timeout_s
-        self._new_store, self._say = new_store, say
-        self._phase: Literal["meeting", "running", "over"] = "meeting"
-        self._since = self._ticked = time.monotonic()
+        self._secret, self._facts = secret, terms.facts
+        self._least, self._count = terms.least, terms.count
+        self._restarts_left, self._limit_s = terms.max_restarts, terms.start_timeout_s
+        self._new_store, self._say, self._preflight = new_store, say, preflight
+        self._listeners = {"checked": preflight.hear, "work": terms.hear_work}
+        self._checking: asyncio.Task[None] | None = None
+        self._phase: Literal["meeting", "checking", "running", "over"] = "meeting"
+        self._since = self._ticked = self._joined = self._begun = time.monotonic()
+        self._growing, self._idle_attempts = False, IdleAttempts()
         self._attempt = self._port = 0
         self._address = ""
         self._members: dict[int, Member] = {}
@@ -85,6 +107,7 @@ class Coordinator:
         self._lost: dict[int, str] = {}
         self._strangers: set[str] = set()
         self._everybody_left = asyncio.Event()
+        self._why_over = PreflightError.exit_code, "the run has ended"
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection to its end."""
@@ -119,10 +142,15 @@ class Coordinator:
                     self._lose(member, f"nothing was heard of it for {LOST_S:.0f} s")
                 else:
                     member.channel.send("alive", missing=self._missing())
+            self._begin()
+            self._let_in(now)
             if self._phase == "meeting" and now - self._since > self._limit_s:
-                text = f"{self._missing()} did not come within {self._limit_s:g} s; "
-                text += "start the same command on every host, or raise launch.start_timeout_s"
+                text = f"{self._missing()} did not come within {self._limit_s:g} s; {COME}"
                 self._dismiss(PreflightError.exit_code, text)
+
+    def views(self) -> dict[int, dict[str, Any]]:
+        """Return the states of the ranks of other hosts, by global rank."""
+        return views_of_others(self._members)
 
     async def last_words(self) -> None:
         """Stay until every other host has read the last verdict."""
@@ -134,14 +162,13 @@ class Coordinator:
 
     async def _serve(self, message: dict[str, Any], channel: Channel) -> None:
         if self._phase == "over":
-            self._refuse(channel, PreflightError.exit_code, "the run has ended")
+            self._refuse(channel, *self._why_over)
             return
-        text = self._contradiction(message)
+        member = Member.of(message, channel)
+        text = misfit(message, self._count, self._facts) or self._differs(member)
         if text:
             self._refuse(channel, ConfigError.exit_code, text)
-            return
-        member = Member(message["index"], message["host"], message["ranks"], channel)
-        if self._taken(member):
+        if text or self._taken(member):
             return
         try:
             while True:
@@ -149,35 +176,22 @@ class Coordinator:
         except (OSError, NotAuthenticError):
             self._lose(member, "its launcher has ended, or the connection is closed")
 
-    def _contradiction(self, message: dict[str, Any]) -> str:
-        """Return how a newcomer differs from host 0; "" if it does not."""
-        who = f"host {message['index']} ({message['host']})"
-        if not 0 <= message["index"] < self._count:
-            return f"{who}: expected an index from 0 to {self._count - 1}"
-        for name, expected in self._facts.items():
-            found = message["facts"].get(name, "")
-            if found != expected:
-                return (
-                    f"{who} and host 0 differ in {name}: found {found!r} there, {expected!r} on "
-                    "host 0; start the same command with the same versions on every host"
-                )
-        return ""
+    def _differs(self, newcomer: Member) -> str:
+        """Return how a replacement's software differs: it leaves alone, and the others go on."""
+        first = self._members.get(0)
+        if first is None or (self._phase != "running" and not self._attempt):
+            return ""
+        return differences({each.shown: each.software for each in (first, newcomer)})
 
     def _taken(self, member: Member) -> bool:
-        """Give a newcomer its place; whether the run ends instead, because of two with one place.
-
-        A newcomer whose place is taken in a run that has begun waits, as a replacement.
-        """
+        """Give a newcomer a place, or let it wait; whether two with one place end the run."""
         other = self._members.get(member.index)
         if other is None and self._phase == "meeting":
             self._members[member.index] = member
+            self._joined = time.monotonic()
             self._begin()
         elif other is not None and self._phase == "meeting" and not self._attempt:
-            text = (
-                f"launch.node_rank: {other.name} and {member.name} were started with --node-rank "
-                f"{member.index}; give each of the {self._count} hosts its own, from 0 to "
-                f"{self._count - 1}"
-            )
+            text = clash(other, member, self._count)
             self._refuse(member.channel, ConfigError.exit_code, text)
             self._dismiss(ConfigError.exit_code, text)
             return True
@@ -186,29 +200,63 @@ class Coordinator:
         return False
 
     def _begin(self) -> None:
-        """Begin an attempt as soon as every place is taken."""
-        for newcomer in list(self._waiting):
-            if newcomer.index not in self._members:
-                self._waiting.remove(newcomer)
-                self._members[newcomer.index] = newcomer
-        if len(self._members) < self._count:
+        """Begin an attempt as soon as every place is taken, or enough of them are."""
+        if self._phase != "meeting":
             return
-        self._phase = "running"
+        take_places(self._members, self._waiting)
+        if not self._enough():
+            return
+        if text := differences({each.shown: each.software for each in self._in_order()}):
+            self._dismiss(ConfigError.exit_code, text)
+        elif self._attempt or len(self._members) == 1 or not self._preflight.wanted:
+            self._start()
+        else:
+            self._phase = "checking"
+            self._checking = asyncio.create_task(self._check())
+
+    async def _check(self) -> None:
+        """Check the ways between the hosts, and start, or dismiss everybody."""
+        refusal = await self._preflight.run(self._in_order(), self._address)
+        if refusal:
+            self._dismiss(PreflightError.exit_code, refusal)
+        else:
+            self._start()
+
+    def _in_order(self) -> list[Member]:
+        return [self._members[index] for index in sorted(self._members)]
+
+    def _start(self) -> None:
+        """Start an attempt with the launchers that are here."""
+        self._phase, self._growing, self._begun = "running", False, time.monotonic()
         self._port = self._new_store()
-        sizes = [self._members[index].ranks for index in range(self._count)]
-        for member in self._members.values():
-            member.channel.send(
-                "meet",
-                attempt=self._attempt,
-                sizes=sizes,
-                port=self._port,
-                address=self._address,
-            )
+        facts = {"attempt": self._attempt, "port": self._port, "address": self._address}
+        _give_places(self._in_order(), {**facts, "link": self._preflight.link})
+
+    def _enough(self) -> bool:
+        """Whether an attempt can begin: after a failure, hosts that are lost may stay away long."""
+        here = len(self._members)
+        called = self._attempt > 0 or time.monotonic() - self._joined > LAST_CALL_S
+        return here == self._count or (here >= self._least and called)
+
+    def _let_in(self, now: float) -> None:
+        """Let the ranks save and end, so that hosts which wait can join: one rank is told."""
+        newcomers = [each for each in self._waiting if each.index not in self._members]
+        if self._phase != "running" or not newcomers or now - self._begun < SETTLE_S:
+            return
+        names = ", ".join(each.shown for each in newcomers)
+        if not self._growing:
+            self._say(f"{names} came: the ranks are asked to save, and start again then")
+        self._growing, self._begun = True, now
+        self._members[min(self._members)].channel.send("notice")
 
     def _hear(self, member: Member, message: dict[str, Any]) -> None:
         member.heard = time.monotonic()
         if message["kind"] == "leave":
             self._lose(member, message["reason"])
+        elif message["kind"] == "views":
+            member.views = message["views"]
+        elif message["kind"] in self._listeners:
+            self._listeners[message["kind"]](message)
         elif message["kind"] == "ending" and self._phase == "running":
             member.ending = Ending.from_json(message["ending"])
             if not member.ending.whole or member.ending.signal:
@@ -225,6 +273,10 @@ class Coordinator:
                 self._lost[member.index] = sentence
                 self._stop_all()
                 self._decide()
+            elif self._phase == "checking":
+                if self._checking is not None:  # wait again for a host that has gone meanwhile
+                    self._checking.cancel()
+                self._phase, self._since = "meeting", time.monotonic()
         if self._phase == "over" and set(self._members) <= {0}:
             self._everybody_left.set()
         member.channel.close()
@@ -236,36 +288,37 @@ class Coordinator:
 
     def _decide(self) -> None:
         """Send the verdict once every host that is left has told its ending."""
-        endings = {index: member.ending for index, member in self._members.items()}
-        told = {index: ending for index, ending in endings.items() if ending is not None}
-        if len(told) < len(endings):
+        told = endings_of(self._members)
+        if len(told) < len(self._members):
             return
-        verdict = judge(told, self._restarts_left, self._lost)
-        self._tell(verdict)
+        idle = self._idle_attempts.after(told.values())
+        verdict = judge(told, self._restarts_left, self._lost, idle=idle)
+        if self._growing and _have_saved(verdict, told.values()):
+            verdict = Verdict(text="the ranks saved, and start again on more hosts", again=True)
+        else:
+            self._restarts_left -= verdict.again
+        for member in self._members.values():
+            member.channel.send("verdict", **dataclasses.asdict(verdict))
         if not verdict.again:
             self._end()
             return
-        self._restarts_left -= 1
         self._attempt += 1
         self._phase, self._since = "meeting", time.monotonic()
         self._lost.clear()
         for member in self._members.values():
-            member.ending = None
+            member.ending, member.views = None, []
         self._begin()
-
-    def _tell(self, verdict: Verdict) -> None:
-        for member in self._members.values():
-            member.channel.send("verdict", **dataclasses.asdict(verdict))
 
     def _dismiss(self, code: int, text: str) -> None:
         for member in self._members.values():
             member.channel.send("refused", code=code, text=text)
+        self._why_over = code, text  # also for hosts that wait, and for those that come later
         self._end()
 
     def _end(self) -> None:
         self._phase = "over"
         for member in self._waiting:
-            self._refuse(member.channel, PreflightError.exit_code, "the run has ended")
+            self._refuse(member.channel, *self._why_over)
         if set(self._members) <= {0}:
             self._everybody_left.set()
 
@@ -274,9 +327,17 @@ class Coordinator:
         channel.close()
 
     def _missing(self) -> str:
-        """Return the hosts that others wait for; "" for none."""
-        absent = [str(index) for index in range(self._count) if index not in self._members]
-        if self._phase != "meeting" or not absent:
-            return ""
-        plural = "s" if len(absent) > 1 else ""
-        return f"{len(absent)} of {self._count} hosts (host{plural} {', '.join(absent)})"
+        counts = self._least, self._count
+        return missing(counts, self._members) if self._phase == "meeting" else ""
+
+
+def _give_places(members: Sequence[Member], facts: Mapping[str, Any]) -> None:
+    """Tell each launcher its place in the next attempt."""
+    sizes, nodes = [member.ranks for member in members], machines(members)
+    for place, member in enumerate(members):
+        member.channel.send("meet", index=place, sizes=sizes, nodes=nodes, **facts)
+
+
+def _have_saved(verdict: Verdict, endings: Iterable[Ending]) -> bool:
+    """Whether the ranks saved because a host asked for it, and no scheduler."""
+    return verdict.code == PREEMPTED and not any(ending.noticed for ending in endings)

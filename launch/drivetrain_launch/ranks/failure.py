@@ -14,14 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain.errors import CheckpointError, CollectiveError, ConfigError
+from drivetrain.errors import CheckpointError, CollectiveError, ConfigError, NonFiniteError
 from drivetrain.runtime.notices import PREEMPTED
 
 KILLED = 6
 """Exit code of the launcher when a signal killed the first failing rank."""
 
-CANNOT_HEAL = frozenset({ConfigError.exit_code, CheckpointError.exit_code})
+NO_PROGRESS = 93
+"""Exit code of a run that failed again and again and saved nothing new: do not start it again."""
+
+CANNOT_HEAL = frozenset(
+    {
+        ConfigError.exit_code,
+        CheckpointError.exit_code,
+        NonFiniteError.exit_code,
+        NO_PROGRESS,
+    }
+)
 """Exit codes of errors that a restart would only repeat."""
+
+MOST_IDLE = 3
+"""As many attempts in a row may fail without a newer checkpoint."""
 
 SAME_MOMENT_S = 5.0
 """Errors this close together may have one cause; a lost connection is never taken for the cause."""
@@ -100,12 +113,18 @@ class Ending:
         ended: ranks that ended by themselves with 0 or ``PREEMPTED``.
         stopped: ranks that the launcher stopped, because another rank had failed or a signal came.
         signal: number of the signal that asked this launcher to end; 0 without any.
+        noticed: whether a scheduler's notice came to this launcher.
+        saved: optimizer steps in the newest checkpoint that ranks of this launcher have saved, -1
+            without any; None where no rank tells, since rank 0 is elsewhere or the script made no
+            Accelerator.
     """
 
     failures: tuple[Failure, ...] = ()
     ended: tuple[EarlyEnd, ...] = ()
     stopped: tuple[int, ...] = ()
     signal: int = 0
+    noticed: bool = False
+    saved: int | None = None
 
     @property
     def whole(self) -> bool:
@@ -126,6 +145,8 @@ class Ending:
             "ended": ended,
             "stopped": list(self.stopped),
             "signal": self.signal,
+            "noticed": self.noticed,
+            "saved": self.saved,
         }
 
     @classmethod
@@ -140,6 +161,8 @@ class Ending:
             ended=tuple(EarlyEnd(**{**end, "time": now - end["time"]}) for end in values["ended"]),
             stopped=tuple(values["stopped"]),
             signal=int(values["signal"]),
+            noticed=bool(values["noticed"]),
+            saved=None if values["saved"] is None else int(values["saved"]),
         )
 
 
@@ -159,7 +182,11 @@ class Verdict:
 
 
 def judge(
-    endings: Mapping[int, Ending], restarts_left: int, lost: Mapping[int, str] | None = None
+    endings: Mapping[int, Ending],
+    restarts_left: int,
+    lost: Mapping[int, str] | None = None,
+    *,
+    idle: int = 0,
 ) -> Verdict:
     """Return the verdict on an attempt from the endings of its hosts.
 
@@ -167,6 +194,7 @@ def judge(
         endings: by the host's index, of all hosts that still answer.
         restarts_left: how often the ranks may start again.
         lost: a sentence on each host that does not answer, by its index.
+        idle: attempts in a row, this one included, that have saved nothing new.
     """
     failures = [failure for ending in endings.values() for failure in ending.failures]
     ended = [end for ending in endings.values() for end in ending.ended]
@@ -187,12 +215,35 @@ def judge(
         text, code = "\n".join(lost.values()), CollectiveError.exit_code
     else:
         text, code = report(failures, ended, stopped)
+    if idle >= MOST_IDLE and code not in CANNOT_HEAL:
+        text += f"\nno restart: {idle} attempts in a row have failed and saved no newer checkpoint"
+        return Verdict(text=text, code=NO_PROGRESS)
     again = restarts_left > 0 and code not in CANNOT_HEAL
     if again:
         text += f"\nstarting all ranks again; {restarts_left - 1} restarts left after this one"
     elif restarts_left > 0:
         text += f"\nno restart: an error with exit code {code} would only come again"
     return Verdict(text=text, code=code, again=again)
+
+
+class IdleAttempts:
+    """Counts the attempts of a run that have failed and saved nothing new.
+
+    A checkpoint is newer than another one if it holds more optimizer steps. A run whose script
+    makes no Accelerator tells nothing, and never counts as idle.
+    """
+
+    def __init__(self) -> None:
+        self._newest = -1
+        self._idle = 0
+
+    def after(self, endings: Iterable[Ending]) -> int:
+        """Return how many attempts in a row were idle, the one with these endings included."""
+        told = [ending.saved for ending in endings if ending.saved is not None]
+        newest = max(told, default=-1)
+        self._idle = 0 if newest > self._newest or not told else self._idle + 1
+        self._newest = max(self._newest, newest)
+        return self._idle
 
 
 def read_failure(rank: int, host: str, pid: int, code: int, noticed: float, path: Path) -> Failure:

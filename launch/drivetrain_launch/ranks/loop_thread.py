@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -37,3 +37,26 @@ class LoopThread:
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.run_until_complete(asyncio.sleep(CLOSE_S))
         self._loop.close()
+
+
+class OwnTasks:
+    """Serves each connection of ``asyncio.start_server`` in a task that may be cancelled.
+
+    Python 3.11 reports a cancelled connection as an error if the task is the stream's own.
+
+    Args:
+        serve: serves one connection to its end.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._serve = serve
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection, beside the others."""
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)

@@ -4,6 +4,7 @@ A launcher meets the others, starts its ranks, and tells how they ended. It then
 which is the same for every host: the run is over, or all ranks start again.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +13,10 @@ from typing import Protocol
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.runtime.world import LOOPBACK, loopback_store
-from drivetrain_launch.ranks.failure import Ending, Verdict, judge
+from drivetrain.telemetry.work import RankTimes
+from drivetrain_launch.health.straggler_watch import StragglerWatch
+from drivetrain_launch.ranks.failure import Ending, IdleAttempts, Verdict, judge
+from drivetrain_launch.watching.watch import Hosts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +29,9 @@ class Place:
         index: this launcher's index in ``sizes``.
         port: of the store on this host's loopback, through which ranks find each other.
         address: of this host for the other hosts.
+        nodes: for each launcher the index of its machine: launchers that a scheduler starts for
+            one rank each may share a machine. Empty: each has a machine of its own.
+        link: bytes per second between hosts that were measured; 0 where they were not.
     """
 
     attempt: int
@@ -32,6 +39,19 @@ class Place:
     index: int
     port: int
     address: str = LOOPBACK
+    nodes: Sequence[int] = ()
+    link: float = 0.0
+
+    @property
+    def node(self) -> int:
+        """Index of this launcher's machine."""
+        return self.nodes[self.index] if self.nodes else self.index
+
+    @property
+    def neighbors(self) -> Sequence[int]:
+        """Indices of the launchers on this machine, this one among them."""
+        nodes = self.nodes or range(len(self.sizes))
+        return [index for index, node in enumerate(nodes) if node == self.node]
 
     @property
     def first_rank(self) -> int:
@@ -65,6 +85,18 @@ class HostMeeting(Protocol):
         """Whether another host's ranks have failed, so that the ranks here must stop."""
         ...
 
+    def hosts(self, place: Place) -> Hosts | None:
+        """Return the connection of the watch over hanging ranks; None on one host."""
+        ...
+
+    def tell_work(self, place: Place, works: Sequence[RankTimes]) -> None:
+        """Tell the times of ranks here, to be compared with those of all ranks."""
+        ...
+
+    def notice_asked(self) -> bool:
+        """Whether the ranks here must be told, once, to save and end: a host wants to join."""
+        ...
+
     def conclude(self, ending: Ending) -> Verdict:
         """Tell the ending of the ranks here, and wait for the verdict of all hosts."""
         ...
@@ -84,14 +116,19 @@ class SingleHost:
         ranks: number of ranks.
         max_restarts: how often they start again after a failure.
         start_timeout_s: how long ranks may wait for each other at their start.
+        straggler_margin: how much longer than the others' the work of a named rank takes.
     """
 
-    def __init__(self, ranks: int, max_restarts: int, start_timeout_s: float) -> None:
+    def __init__(
+        self, ranks: int, max_restarts: int, start_timeout_s: float, straggler_margin: float
+    ) -> None:
         self._ranks = ranks
         self._max_restarts = max_restarts
         self._limit = timedelta(seconds=start_timeout_s)
         self._attempt = 0
+        self._stragglers = StragglerWatch(straggler_margin, _say)
         self._store: TCPStore | None = None
+        self._idle_attempts = IdleAttempts()
 
     def meet(self) -> Place:
         """Start the store of a new attempt."""
@@ -102,12 +139,29 @@ class SingleHost:
         """Return False: there is no other host."""
         return False
 
+    def hosts(self, place: Place) -> Hosts | None:
+        """Return None: there is no other host."""
+        return None
+
+    def tell_work(self, place: Place, works: Sequence[RankTimes]) -> None:
+        """Name stragglers on the error stream."""
+        self._stragglers.take(works, place.world_size, place.attempt)
+
+    def notice_asked(self) -> bool:
+        """Return False: no host can join."""
+        return False
+
     def conclude(self, ending: Ending) -> Verdict:
         """Return the verdict on the ending."""
-        verdict = judge({0: ending}, self._max_restarts - self._attempt)
+        idle = self._idle_attempts.after([ending])
+        verdict = judge({0: ending}, self._max_restarts - self._attempt, idle=idle)
         self._attempt += verdict.again
         return verdict
 
     def leave(self, reason: str) -> None:
         """Close the store."""
         self._store = None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -6,76 +6,45 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from drivetrain import __version__
 from drivetrain.errors import CollectiveError, ConfigError, DrivetrainError, PreflightError
 from drivetrain.runtime.world import loopback_store
+from drivetrain.telemetry.work import RankTimes
+from drivetrain_launch.health.straggler_watch import StragglerWatch
+from drivetrain_launch.preflight.network import chosen_address, machine_id, transport_of
+from drivetrain_launch.preflight.probe import HostProbe
 from drivetrain_launch.ranks.channel import (
     LONGEST_MESSAGE,
     Channel,
     NotAuthenticError,
-    greet_server,
 )
-from drivetrain_launch.ranks.coordinator import BEAT_S, LOST_S, Coordinator
+from drivetrain_launch.ranks.coordinator import BEAT_S, LOST_S, Coordinator, RunTerms
 from drivetrain_launch.ranks.failure import Ending, Verdict
-from drivetrain_launch.ranks.loop_thread import LoopThread
+from drivetrain_launch.ranks.host0 import Host0, Party
+from drivetrain_launch.ranks.loop_thread import LoopThread, OwnTasks
 from drivetrain_launch.ranks.meeting import Place
-from drivetrain_launch.ranks.placement import Endpoint, listening_address
+from drivetrain_launch.ranks.placement import interface_of, listening_address
+from drivetrain_launch.ranks.preflight import Preflight, show
 from drivetrain_launch.ranks.secret import WAY_OUT
 from drivetrain_launch.ranks.tunnel import Door
+from drivetrain_launch.watching.watch import Hosts
 
 FIRST_REMINDER_S = 3.0
 """How long a host waits before it says so; the pauses between further lines double."""
 
 LONGEST_PAUSE_S = 60.0
-AGAIN_S = 0.2
-"""Pause between two tries to reach host 0, which may come later."""
 
-TRY_S = 5.0
-"""How long one try may take: a host that is off answers nothing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Party:
-    """The facts about a launcher in a run over several hosts.
-
-    Attributes:
-        endpoint: of host 0.
-        index: of this launcher.
-        count: number of launchers.
-        ranks: number of ranks here.
-        run: what tells this run from others at the same endpoint: a scheduler's job, or "".
-        secret: that all launchers of the run share.
-        max_restarts: how often ranks start again; host 0's counts.
-        start_timeout_s: how long launchers and ranks wait for each other.
-    """
-
-    endpoint: Endpoint
-    index: int
-    count: int
-    ranks: int
-    run: str
-    secret: bytes
-    max_restarts: int
-    start_timeout_s: float
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """Values that all launchers must share."""
-        return {
-            "drivetrain's version": __version__,
-            "torch's version": torch.__version__,
-            "the number of hosts": str(self.count),
-            "the job": self.run,
-        }
+AGAIN = (
+    "no other host can lead the run: start the run again on every host, perhaps with another "
+    "machine as host 0; 'accelerator.resume()' in the script goes on from the newest checkpoint"
+)
 
 
 class SeveralHosts:
@@ -89,6 +58,8 @@ class SeveralHosts:
         self._party = party
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self._stop = threading.Event()
+        self._notice = threading.Event()
+        self._lost = ""
         self._over = False
         self._missing = ""
         self._heard = time.monotonic()
@@ -98,7 +69,9 @@ class SeveralHosts:
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._left = False
-        self._door = Door(self._connect)
+        self._host0 = Host0(party)
+        self._door = Door(self._host0.connect)
+        self._probe = HostProbe()
         self._background = LoopThread()
 
     def join(self) -> None:
@@ -125,36 +98,62 @@ class SeveralHosts:
             ) from error
 
     def meet(self) -> Place:
-        """Wait for every host.
+        """Wait for every host, and first for host 0 if it was lost.
 
         Raises:
+            CollectiveError: host 0 stays lost.
             ConfigError: hosts contradict each other.
             PreflightError: a host did not come in time.
         """
+        if self._lost:
+            self._join_again()
         with reminding(lambda: self._missing and f"{self._missing} at {self._party.endpoint}"):
             message = self._next("meet")
         self._stop.clear()
+        self._notice.clear()
         channel = self._open_channel()
         address = str(channel.writer.get_extra_info("sockname")[0])
-        return Place(
-            attempt=message["attempt"],
-            sizes=tuple(message["sizes"]),
-            index=self._party.index,
-            port=self._door.port if self._party.index else message["port"],
-            address=address if self._party.index else message["address"] or address,
-        )
+        if self._party.index:
+            return _place(message, self._door.port, address)
+        return _place(message, message["port"], message["address"] or address)
 
     def stop_asked(self) -> bool:
         """Whether another host's ranks have failed, or host 0 is gone."""
         return self._stop.is_set()
 
+    def hosts(self, place: Place) -> Hosts | None:
+        """Return the connection of the watch over hanging ranks: host 0 judges."""
+        return Hosts(
+            show=lambda views: self._send("views", views=list(views)),
+            others=lambda: {} if self._coordinator is None else self._coordinator.views(),
+            judges=place.index == 0,
+        )
+
+    def tell_work(self, place: Place, works: Sequence[RankTimes]) -> None:
+        """Send the times of ranks here to host 0, which names stragglers."""
+        told = [work.to_json() for work in works]
+        if told:
+            self._send("work", works=told, size=place.world_size, attempt=place.attempt)
+
+    def notice_asked(self) -> bool:
+        """Whether the ranks here must be told, once, to save and end: a host wants to join."""
+        asked = self._notice.is_set()
+        self._notice.clear()
+        return asked
+
     def conclude(self, ending: Ending) -> Verdict:
-        """Tell the ending of the ranks here, and wait for the verdict of all hosts."""
+        """Tell the ending of the ranks here, and wait for the verdict of all hosts.
+
+        If host 0 is lost, the hosts may meet again.
+        """
         self._send("ending", ending=ending.to_json())
         try:
             message = self._next("verdict")
         except CollectiveError as error:
-            return Verdict(text=str(error), code=error.exit_code)
+            again = self._party.index > 0 and self._party.max_restarts > 0 and not ending.signal
+            self._over = not again
+            text = f"{self._lost}; trying to reach it again" if again else str(error)
+            return Verdict(text=text, code=error.exit_code, again=again)
         self._over = not message["again"]
         return Verdict(text=message["text"], code=message["code"], again=message["again"])
 
@@ -180,14 +179,11 @@ class SeveralHosts:
             message = self._inbox.get()
             if message["kind"] == "refused":
                 self._over = True
-                errors: tuple[type[DrivetrainError], ...] = (ConfigError, PreflightError)
-                raise next(e for e in errors if e.exit_code == message["code"])(message["text"])
+                raise _refusal(message)
             if message["kind"] == "lost":
                 self._over = True
-                raise CollectiveError(
-                    f"host 0 at {self._party.endpoint} is lost: {message['reason']}; "
-                    "start the run again on every host"
-                )
+                self._lost = f"host 0 at {self._party.endpoint} is lost: {message['reason']}"
+                raise CollectiveError(f"{self._lost}; {AGAIN}")
             if message["kind"] == kind:
                 return message
 
@@ -207,15 +203,13 @@ class SeveralHosts:
         party = self._party
         self._coordinator = Coordinator(
             secret=party.secret,
-            count=party.count,
-            facts=party.facts,
-            max_restarts=party.max_restarts,
-            start_timeout_s=party.start_timeout_s,
+            terms=_terms(party),
+            preflight=Preflight(party.check, partial(show, say=_say)),
             new_store=self._new_store,
             say=_say,
         )
         self._server = await asyncio.start_server(
-            self._coordinator.accept,
+            OwnTasks(self._coordinator.accept),
             listening_address(party.endpoint),
             party.endpoint.port,
             limit=LONGEST_MESSAGE,
@@ -226,45 +220,38 @@ class SeveralHosts:
         self._store = loopback_store(timedelta(seconds=self._party.start_timeout_s))
         return int(self._store.port)
 
-    async def _connect(self) -> Channel:
-        endpoint = self._party.endpoint
-        async with asyncio.timeout(TRY_S):
-            reader, writer = await asyncio.open_connection(
-                endpoint.host, endpoint.port, limit=LONGEST_MESSAGE
-            )
+    def _join_again(self) -> None:
+        """Reach host 0 after it was lost, or raise a CollectiveError."""
+        lost, self._lost = self._lost, ""
         try:
-            return await greet_server(reader, writer, self._party.secret)
-        except BaseException:
-            writer.close()
-            raise
+            with reminding(lambda: f"host 0 of {self._party.count} at {self._party.endpoint}"):
+                self._background.call(self._reach_again())
+        except (OSError, NotAuthenticError, PreflightError) as error:
+            self._over = True
+            raise CollectiveError(f"{lost}; {AGAIN}") from error
+
+    async def _reach_again(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        self._open_channel().writer.transport.abort()
+        self._inbox = queue.Queue()
+        self._channel = await self._host0.connect_again()
+        self._join_over(self._channel)
 
     async def _reach(self) -> None:
         """Connect to host 0, which may come later, and join."""
-        deadline = time.monotonic() + self._party.start_timeout_s
-        while True:
-            try:
-                self._channel = await self._connect()
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise PreflightError(
-                        f"cannot reach host 0 at {self._party.endpoint} within "
-                        f"{self._party.start_timeout_s:g} s: {error or 'no answer'}; check that "
-                        "host 0 was started with --node-rank 0 and that the port is open"
-                    ) from error
-                await asyncio.sleep(AGAIN_S)
+        self._channel = await self._host0.connect_soon()
         if self._party.index:
             await self._door.open()
-        self._channel.send(
-            "join",
-            index=self._party.index,
-            host=socket.gethostname(),
-            ranks=self._party.ranks,
-            facts=self._party.facts,
-        )
+        self._join_over(self._channel)
+
+    def _join_over(self, channel: Channel) -> None:
+        """Ask for this launcher's place, and listen from now on."""
+        channel.send("join", **_introduction(self._party, channel))
         self._heard = time.monotonic()
-        self._tasks.append(asyncio.create_task(self._listen(self._channel)))
-        self._tasks.append(asyncio.create_task(self._beat(self._channel)))
+        self._tasks.append(asyncio.create_task(self._listen(channel)))
+        self._tasks.append(asyncio.create_task(self._beat(channel)))
 
     async def _listen(self, channel: Channel) -> None:
         reason = "its launcher has ended, or the connection is closed"
@@ -274,6 +261,13 @@ class SeveralHosts:
                 self._heard = time.monotonic()
                 if message["kind"] == "alive":
                     self._missing = message["missing"]
+                    continue
+                if message["kind"] == "check":
+                    answer = _answer(self._probe, channel, message)
+                    self._tasks.append(asyncio.create_task(answer))
+                    continue
+                if message["kind"] == "notice":
+                    self._notice.set()
                     continue
                 if message["kind"] in ("stop", "refused"):
                     self._stop.set()
@@ -304,8 +298,69 @@ class SeveralHosts:
         if self._coordinator is not None:
             await self._coordinator.last_words()
         self._door.close()
+        self._probe.close()
         if self._server is not None:
             self._server.close()
+
+
+def _introduction(party: Party, channel: Channel) -> dict[str, Any]:
+    """Return the facts of a launcher for host 0."""
+    seen = str(channel.writer.get_extra_info("sockname")[0])
+    address, transport = chosen_address(party.backend, seen), transport_of(party.backend)
+    return {
+        "index": party.index,
+        "host": socket.gethostname(),
+        "ranks": party.ranks,
+        "facts": party.facts,
+        "software": dict(party.software),
+        "machine": machine_id() if party.alone else "",
+        "network": {
+            "address": address,
+            "interface": interface_of(address) or "",
+            "transport": transport.name,
+            "measured": transport.measured,
+        },
+    }
+
+
+def _terms(party: Party) -> RunTerms:
+    """Return the terms of the run, by which host 0 coordinates."""
+    return RunTerms(
+        least=party.least,
+        count=party.count,
+        facts=party.facts,
+        max_restarts=party.max_restarts,
+        start_timeout_s=party.start_timeout_s,
+        hear_work=StragglerWatch(party.straggler_margin, _say).hear,
+    )
+
+
+def _place(message: dict[str, Any], port: int, address: str) -> Place:
+    """Return the place that host 0 gives, with the store's port and the address on this host."""
+    return Place(
+        attempt=message["attempt"],
+        sizes=tuple(message["sizes"]),
+        nodes=tuple(message["nodes"]),
+        link=message["link"],
+        index=message["index"],
+        port=port,
+        address=address,
+    )
+
+
+async def _answer(probe: HostProbe, channel: Channel, order: dict[str, Any]) -> None:
+    """Carry out an order of the check, beside the beats."""
+    try:
+        reply = await asyncio.to_thread(probe.carry_out, order)
+    except OSError as error:
+        reply = {"error": str(error)}
+    channel.send("checked", number=order["number"], **reply)
+
+
+def _refusal(message: dict[str, Any]) -> DrivetrainError:
+    """Return the error of host 0, which refuses this launcher or ends the run."""
+    errors: tuple[type[DrivetrainError], ...] = (ConfigError, PreflightError)
+    return next(kind for kind in errors if kind.exit_code == message["code"])(message["text"])
 
 
 @contextmanager

@@ -6,6 +6,7 @@ no disk. With a folder for logs, every stream of every rank is a file there, whi
 follows.
 """
 
+import itertools
 import os
 import sys
 import threading
@@ -90,10 +91,23 @@ class Output:
 
     def _files(self, rank: int, folder: Path) -> Streams:
         paths = [folder / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr")]
+        for path in paths:
+            keep_earlier(path)
         if rank == 0:
             self._followed[sys.stdout][rank] = str(paths[0])
         self._followed[sys.stderr][rank] = str(paths[1])
         return Streams(*(self._given.enter_context(path.open("wb")) for path in paths))
+
+
+def keep_earlier(path: Path) -> None:
+    """Give a file of an earlier run another name: ``x.log`` becomes ``x.1.log``, then ``x.2.log``.
+
+    Only this launcher writes the file, so that nobody else renames it.
+    """
+    if not path.exists():
+        return
+    names = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+    path.rename(next(name for name in names if not name.exists()))
 
 
 def _prefix(rank: int) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from drivetrain.config import LaunchConfig
-from drivetrain.errors import ConfigError, PreflightError
+from drivetrain.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 
@@ -56,13 +56,11 @@ class Seat:
 
     Attributes:
         local_rank: its index on the host.
-        local_size: number of ranks of the host.
-        node: index of the host.
+        local_size: number of ranks of the host; 0 where the scheduler does not tell it.
     """
 
-    local_rank: int
-    local_size: int
-    node: int
+    local_rank: int = 0
+    local_size: int = 0
 
 
 def cores() -> int:
@@ -79,17 +77,28 @@ def accelerators() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
+def backend_of(accelerators: int) -> str:
+    """Return the communication library that ranks of this host choose; imports torch."""
+    if not accelerators:
+        return "gloo"
+    import torch
+    import torch.distributed as dist
+
+    device = torch.accelerator.current_accelerator()
+    return "gloo" if device is None else dist.get_default_backend_for_device(device)
+
+
 def local_ranks(launch: LaunchConfig, *, accelerators: int, cores: int) -> int:
     """Return how many ranks this host runs.
 
     Raises:
-        PreflightError: there are accelerators, but fewer than ranks.
+        ConfigError: there are accelerators, but fewer than ranks.
     """
     available = 0 if launch.device == "cpu" else accelerators
     if launch.nproc_per_node == "auto":
         return available or cores
     if available and launch.nproc_per_node > available:
-        raise PreflightError(
+        raise ConfigError(
             f"expected an accelerator for each of the {launch.nproc_per_node} ranks of this host, "
             f"found {available}; start at most {available} with --nproc-per-node, or compute on "
             "the CPU with --cpu"
@@ -134,6 +143,11 @@ def check_hosts(launch: LaunchConfig) -> None:
             f"launch.node_rank: expected 0 to {launch.nnodes - 1} with nnodes {launch.nnodes}, "
             f"found {launch.node_rank}; set --nnodes to the number of hosts"
         )
+    if launch.least_nnodes > launch.nnodes:
+        raise ConfigError(
+            f"launch.min_nnodes: expected at most nnodes, {launch.nnodes}, found "
+            f"{launch.min_nnodes}; give --nnodes MIN:MAX, such as 2:4"
+        )
     if launch.nnodes > 1 and not launch.rdzv_endpoint:
         raise ConfigError(
             f"launch.rdzv_endpoint: expected HOST:PORT of host 0 with nnodes {launch.nnodes}, "
@@ -150,12 +164,12 @@ def listening_address(endpoint: Endpoint) -> str:
     For such a name host 0 listens on every interface: "".
 
     Raises:
-        PreflightError: the endpoint is not on this host, or another process listens there.
+        ConfigError: the endpoint is not on this host, or another process listens there.
     """
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise PreflightError(
+        raise ConfigError(
             f"cannot find the address of {endpoint.host!r}: {error}; expected a name or an address "
             "of host 0 in --rdzv-endpoint"
         ) from error
@@ -170,11 +184,11 @@ def listening_address(endpoint: Endpoint) -> str:
             probe.listen(1)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                raise PreflightError(
+                raise ConfigError(
                     f"{endpoint.host} is no address of this host, which has --node-rank 0; give "
                     "each host its own --node-rank, and --rdzv-endpoint an address of host 0"
                 ) from error
-            raise PreflightError(
+            raise ConfigError(
                 f"cannot listen on port {endpoint.port}: {error.strerror}{_holder(endpoint.port)}; "
                 "choose another port in --rdzv-endpoint or stop the process that has it"
             ) from error

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import Popen
 
+from drivetrain.runtime.board import ask_to_stop
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, read_failure
+from drivetrain_launch.ranks.hangs import board_of
 from drivetrain_launch.ranks.output import Output
 
 POLL_S = 0.05
@@ -57,6 +59,11 @@ class RankProcesses:
         return {process.pid for process in self._processes.values()}
 
     @property
+    def pids_by_rank(self) -> dict[int, int]:
+        """Process ids by global rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    @property
     def over(self) -> bool:
         """Whether no rank runs any longer."""
         return len(self._ends) == len(self._processes)
@@ -82,6 +89,8 @@ class RankProcesses:
         """End the ranks with all processes of their sessions, by force after the grace."""
         self.poll()
         self._stopped.update(self._running())
+        for rank in self._running():
+            ask_to_stop(board_of(self._private, rank))
         self._signal_sessions(number)
         deadline = time.monotonic() + grace_s
         while not self.over and time.monotonic() < deadline:

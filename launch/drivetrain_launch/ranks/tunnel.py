@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from drivetrain.runtime.world import LOOPBACK
 from drivetrain_launch.ranks.channel import Channel, NotAuthenticError
+from drivetrain_launch.ranks.loop_thread import OwnTasks
 
 CHUNK = 65536
 """Bytes passed on at once."""
@@ -30,7 +31,7 @@ class Door:
 
     async def open(self) -> None:
         """Listen on a free port."""
-        self._server = await asyncio.start_server(self._pass_on, LOOPBACK, 0)
+        self._server = await asyncio.start_server(OwnTasks(self._pass_on), LOOPBACK, 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -23,7 +24,10 @@ from typing import NoReturn
 import drivetrain
 from drivetrain.compat import importing
 from drivetrain.errors import CollectiveError, DrivetrainError
+from drivetrain.runtime.board import board
 from drivetrain.runtime.notices import unheard
+from drivetrain_launch.watching.flight import RECORDER_VARIABLE, answer
+from drivetrain_launch.watching.stacks import BOARD_VARIABLE, STACK_SIGNAL, STACKS
 
 INTERRUPTED = 130
 LINGER_S = 1.0
@@ -55,6 +59,7 @@ def main() -> None:
     parent, arguments = int(sys.argv[1]), sys.argv[2:]
     die_with(parent)
     faulthandler.enable()
+    show_board()
     signal.signal(signal.SIGUSR1, unheard)
     atexit.register(leave_process_group)  # now: after all that the script registers
     try:
@@ -69,6 +74,29 @@ def main() -> None:
         atexit.unregister(leave_process_group)
         leave(fail(error))
     sys.exit(code)
+
+
+def show_board() -> None:
+    """Show the launcher where this rank is from now on, and answer it with stacks.
+
+    The variable is not for programs that the script starts.
+    """
+    path = os.environ.pop(BOARD_VARIABLE, "")
+    if path:
+        board.attach(path)
+        stacks = Path(path).with_suffix(STACKS).open("w", encoding="utf-8")
+        faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
+        if os.environ.get(RECORDER_VARIABLE):
+            threading.Thread(target=answer, args=(Path(path), flight), daemon=True).start()
+
+
+def flight() -> bytes:
+    """Return the record of torch's flight recorder as JSON, b"" where there is none."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
+        c10d, "_dump_nccl_trace_json", None
+    )
+    return bytes(dump()) if dump is not None else b""
 
 
 def die_with(parent: int) -> None:

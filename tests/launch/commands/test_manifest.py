@@ -64,6 +64,19 @@ def test_a_batch_script_requeues_a_run_that_saved(command, script, cluster):
     assert not any("scontrol" in line for line in seen)
 
 
+def test_a_batch_script_of_an_elastic_run_keeps_the_nodes_that_are_left(command, script, cluster):
+    asked = ("--devices", "8", "--set", "launch.min_nnodes=1", script)
+    code, batch, err = command("manifest", "slurm", *HOSTS, *asked)
+    assert code == 0, err
+    assert "#SBATCH --no-kill\n" in batch
+    ended, seen = cluster(batch, 93)
+    assert (ended, seen[1:3]) == (93, ["--no-kill", "--kill-on-bad-exit=0"])
+    assert "launch.min_nnodes=1" in seen
+    assert not any(line.startswith("scontrol") for line in seen)  # 93: do not start again
+    _, batch, _ = command("manifest", "slurm", *HOSTS, "--devices", "8", script)
+    assert "--no-kill" not in batch
+
+
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
 def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
     asked = ("--image", "registry/image:1", "--kind", kind, "--devices", "8", "train.py", "--lr=1")
@@ -83,7 +96,7 @@ def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
         for rule in rules
         if "onExitCodes" in rule
         for code in rule["onExitCodes"]["values"]
-    } == {75: "Ignore", 2: "FailJob", 4: "FailJob"}
+    } == {75: "Ignore"} | dict.fromkeys([2, 4, 9, 93], "FailJob")
     assert spec["failurePolicy"]["maxRestarts"] == 3
     container = indexed["template"]["spec"]["containers"][0]
     assert container["command"][-2:] == ["train.py", "--lr=1"]

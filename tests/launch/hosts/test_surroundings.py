@@ -57,6 +57,8 @@ PALS = {
     "PALS_LOCAL_SIZE": "4",
     "MASTER_ADDR": "n1",
 }
+PLAIN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "1234"}
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SKY = {
     "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
     "SKYPILOT_NUM_NODES": "2",
@@ -70,12 +72,15 @@ SKY = {
     [
         (PET, (2, 1, "job-node-0-0.job:29500"), None, ""),
         (STEP, (2, 1, "n07:31110"), None, "4711.0"),
-        (DEVICES, (8, 6, "n07:31110"), Seat(local_rank=2, local_size=4, node=1), "4711.0"),
-        (MPI, (4, 3, "n1:29500"), Seat(local_rank=1, local_size=2, node=1), ""),
-        (MPI | STEP, (4, 3, "n1:29500"), Seat(local_rank=1, local_size=2, node=1), ""),
-        (MPICH, (4, 1, "[fe80::1]:29400"), Seat(local_rank=1, local_size=2, node=0), ""),
-        (PALS, (4, 1, "n1:29500"), Seat(local_rank=1, local_size=4, node=0), ""),
+        (DEVICES, (8, 6, "n07:31110"), Seat(local_rank=2, local_size=4), "4711.0"),
+        (MPI, (4, 3, "n1:29500"), Seat(local_rank=1, local_size=2), ""),
+        (MPI | STEP, (4, 3, "n1:29500"), Seat(local_rank=1, local_size=2), ""),
+        (MPICH, (4, 1, "[fe80::1]:29400"), Seat(local_rank=1, local_size=2), ""),
+        (PALS, (4, 1, "n1:29500"), Seat(local_rank=1, local_size=4), ""),
         (SKY, (2, 1, "10.0.0.4:8008"), None, "sky-1"),
+        (PLAIN, (4, 3, "n1:1234"), Seat(), ""),
+        (PLAIN | LOCAL, (4, 3, "n1:1234"), Seat(local_rank=1, local_size=2), ""),
+        (PLAIN | STEP, (2, 1, "n07:31110"), None, "4711.0"),
         (PET | {"PET_NODE_RANK": "", "JOB_COMPLETION_INDEX": "1"},
          (2, 1, "job-node-0-0.job:29500"), None, ""),
         (PET | {"PET_RDZV_ENDPOINT": "h:1", "PET_MASTER_ADDR": ""}, (2, 1, "h:1"), None, ""),
@@ -101,7 +106,7 @@ def test_recognised(environment, hosts, seat, run):
     [{}, {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}, {"PMI_SIZE": "1", "PMI_RANK": "0"},
      {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NNODES": "1",
       "SLURM_NTASKS": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "n1"},
-     {"RANK": "1", "WORLD_SIZE": "2"}],
+     {"RANK": "0", "WORLD_SIZE": "1"}, PLAIN | {"DRIVETRAIN_CONFIG": "config.yaml"}],
 )  # fmt: skip
 def test_nothing_to_recognise(environment):
     assert recognise(environment) is None
@@ -110,10 +115,19 @@ def test_nothing_to_recognise(environment):
 @pytest.mark.parametrize(
     ("environment", "text"),
     [
+        (
+            {"RANK": "0"},
+            "expected the variables RANK, WORLD_SIZE, found RANK alone; set WORLD_SIZE",
+        ),
+        (PLAIN | {"MASTER_ADDR": ""}, "set MASTER_ADDR, or give --nnodes"),
+        (PLAIN | {"RANK": "4"}, "RANK=4 and WORLD_SIZE=4 contradict each other"),
+        (PLAIN | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD"),
+        (PLAIN | {"TORCHELASTIC_RUN_ID": "none"}, "torchrun has started this .* rank 3 of 4; give"),
         (PET | {"PET_MASTER_ADDR": ""}, "expected the variables .* set PET_MASTER_ADDR, or give"),
         (PET | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK=2 and PET_NNODES=2 contradict each other"),
         (PET | {"PET_NNODES": "two"}, "PET_NNODES: expected a whole number .* found 'two'"),
-        (PET | {"PET_NNODES": "2:4"}, "expected one number of hosts, found '2:4'"),
+        (PET | {"PET_NNODES": "2:x"}, "PET_NNODES: expected a whole number .* found '2:x'"),
+        (PET | {"PET_NNODES": "x:4"}, "PET_NNODES: expected a whole number .* found 'x:4'"),
         (PET | {"PET_MASTER_PORT": "x"}, "expected HOST:PORT"),
         (MPI | {"MASTER_ADDR": ""}, "MASTER_ADDR, found none; .*mpirun -x MASTER_ADDR="),
         (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, "set OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -155,6 +169,41 @@ def test_a_file_that_says_otherwise_is_refused():
     with pytest.raises(ConfigError, match=r"run.yaml:2: launch.nnodes: 4 contradicts 2 from SLURM"):
         check_agreement(recognise(STEP), file)
     check_agreement(recognise(STEP), Layer({"launch": {"nnodes": 2, "nproc_per_node": 3}}, {}))
+
+
+def test_fewest_and_most_hosts_of_torchruns_variables():
+    entries = {key: value for key, value, _ in recognise(PET | {"PET_NNODES": "1:4"}).entries}
+    assert (entries["launch.min_nnodes"], entries["launch.nnodes"]) == (1, 4)
+    same = recognise(PET | {"PET_NNODES": "2:2"}).entries
+    assert not [key for key, _, _ in same if key == "launch.min_nnodes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--nnodes", "4:2"), "launch.min_nnodes: expected at most nnodes, 2, found 4"),
+        (("--nnodes", "0:2"), "launch.min_nnodes: expected at least 1, found 0"),
+        (("--nnodes", "x:2"), "launch.min_nnodes: expected"),
+        (
+            ("--nnodes", "1:2", "--set", "strategy=megatron", "--set", "strategy.tp=4"),
+            "launch.min_nnodes: the run could not go on with 1 hosts of 2 ranks",
+        ),
+    ],
+)
+def test_numbers_of_hosts_that_cannot_be_are_refused(command, options, text):
+    place = ("--rdzv-endpoint", "h:1", "--nproc-per-node", "2", "--dry-run")
+    code, _, err = command("launch", *options, *place)
+    assert code == 2
+    assert text in " ".join(err.split()), err
+
+
+def test_the_command_line_names_the_fewest_and_the_most_hosts(command):
+    place = ("--rdzv-endpoint", "h:1", "--nproc-per-node", "2", "--dry-run", "--strategy", "toy")
+    code, out, _ = command("launch", "--nnodes", "2:4", *place)
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "launch.nnodes 4 --nnodes 2:4" in lines
+    assert "launch.min_nnodes 2 --nnodes 2:4" in lines
 
 
 def test_dry_run_shows_what_was_recognised_and_from_which_variable(command, monkeypatch):

@@ -345,5 +345,26 @@ def test_busy_port_is_named(sandbox):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         done = sandbox.launch("--rdzv-endpoint", f"127.0.0.1:{port}", sandbox.script(""))
-    assert done.returncode == 3
+    assert done.returncode == 2
     assert f"cannot listen on port {port}" in done.stderr
+
+
+IDLE = """
+import os, sys
+from pathlib import Path
+config = Path(os.environ["DRIVETRAIN_CONFIG"])
+config.with_suffix(".read").touch()  # as an Accelerator does
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt < 2:
+    config.with_suffix(".saved").write_text(str(10 * attempt))
+print("attempt", attempt)
+sys.exit(7)
+"""
+
+
+def test_attempts_that_save_nothing_new_end_before_the_restarts_do(sandbox):
+    script = sandbox.script(IDLE)
+    done = sandbox.launch("--nproc-per-node", "1", "--max-restarts", "9", script)
+    assert done.returncode == 93, done.stderr
+    assert done.stdout.splitlines() == [f"attempt {number}" for number in range(5)]
+    assert "no restart: 3 attempts in a row have failed and saved no newer" in done.stderr

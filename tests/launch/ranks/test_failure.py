@@ -6,7 +6,17 @@ import time
 import pytest
 
 from drivetrain.runtime.notices import PREEMPTED
-from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, first, judge, report
+from drivetrain_launch.ranks.failure import (
+    MOST_IDLE,
+    NO_PROGRESS,
+    EarlyEnd,
+    Ending,
+    Failure,
+    IdleAttempts,
+    first,
+    judge,
+    report,
+)
 
 
 def failure(rank, time, *, collateral=False, code=1, summary=""):
@@ -90,3 +100,38 @@ def test_a_lost_host_is_the_cause_unless_a_rank_has_one_of_its_own():
     assert (found.text, found.code) == (lost[1], 5)
     cause = Ending(failures=(failure(0, 1.0, code=9, summary="ValueError: x"),))
     assert judge({0: cause}, 0, lost).code == 9
+
+
+@pytest.mark.parametrize("code", [2, 4, 9, NO_PROGRESS])
+def test_errors_that_cannot_heal_use_no_restart(code):
+    verdict = judge({0: Ending(failures=(failure(0, 1.0, code=code),))}, 3)
+    assert (verdict.again, verdict.code) == (False, code)
+    assert f"exit code {code} would only come again" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("saved", "idle"),
+    [
+        ([-1, -1, -1], [1, 2, 3]),
+        ([-1, 10, 10, 10, 10], [1, 0, 1, 2, 3]),
+        ([10, 20, 20, 30], [0, 0, 1, 0]),
+        ([0, 0], [0, 1]),
+        ([10, 5, 10], [0, 1, 2]),  # after a return to an older checkpoint nothing newer came
+        ([None, None, None, None], [0, 0, 0, 0]),  # a script without an Accelerator tells nothing
+    ],
+)
+def test_progress_is_a_checkpoint_of_a_later_step_than_any_before(saved, idle):
+    progress = IdleAttempts()
+    endings = [[Ending(saved=steps), Ending()] for steps in saved]
+    assert [progress.after(each) for each in endings] == idle
+
+
+@pytest.mark.parametrize("restarts_left", [0, 7])
+def test_attempts_without_progress_end_with_a_code_of_their_own(restarts_left):
+    failed = {0: Ending(failures=(failure(0, 1.0, summary="OSError: x"),))}
+    assert judge(failed, 7, idle=MOST_IDLE - 1).again
+    verdict = judge(failed, restarts_left, idle=MOST_IDLE)
+    assert (verdict.again, verdict.code) == (False, NO_PROGRESS)
+    assert "OSError: x" in verdict.text
+    assert verdict.text.endswith("3 attempts in a row have failed and saved no newer checkpoint")
+    assert judge({0: Ending(ended=(end(0),))}, 7, idle=MOST_IDLE).code == 0

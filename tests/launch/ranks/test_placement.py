@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from drivetrain.config import LaunchConfig
-from drivetrain.errors import ConfigError, PreflightError
+from drivetrain.errors import ConfigError
 from drivetrain_launch.ranks.placement import (
     Endpoint,
     heap_variables,
@@ -34,7 +34,7 @@ def test_local_ranks(launch, accelerators, ranks):
 
 
 def test_more_ranks_than_accelerators_are_refused():
-    with pytest.raises(PreflightError, match="each of the 5 ranks of this host, found 4"):
+    with pytest.raises(ConfigError, match="each of the 5 ranks of this host, found 4"):
         local_ranks(LaunchConfig(nproc_per_node=5), accelerators=4, cores=8)
 
 
@@ -73,7 +73,7 @@ def test_address_is_the_one_on_the_route():
 def test_busy_port_is_refused_and_a_free_one_is_not():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(PreflightError, match=f"cannot listen on port {port}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on port {port}"):
             listening_address(Endpoint("127.0.0.1", port))
     assert listening_address(Endpoint("127.0.0.1", port)) == "127.0.0.1"
 

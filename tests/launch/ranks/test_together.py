@@ -9,15 +9,20 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
 
-from drivetrain.errors import ConfigError, PreflightError
+from drivetrain.errors import CollectiveError, ConfigError, PreflightError
+from drivetrain.runtime.notices import PREEMPTED
+from drivetrain.telemetry.work import RankTimes
+from drivetrain_launch.preflight.probe import HostProbe
 from drivetrain_launch.ranks import coordinator, member
 from drivetrain_launch.ranks.channel import (
     Channel,
@@ -25,7 +30,7 @@ from drivetrain_launch.ranks.channel import (
     greet_client,
     greet_server,
 )
-from drivetrain_launch.ranks.failure import Ending, Failure
+from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure
 from drivetrain_launch.ranks.member import Party, SeveralHosts
 from drivetrain_launch.ranks.placement import Endpoint, listening_address
 
@@ -197,7 +202,8 @@ def port():
 def party(port, index, *, count=2, secret=b"a secret of the tests", **settings):
     return SeveralHosts(
         Party(
-            **{"run": "", "max_restarts": 0, "start_timeout_s": 20, "ranks": index + 1, **settings},
+            **{"run": "", "max_restarts": 0, "start_timeout_s": 20, "ranks": index + 1,
+               "least": count, "straggler_margin": 0.3, **settings},
             endpoint=Endpoint("127.0.0.1", port), index=index, count=count, secret=secret,
         )
     )  # fmt: skip
@@ -324,6 +330,27 @@ def test_a_lost_host_is_named_and_its_replacement_joins_the_next_attempt(port):
         replacement.leave("")
 
 
+def test_host_0_names_a_slow_rank_of_another_host(port, capsys):
+    with together(port, 0, 1) as (hosts, pool):
+        places = list(pool.map(SeveralHosts.meet, hosts))
+        for _ in range(2):
+            for rank, seconds in enumerate((0.2, 0.2, 0.9)):
+                work = RankTimes(
+                    rank=rank, host=f"{min(rank, 1)}@n{min(rank, 1)}", steps=1, seconds=1.0,
+                    sections={"backward": seconds},
+                )  # fmt: skip
+                hosts[min(rank, 1)].tell_work(places[min(rank, 1)], [work])
+        deadline, said = time.monotonic() + 10, ""
+        while "slower" not in said and time.monotonic() < deadline:
+            time.sleep(0.02)
+            said += capsys.readouterr().err
+    named = [line for line in said.splitlines() if "slower" in line]
+    assert named == [
+        "rank 2 on host n1 is slower than the others: 900 ms of work in a step against 200 ms; "
+        "most of the difference is in backward, 900 ms against 200 ms"
+    ]
+
+
 async def cut(host):
     host._channel.writer.transport.abort()
 
@@ -345,6 +372,108 @@ def test_a_silent_host_is_lost_on_both_sides(port, monkeypatch):
         assert f"host 0 at 127.0.0.1:{port} is lost: " in verdict.text
 
 
+SAVED = Ending(ended=(EarlyEnd(rank=0, host="n", code=PREEMPTED, time=0),))
+
+
+def test_hosts_that_are_left_go_on_and_one_that_comes_back_joins_after_a_save(port, monkeypatch):
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
+    monkeypatch.setattr(coordinator, "SETTLE_S", 0.5)
+    settings = {"count": 3, "least": 2, "max_restarts": 1}
+    with together(port, 0, 1, 2, **settings) as (hosts, pool):
+        assert [p.sizes for p in pool.map(SeveralHosts.meet, hosts)] == 3 * [(1, 2, 3)]
+        hosts[1]._background.call(cut(hosts[1]))
+        wait_until(hosts[2].stop_asked)
+        left = [hosts[0], hosts[2]]
+        stopped = [Ending(stopped=(0,)), Ending(stopped=(1,))]
+        verdicts = list(pool.map(SeveralHosts.conclude, left, stopped))
+        assert all(verdict.again for verdict in verdicts)
+        places = list(pool.map(SeveralHosts.meet, left))
+        assert [(p.attempt, p.index, p.sizes, p.first_rank) for p in places] == [
+            (1, 0, (1, 3), 0),
+            (1, 1, (1, 3), 1),
+        ]
+        back = party(port, 1, **settings)
+        back.join()
+        wait_until(lambda: any(host.notice_asked() for host in left))
+        assert not any(host.stop_asked() for host in left)  # the ranks may save
+        verdicts = list(pool.map(SeveralHosts.conclude, left, 2 * [SAVED]))
+        assert all(verdict.again for verdict in verdicts)  # although no restart is left
+        places = list(pool.map(SeveralHosts.meet, [hosts[0], back, hosts[2]]))
+        assert [(p.attempt, p.index, p.sizes) for p in places] == [
+            (2, place, (1, 2, 3)) for place in range(3)
+        ]
+        verdicts = list(pool.map(SeveralHosts.conclude, [hosts[0], back, hosts[2]], 3 * [SAVED]))
+        assert [(v.again, v.code) for v in verdicts] == 3 * [(False, PREEMPTED)]
+        back.leave("")
+
+
+def test_scheduler_that_ends_the_run_is_not_taken_for_a_host_that_came(port, monkeypatch):
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
+    monkeypatch.setattr(coordinator, "SETTLE_S", 0.0)
+    monkeypatch.setattr(coordinator, "LAST_CALL_S", 0.2)
+    with together(port, 0, count=2, least=1) as (hosts, _):
+        assert hosts[0].meet().sizes == (1,)
+        second = party(port, 1, count=2, least=1)
+        second.join()
+        wait_until(hosts[0].notice_asked)
+        verdict = hosts[0].conclude(replace(SAVED, noticed=True))
+        assert (verdict.again, verdict.code) == (False, PREEMPTED)
+        with pytest.raises(PreflightError, match="the run has ended"):
+            second.meet()
+        second.leave("")
+
+
+def test_the_first_attempt_waits_for_more_hosts_than_the_fewest(port, monkeypatch):
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
+    monkeypatch.setattr(coordinator, "LAST_CALL_S", 1.0)
+    with together(port, 0, 2, count=4, least=2) as (hosts, pool):
+        met = [pool.submit(host.meet) for host in hosts]
+        time.sleep(0.5)
+        assert not any(each.done() for each in met)
+        third = party(port, 1, count=4, least=2)
+        third.join()
+        places = [each.result(10) for each in met]
+        assert [(p.index, p.sizes) for p in places] == [(0, (1, 2, 3)), (2, (1, 2, 3))]
+        assert third.meet().index == 1
+        third.leave("")
+
+
+def test_a_host_that_lost_host_0_for_a_while_joins_again(port, monkeypatch):
+    for module in (coordinator, member):
+        monkeypatch.setattr(module, "BEAT_S", 0.1)
+        monkeypatch.setattr(module, "LOST_S", 0.6)
+    with together(port, 0, 1, max_restarts=2) as (hosts, pool):
+        list(pool.map(SeveralHosts.meet, hosts))
+        for silent in (hosts[1]._channel, hosts[0]._coordinator._members[1].channel):
+            silent.send = lambda *_, **__: None
+        for host in hosts:
+            wait_until(host.stop_asked)
+        verdicts = list(pool.map(SeveralHosts.conclude, hosts, [fail(0, 5), fail(1, 5)]))
+        assert [verdict.again for verdict in verdicts] == [True, True]
+        assert "is lost: " in verdicts[1].text
+        assert verdicts[1].text.endswith("; trying to reach it again")
+        places = list(pool.map(SeveralHosts.meet, hosts))
+        assert [(p.attempt, p.index, p.sizes) for p in places] == [(1, 0, (1, 2)), (1, 1, (1, 2))]
+
+
+def test_a_host_that_lost_host_0_for_good_ends_with_the_code_of_a_lost_host(port):
+    async def die():
+        hosts[0]._server.close()
+        for joined in hosts[0]._coordinator._members.values():
+            joined.channel.writer.transport.abort()
+
+    with together(port, 0, 1, max_restarts=2) as (hosts, pool):
+        list(pool.map(SeveralHosts.meet, hosts))
+        hosts[0]._background.call(die())
+        wait_until(hosts[1].stop_asked)
+        begin = time.monotonic()
+        verdict = hosts[1].conclude(fail(1, 5))
+        assert (verdict.again, verdict.code) == (True, 5)  # the link may come back
+        with pytest.raises(CollectiveError, match="host 0 at .* is lost: .*start the run again"):
+            hosts[1].meet()
+        assert time.monotonic() - begin < 5
+
+
 def test_hosts_that_differ_are_refused_with_both_values(port):
     with together(port, 0):
         other = party(port, 1, run="4711")
@@ -354,6 +483,71 @@ def test_hosts_that_differ_are_refused_with_both_values(port):
         other.leave("")
 
 
+def test_every_host_ends_with_the_same_line_about_other_software(port):
+    old, new = ({"torch's version": version} for version in ("2.12", "2.13"))
+    hosts = [party(port, i, count=3, software=old if i == 2 else new) for i in range(3)]
+    texts = set()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(SeveralHosts.join, hosts))
+        for meeting in [pool.submit(host.meet) for host in hosts]:
+            with pytest.raises(ConfigError, match="the hosts differ in torch's version") as caught:
+                meeting.result(20)
+            texts.add(str(caught.value))
+        list(pool.map(lambda host: host.leave(""), hosts))
+    (text,) = texts
+    name = socket.gethostname()
+    assert f"'2.13' on host 0 ({name}), host 1 ({name}); '2.12' on host 2 ({name}); install" in text
+
+
+def test_replacement_with_other_software_leaves_alone(port):
+    with together(port, 0, 1, software={"the script": "a"}) as (hosts, pool):
+        list(pool.map(SeveralHosts.meet, hosts))
+        other = party(port, 1, software={"the script": "b"})
+        other.join()
+        with pytest.raises(ConfigError, match="the hosts differ in the script: 'a' on host 0"):
+            other.meet()
+        other.leave("")
+        assert not any(host.stop_asked() for host in hosts)
+
+
+def test_hosts_check_their_ways_before_the_first_attempt(port, capsys):
+    with together(port, 0, 1, software={"the script": "a"}) as (hosts, pool):
+        places = list(pool.map(SeveralHosts.meet, hosts))
+    said = capsys.readouterr().err
+    assert re.match(r"preflight \(\d\.\d s\): 2 hosts, every pair connects; between hosts ", said)
+    assert places[0].link == places[1].link > 1e6
+
+
+def test_check_can_be_left_out(port, capsys):
+    with together(port, 0, 1, check="none") as (hosts, pool):
+        places = list(pool.map(SeveralHosts.meet, hosts))
+    assert capsys.readouterr().err == ""
+    assert places[0].link == 0
+
+
+def test_launchers_of_single_ranks_on_one_machine_are_one_host(port, capsys):
+    with together(port, 0, 1, 2, count=3, alone=True) as (hosts, pool):
+        places = {place.index: place for place in pool.map(SeveralHosts.meet, hosts)}
+    assert [places[i].node for i in range(3)] == [0, 0, 0]
+    assert places[1].neighbors == [0, 1, 2]
+    assert capsys.readouterr().err == ""  # one host has no ways to check
+
+
+def test_a_host_that_leaves_during_the_check_is_waited_for(port, monkeypatch):
+    slow = threading.Event()
+    monkeypatch.setattr(HostProbe, "carry_out", lambda *_: {"waited": slow.wait(3)})
+    with together(port, 0, 1) as (hosts, pool):
+        wait_until(lambda: hosts[0]._coordinator._phase == "checking")
+        hosts[1]._background.call(cut(hosts[1]))
+        wait_until(lambda: hosts[0]._coordinator._phase == "meeting")
+        monkeypatch.undo()
+        slow.set()
+        second = party(port, 1)
+        second.join()
+        assert [place.index for place in pool.map(SeveralHosts.meet, (hosts[0], second))] == [0, 1]
+        second.leave("")
+
+
 def test_every_host_says_that_two_have_the_same_index(port):
     with together(port, 0, 1, 1, count=3) as (hosts, pool):
         for meeting in [pool.submit(host.meet) for host in hosts]:
@@ -361,8 +555,25 @@ def test_every_host_says_that_two_have_the_same_index(port):
                 meeting.result(timeout=20)
 
 
+def test_host_that_comes_after_the_refusal_hears_the_same_reason(port):
+    with together(port, 0, 1, 1, count=3) as (hosts, _):
+        wait_until(lambda: hosts[0]._coordinator._phase == "over")
+        late = party(port, 2, count=3)
+        late.join()
+        with pytest.raises(ConfigError, match="were started with --node-rank 1; give each of"):
+            late.meet()
+        late.leave("")
+
+
+def test_end_of_the_run_reports_no_cancelled_connection(port, caplog):
+    with together(port, 0) as (hosts, _), socket.create_connection(("127.0.0.1", port)) as stranger:
+        assert stranger.recv(1000)
+        hosts[0].leave("the run is over")
+    assert caplog.records == []
+
+
 def test_endpoint_of_another_host_is_refused():
-    with pytest.raises(PreflightError, match="is no address of this host, which has --node-rank 0"):
+    with pytest.raises(ConfigError, match="is no address of this host, which has --node-rank 0"):
         listening_address(Endpoint("192.0.2.7", 29400))
 
 
@@ -378,7 +589,7 @@ def test_hosts_do_not_wait_longer_than_the_start_timeout(port):
 
 def test_waiting_host_says_for_which(port, capsys, monkeypatch):
     monkeypatch.setattr(member, "FIRST_REMINDER_S", 1.2)
-    with together(port, 0) as (hosts, pool):
+    with together(port, 0, check="none") as (hosts, pool):
         first = pool.submit(hosts[0].meet)
         time.sleep(1.6)
         second = party(port, 1)

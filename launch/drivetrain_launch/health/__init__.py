@@ -1,0 +1,1 @@
+"""How the launcher sees that ranks do well: their times, gathered and compared."""

@@ -1,0 +1,238 @@
+"""Who keeps whom waiting, from the states of all ranks: one sentence, and plain values.
+
+A rank waits in an operation for as long as it is under way. Whoever has not handed over the
+operation of that number is absent; whoever has another one under its number mismatches; whoever a
+signal has stopped is stopped, wherever that happened.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drivetrain.runtime.board import NATIVE
+from drivetrain_launch.watching.stacks import main_thread, script_site
+from drivetrain_launch.watching.views import OperationView, RankView
+
+SECTIONS = {
+    "data": "the data loader",
+    "forward": "the forward",
+    "backward": "the backward",
+    "optimizer": "the optimizer",
+    "checkpoint": "a checkpoint",
+    "evaluation": "an evaluation",
+}
+"""Sections of a step in words; any other is the script's own work."""
+
+_LOADING = ("torch/utils/data/", "drivetrain/data/")
+_SAVING = ("drivetrain/checkpoint/",)
+
+Kind = Literal["absent", "mismatch", "stopped", "circle", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hang:
+    """Ranks that have waited for too long.
+
+    Attributes:
+        kind: how the culprits keep the others waiting; "none" where all came and nothing moves.
+        culprits: the ranks that keep others waiting.
+        waiting: the ranks that wait.
+        operation: for which they wait.
+        waited_s: for how long.
+        views: the states of all ranks that are known.
+    """
+
+    kind: Kind
+    culprits: Sequence[int]
+    waiting: Sequence[int]
+    operation: OperationView
+    waited_s: float
+    views: Mapping[int, RankView]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Values that are equal for one hang at two moments."""
+        operation = self.operation
+        return self.kind, tuple(self.culprits), operation.place, operation.running
+
+    def sentence(self) -> str:
+        """Return who keeps whom waiting, in one sentence."""
+        waiting, site = _ranks(self.waiting), self._site(self.waiting[0])
+        plural = "" if len(self.waiting) > 1 else "s"
+        where = f"{self.operation.name}{f' at {site}' if site else ''}"
+        if self.kind == "mismatch":
+            others = "; ".join(self._other(rank) for rank in self.culprits)
+            return (
+                f"{waiting} wait{plural} in {where} of {self.operation.size}, but {others}: ranks "
+                "must run the same operations in the same order"
+            )
+        if self.kind == "none":
+            return (
+                f"{waiting} came to {where}, and nothing has moved for {self.waited_s:.0f} s: "
+                "look at the network between the hosts"
+            )
+        whom = "it" if len(self.culprits) == 1 else "them"
+        who = ", and ".join(self._where(rank) for rank in self.culprits)
+        return f"{who}; {waiting} wait{plural} for {whom} in {where}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "sentence": self.sentence(),
+            "kind": self.kind,
+            "culprits": list(self.culprits),
+            "waiting": list(self.waiting),
+            "operation": self.operation.name,
+            "number": self.operation.running,
+            "waited_s": round(self.waited_s, 1),
+            "ranks": [view.to_json() for _, view in sorted(self.views.items())],
+        }
+
+    def _where(self, rank: int) -> str:
+        """Return where a rank is, and for how long."""
+        view, site = self.views[rank], self._site(rank)
+        if view.state == "ended":
+            return f"rank {rank} on {view.host} has ended"
+        if self.kind == "circle":
+            operation = view.longest()
+            name = operation.name if operation is not None else "an operation"
+            return f"rank {rank} on {view.host} waits in {name}{f' ({site})' if site else ''}"
+        return standing(view)
+
+    def _other(self, rank: int) -> str:
+        operation = self.views[rank].at(self.operation.place)
+        found = f"{operation.name} of {operation.size}" if operation is not None else "another one"
+        site = self._site(rank)
+        same = operation is not None and operation.name == self.operation.name
+        why = " of another step, or with other chunks" if same else ""
+        return f"rank {rank} in {found}{why}{f' at {site}' if site else ''}"
+
+    def _site(self, rank: int) -> str:
+        return script_site(self.views[rank].stack)
+
+
+def mismatch(views: Mapping[int, RankView]) -> Hang | None:
+    """Return two different operations with one number on a device, None where there are none.
+
+    Operations on a device do not check each other: gradients of different steps would be added up.
+    What a number stands for on a rank never changes, so that ranks may be seen at any moment.
+    """
+    seen: dict[tuple[str, int], tuple[int, OperationView]] = {}
+    for rank, view in sorted(views.items()):
+        for each in view.operations:
+            if not each.place.endswith(NATIVE) or not each.running or not each.checksum:
+                continue
+            first, other = seen.setdefault((each.place, each.running), (rank, each))
+            if other.checksum != each.checksum:
+                return Hang(
+                    kind="mismatch",
+                    culprits=[rank],
+                    waiting=[first],
+                    operation=other,
+                    waited_s=other.running_s,
+                    views=views,
+                )
+    return None
+
+
+def diagnose(views: Mapping[int, RankView], limit_s: float) -> Hang | None:
+    """Return the hang of the longest wait, None while nobody has waited for so long.
+
+    Args:
+        views: the states of the ranks that are known, by global rank.
+        limit_s: seconds that a wait may take.
+    """
+    waits = {
+        rank: operation
+        for rank, view in views.items()
+        if not view.state
+        and (operation := view.longest()) is not None
+        and operation.running_s >= limit_s
+    }
+    if not waits:
+        return None
+    first = max(waits, key=lambda rank: waits[rank].running_s)
+    operation = waits[first]
+    members = [rank for rank in operation.ranks or sorted(views) if rank in views]
+    kind, culprits = _culprits(views, waits, operation, members)
+    if kind == "none" and all(each.place.endswith(NATIVE) for each in waits.values()):
+        return None  # what a device has finished is not on the board
+    waiting = [rank for rank in members if rank in waits and waits[rank].place == operation.place]
+    return Hang(
+        kind=kind,
+        culprits=culprits,
+        waiting=[rank for rank in waiting if rank not in culprits] or waiting,
+        operation=operation,
+        waited_s=operation.running_s,
+        views=views,
+    )
+
+
+def _culprits(
+    views: Mapping[int, RankView],
+    waits: Mapping[int, OperationView],
+    operation: OperationView,
+    members: Sequence[int],
+) -> tuple[Kind, Sequence[int]]:
+    """Return the ranks that keep others waiting, and how."""
+    stopped = [rank for rank, view in sorted(views.items()) if view.state == "stopped"]
+    if stopped:
+        return "stopped", stopped
+    others = {rank: views[rank].at(operation.place) for rank in members}
+    odd = [
+        rank
+        for rank, other in others.items()
+        if other is not None
+        and other.running == operation.running
+        and 0 not in (other.checksum, operation.checksum)
+        and other.checksum != operation.checksum
+    ]
+    if odd:
+        return "mismatch", odd
+    absent = [
+        rank
+        for rank, other in others.items()
+        if (other.submitted if other is not None else 0) < operation.running
+    ]
+    idle = [rank for rank in absent if rank not in waits]
+    if idle:
+        return "absent", idle
+    return ("circle", absent) if absent else ("none", [])
+
+
+def standing(view: RankView) -> str:
+    """Return where a rank stands still, and for how long."""
+    if view.state == "stopped":
+        return (
+            f"rank {view.rank} on {view.host}, pid {view.pid}, was stopped by a signal; "
+            f"'kill -CONT {view.pid}' lets it go on"
+        )
+    site = script_site(view.stack)
+    return (
+        f"rank {view.rank} on {view.host} has been in {_section(view)} for "
+        f"{view.still_s:.0f} s{f' ({site})' if site else ''}"
+    )
+
+
+def _section(view: RankView) -> str:
+    """Return the rank's place in words: the stack knows it better than the section."""
+    files = [frame.file for frame in main_thread(view.stack)]
+    if any(part in file for file in files for part in _LOADING):
+        return SECTIONS["data"]
+    if any(part in file for file in files for part in _SAVING):
+        return SECTIONS["checkpoint"]
+    return SECTIONS.get(view.section, "the script")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words: ``ranks 0 to 2 and 5``."""
+    runs = []
+    for _, group in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in group]
+        if len(run) > 2:
+            runs.append(f"{run[0]} to {run[-1]}")
+        else:
+            runs += map(str, run)
+    joined = ", ".join(runs[:-1]) + (" and " if runs[:-1] else "") + runs[-1]
+    return f"rank{'s' if len(ranks) > 1 else ''} {joined}"

@@ -1,0 +1,78 @@
+"""The usual lengths of a run: of a rank's waits for others, and of the times in which it rests.
+
+A rank rests while nothing on its board changes. What lasts several times the longest of before is
+unusual, and worth a line.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+
+from drivetrain_launch.watching.views import RankView
+
+SHORTEST_S = 8.0
+"""A wait of less is no hang, whatever is usual: with a look and the stacks, 10 seconds at most."""
+
+START_S = 60.0
+"""The same for ranks that have not begun to train: they load data and models at their own pace."""
+
+SHORTEST_REST_S = 60.0
+"""A rest of less is nothing to speak of where nobody waits: scripts do many things on their own."""
+
+BEGUN = 50
+"""A rank that has handed over so many operations in one order trains, whatever its section."""
+
+TIMES_USUAL, TIMES_REST = 3.0, 5.0
+"""A wait, or a rest, is unusual from so many times the longest of the last ones on."""
+
+REMEMBERED, NOTEWORTHY_S = 50, 1.0
+"""How many waits and rests are remembered, and the shortest that is."""
+
+
+class Usual:
+    """Remembers the last waits and rests of all ranks."""
+
+    def __init__(self) -> None:
+        self._waits: deque[float] = deque(maxlen=REMEMBERED)
+        self._rests: deque[float] = deque(maxlen=REMEMBERED)
+        self._waiting: dict[tuple[int, str, int], float] = {}
+        self._resting: dict[int, float] = {}
+
+    @property
+    def longest_rest_s(self) -> float:
+        """The longest of the last rests."""
+        return max(self._rests, default=0.0)
+
+    @property
+    def rest_limit_s(self) -> float:
+        """How long a rank may rest."""
+        return max(SHORTEST_REST_S, TIMES_REST * self.longest_rest_s)
+
+    def wait_limit_s(self, views: Mapping[int, RankView]) -> float:
+        """Return how long a wait may take."""
+        shortest = SHORTEST_S if all(map(trains, views.values())) else START_S
+        return max(shortest, TIMES_USUAL * max(self._waits, default=0.0))
+
+    def learn(self, views: Mapping[int, RankView]) -> None:
+        """Remember the lengths of waits and rests that have ended."""
+        now = {
+            (view.rank, each.place, each.running): each.running_s
+            for view in views.values()
+            for each in view.operations
+            if each.running and each.running_s >= NOTEWORTHY_S
+        }
+        ended = [seconds for wait, seconds in self._waiting.items() if wait not in now]
+        if ended:
+            self._waits.append(max(ended))
+        self._waiting = now
+        rests = {view.rank: view.still_s for view in views.values() if trains(view)}
+        over = [
+            seconds for rank, seconds in self._resting.items() if rests.get(rank, 0.0) < seconds
+        ]
+        if over and max(over) >= NOTEWORTHY_S:
+            self._rests.append(max(over))
+        self._resting = rests
+
+
+def trains(view: RankView) -> bool:
+    """Whether a rank has begun to train; without a report it shows no sections."""
+    return bool(view.section) or any(each.submitted >= BEGUN for each in view.operations)

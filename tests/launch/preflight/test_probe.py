@@ -1,0 +1,168 @@
+"""Probes on addresses of this machine's loopback: what they measure, and whom they answer."""
+
+import asyncio
+import json
+import socket
+import time
+from contextlib import suppress
+from itertools import combinations
+
+import pytest
+
+from drivetrain_launch.preflight.check import HostCheck, rounds
+from drivetrain_launch.preflight.findings import CheckedHost, Findings
+from drivetrain_launch.preflight.network import chosen_address, machine_id, transport_of
+from drivetrain_launch.preflight.probe import HostProbe, Peer, new_token
+
+SKEW_S = 120.0
+
+
+@pytest.fixture
+def probes():
+    """The probes of three hosts; the clock of the last one is ahead."""
+    made = [HostProbe(), HostProbe(), HostProbe(clock=lambda: time.time() + SKEW_S)]
+    yield made
+    for probe in made:
+        probe.close()
+
+
+@pytest.fixture
+def hosts():
+    return [CheckedHost(index=i, name=f"n{i}", address=f"127.0.0.{i + 1}") for i in range(3)]
+
+
+def opened(probe, token, address="127.0.0.1", index=0):
+    return Peer(index, address, probe.open(address, token))
+
+
+def test_latency_clock_and_bandwidth_of_another_host(probes):
+    token = new_token()
+    peer = opened(probes[2], token)
+    probes[0].open("127.0.0.1", token)
+    answer = probes[0].ask_time(peer)
+    assert 0 < answer.latency_s < 0.1
+    assert answer.clock_s == pytest.approx(SKEW_S, abs=0.1)
+    assert probes[0].receive(peer, 0.2) > 1e7
+
+
+def test_who_lacks_the_token_gets_no_answer(probes):
+    peer = opened(probes[1], new_token())
+    probes[0].open("127.0.0.1", new_token())
+    with pytest.raises(ConnectionError):
+        probes[0].ask_time(peer)
+    with socket.create_connection(peer[1:], timeout=5) as stranger:
+        stranger.sendall(b"x" * 64)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(100) == b""
+
+
+def test_closed_probe_listens_no_longer(probes):
+    peer = opened(probes[1], new_token())
+    probes[1].close()
+    probes[0].open("127.0.0.1", new_token())
+    with pytest.raises(OSError, match="refused"):
+        probes[0].ask_time(peer)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 7])
+def test_rounds_have_every_pair_once_and_no_host_twice(count):
+    seen = []
+    for pairs in rounds(range(count)):
+        together = [*pairs, *pairs.values()]
+        assert len(set(together)) == len(together)
+        seen += [tuple(sorted(pair)) for pair in pairs.items()]
+    assert sorted(seen) == list(combinations(range(count), 2))
+
+
+def run_check(probes, hosts, *, extent="short", broken=()):
+    """Check; in ``broken`` are ways that end at a port where nobody listens."""
+
+    async def ask(index, order):
+        peers = [
+            (peer, address, 1 if (index, peer) in broken else port)
+            for peer, address, port in order.get("peers", ())
+        ]
+        reply = await asyncio.to_thread(probes[index].carry_out, {**order, "peers": peers})
+        return json.loads(json.dumps(reply))  # as the connection between launchers does
+
+    return asyncio.run(HostCheck(hosts=hosts, ask=ask, extent=extent).run())
+
+
+def test_full_check_fills_the_table_of_all_pairs(probes, hosts):
+    found = run_check(probes, hosts, extent="full")
+    assert not found.refusal
+    ways = {(a, b) for a in range(3) for b in range(3) if a != b}
+    assert set(found.pairs) == set(found.latencies) == ways
+    assert set(found.inside) == {0, 1, 2}
+    assert set(found.ring) == {(2, 0), (0, 1), (1, 2)}
+    assert found.link == min(found.ring.values())
+    columns, rows = found.matrix()
+    assert columns == ("from", "to n0", "to n1", "to n2")
+    for place, row in enumerate(rows):
+        for column, cell in enumerate(row[1:]):
+            assert "B/s" in cell
+            assert ("," in cell) == (place != column)
+    summary, clock = [line for line in found.lines() if "slow link" not in line]
+    assert "3 hosts, every pair connects; between hosts" in summary
+    assert "(gloo over TCP)" in summary
+    assert clock.startswith("preflight: the clock of host 2 (n2) is 120.0 s ahead of host 0's;")
+
+
+def test_short_check_measures_within_three_seconds_and_no_pairs(probes, hosts):
+    found = run_check(probes, hosts)
+    assert found.pairs == {}
+    assert len(found.ring) == 3
+    assert found.seconds < 3
+
+
+def test_ways_that_are_closed_are_named_and_nothing_is_measured(probes, hosts):
+    found = run_check(probes, hosts, broken={(1, 2)})
+    assert found.failures == {(1, 2): "Connection refused"}
+    assert found.refusal.startswith(
+        "host 1 (n1) cannot reach host 2 (n2) at 127.0.0.3: Connection refused; ranks connect"
+    )
+    assert found.ring == {}
+
+
+def test_silent_host_is_said_not_to_be_checked(hosts):
+    async def ask(index, order):
+        await asyncio.sleep(60)
+
+    check = HostCheck(hosts=hosts[:2], ask=ask, limit_s=0.05)
+    found = asyncio.run(check.run())
+    assert not found.refusal
+    assert [line for line in found.lines() if "was not checked: no reply" in line]
+    assert found.link == 0
+
+
+def test_slow_links_are_named(hosts):
+    found = Findings(hosts, ring={(2, 0): 1e9, (0, 1): 1.1e9, (1, 2): 2e7})
+    slow = [line for line in found.lines() if "slow link" in line]
+    assert slow == [
+        "preflight: slow link: from host 1 (n1) to host 2 (n2) 20 MB/s, less than half of the "
+        "usual 1 GB/s"
+    ]
+
+
+def test_transport_of_nccl_is_not_measured_where_it_has_adapters(tmp_path, monkeypatch):
+    monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
+    assert transport_of("gloo", tmp_path) == ("gloo over TCP", True)
+    assert transport_of("nccl", tmp_path) == ("NCCL over TCP", True)
+    (tmp_path / "mlx5_0").mkdir()
+    assert transport_of("nccl", tmp_path) == ("NCCL over mlx5_0, not measured", False)
+    assert transport_of("gloo", tmp_path) == ("gloo over TCP", True)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    assert transport_of("nccl", tmp_path) == ("NCCL over TCP", True)
+
+
+def test_address_of_the_interface_that_the_user_names(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert chosen_address("gloo", "10.1.2.3") == "127.0.0.1"
+    assert chosen_address("nccl", "10.1.2.3") == "10.1.2.3"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such")
+    assert chosen_address("gloo", "10.1.2.3") == "10.1.2.3"
+
+
+def test_machine_is_the_same_for_all_of_its_processes():
+    assert machine_id() == machine_id()
+    assert machine_id().startswith(socket.gethostname())
