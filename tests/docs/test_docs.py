@@ -19,7 +19,7 @@ from drivetrain_ddp.config import DdpConfig
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group, run
 from drivetrain_launch.commands.options import FLAGS
 from drivetrain_launch.commands.verify import INCOMPARABLE
-from drivetrain_launch.ranks.failure import KILLED
+from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS
 from foreign_files import FILES, LINES
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +38,11 @@ COMMAND = re.compile(r"drivetrain ((?:{})\b[^#;&|\")\n]*)".format("|".join(OURS)
 
 QUICK = ("config ", "env", "schedule")
 
+PAIRS = {
+    "source": "the test",
+    "hosts": ["n1", "n2", "n3"],
+    "gigabytes_per_second": [[0.0, 1.0, 9.0], [1.0, 0.0, 9.0], [9.0, 9.0, 0.0]],
+}
 MISTAKES = "precison: bf16\nlaunch:\n  nproc_per_node: 0\n"
 """The file that docs/cli.md lets ``config check`` find wrong."""
 
@@ -88,6 +93,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "accelerate.yaml").write_text(FILES["zero_3.yaml"])
     (tmp_path / "ds_config.json").write_text(FILES["zero_1.json"])
     (tmp_path / "run.sh").write_text(LINES["torchrun"])
+    described = yaml.safe_load((ROOT / "src/drivetrain/hardware/builtin/cpu.yaml").read_text())
+    described["links"]["pairs"] = PAIRS
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(described))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -227,7 +235,10 @@ def test_table_of_launch_options_equals_the_flags():
         ("--set",),
         ("--dry-run",),
         ("--as-accelerate",),
+        ("--env-file",),
+        ("--export",),
         ("--hosts",),
+        ("--topology",),
         ("--hostfile",),
         ("--include",),
         ("--exclude",),
@@ -240,7 +251,7 @@ def test_table_of_exit_codes_holds_every_error():
     }
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     raised = {kind.exit_code for kind in kinds if issubclass(kind, errors.DrivetrainError)}
-    assert codes == raised | {0, 1, KILLED, INCOMPARABLE, PREEMPTED, INTERRUPTED, 143}
+    assert codes == raised | {0, 1, KILLED, INCOMPARABLE, PREEMPTED, NO_PROGRESS, INTERRUPTED, 143}
 
 
 def test_imports_of_the_migration_page_exist():
@@ -269,13 +280,15 @@ def test_mechanisms_of_the_plugin_page_exist():
             found = getattr(found, part)
 
 
-def _declared():
-    for knob in options_of(RunConfig):
+def _declared(config=RunConfig, prefix=""):
+    for knob in options_of(config):
         if knob.is_section:
-            yield from ((f"{knob.name}.", inner) for inner in options_of(knob.type))
+            yield from _declared(knob.type, f"{prefix}{knob.name}.")
         else:
-            yield "", knob
+            yield prefix, knob
 
 
 def _yaml_text(default):
+    if default == {}:
+        return "{}"
     return {"": '""', None: "null"}.get(default, str(default).lower())

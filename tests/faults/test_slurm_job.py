@@ -5,11 +5,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from cluster_packages import cluster, fetched, slurm_variables, wait_for_slurm
+from cluster_packages import cluster, fetched, slurm_variables, slurm_words, wait_for_slurm
 from emulated_hosts import Hosts, why_not
 
 STEPS, NOTICE_AFTER = 40, 8
@@ -63,12 +64,59 @@ def slurm(tmp_path_factory) -> Iterator[Hosts]:
         yield hosts
 
 
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted.
+
+    Attributes:
+        slurm: its cluster.
+        number: as SLURM names it.
+        log: its output.
+        folder: for its results.
+    """
+
+    slurm: Hosts
+    number: str
+    log: Path
+    folder: Path
+
+    @property
+    def state(self) -> str:
+        found = [word for word in self._facts().split() if word.startswith("JobState=")]
+        return found[0].removeprefix("JobState=") if found else "unknown"
+
+    @property
+    def steps(self) -> list[str]:
+        """A line for each step of the training."""
+        path = self.folder / "steps"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_until(self, what: str, reached: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Wait as long as the job takes steps or prints at least every so many seconds."""
+        seen, since = self._printed(), time.monotonic()
+        while not reached():
+            time.sleep(0.2)
+            if (now := self._printed()) != seen:
+                seen, since = now, time.monotonic()
+            if time.monotonic() - since > seconds:
+                texts = [self._facts(), *seen, slurm_words(self.slurm)]
+                pytest.fail("\n".join([f"not {what}; nothing new for {seconds:g} s:", *texts]))
+
+    def _printed(self) -> tuple[str, ...]:
+        text = self.log.read_text() if self.log.exists() else "no output"
+        return text, *self.steps[-1:]
+
+    def _facts(self) -> str:
+        asked = ["scontrol", "show", "job", self.number]
+        return self.slurm[0].run(asked, env=environment(self.slurm))[1]
+
+
 @pytest.fixture
-def submitted(slurm, tmp_path) -> Callable[[str], str]:
-    """Submit the job file of the script with a folder for its results; return the job's number."""
+def submitted(slurm, tmp_path) -> Callable[[str], Job]:
+    """Submit the job file of the script with a folder for its results."""
     (tmp_path / "train.py").write_text(SCRIPT)
 
-    def submit(folder: str) -> str:
+    def submit(folder: str) -> Job:
         (tmp_path / folder).mkdir()
         options = ("--set", "launch.nnodes=2", "--set", "launch.nproc_per_node=1")
         subprocess.run(
@@ -84,7 +132,8 @@ def submitted(slurm, tmp_path) -> Callable[[str], str]:
             ["sbatch", "--parsable", f"{folder}.sbatch"], folder=tmp_path, env=environment(slurm)
         )
         assert code == 0, text
-        return text.strip()
+        number = text.strip()
+        return Job(slurm, number, tmp_path / f"train-{number}.out", tmp_path / folder)
 
     return submit
 
@@ -95,49 +144,23 @@ def environment(slurm: Hosts) -> dict[str, str]:
     return slurm_variables(slurm) | {"PATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def state(slurm: Hosts, job: str) -> str:
-    _, text = slurm[0].run(["scontrol", "show", "job", job], env=environment(slurm))
-    found = [word for word in text.split() if word.startswith("JobState=")]
-    return found[0].removeprefix("JobState=") if found else text
-
-
-def wait_until(what: str, reached: Callable[[], bool], log: Path, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        if time.monotonic() > end:
-            text = log.read_text() if log.exists() else "no output"
-            pytest.fail(f"not {what} after {seconds:g} s:\n{text}")
-        time.sleep(0.2)
-
-
-def lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
-
-
 @pytest.mark.timeout(500)
-def test_a_preempted_job_is_requeued_and_ends_as_if_nothing_had_happened(
-    slurm, submitted, tmp_path
-):
+def test_a_preempted_job_is_requeued_and_ends_as_if_nothing_had_happened(slurm, submitted):
     calm = submitted("calm")
-    log = tmp_path / f"train-{calm}.out"
-    wait_until("completed", lambda: state(slurm, calm) == "COMPLETED", log)
+    calm.wait_until("completed", lambda: calm.state == "COMPLETED")
     job = submitted("disturbed")
-    log = tmp_path / f"train-{job}.out"
-    steps = tmp_path / "disturbed/steps"
-    wait_until("training", lambda: len(lines(steps)) >= NOTICE_AFTER, log)
-    code, text = slurm[0].run(["scancel", "--signal=USR1", job], env=environment(slurm))
+    job.wait_until("training", lambda: len(job.steps) >= NOTICE_AFTER)
+    code, text = slurm[0].run(["scancel", "--signal=USR1", job.number], env=environment(slurm))
     assert code == 0, text
-    wait_until("requeued", lambda: state(slurm, job) == "PENDING", log)
-    saved = len(lines(steps))
+    job.wait_until("requeued", lambda: job.state == "PENDING")
+    saved = len(job.steps)
     assert NOTICE_AFTER <= saved < STEPS
-    # SLURM starts a requeued job two minutes later, unless told otherwise.
-    slurm[0].run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=environment(slurm))
-    wait_until("completed", lambda: state(slurm, job) == "COMPLETED", log)
-    assert lines(steps)[saved] == f"True {saved + 1}"
-    assert len(lines(steps)) == STEPS
-    results = [(tmp_path / name / "weights.pt").read_bytes() for name in ("calm", "disturbed")]
+    job.wait_until("completed", lambda: job.state == "COMPLETED")
+    assert job.steps[saved] == f"True {saved + 1}"
+    assert len(job.steps) == STEPS
+    results = [(each.folder / "weights.pt").read_bytes() for each in (calm, job)]
     assert hashlib.sha256(results[0]).digest() == hashlib.sha256(results[1]).digest()
-    wait_until("without processes", lambda: not left_behind(), log, seconds=10.0)
+    job.wait_until("without processes", lambda: not left_behind(), seconds=10.0)
 
 
 def left_behind() -> list[str]:

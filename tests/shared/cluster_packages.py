@@ -22,12 +22,16 @@ PACKAGES = (
 
 READY_S = 30.0
 
+CREDENTIALS_EXPIRE_S = 10
+"""Life of a job's credential. SLURM starts a requeued job one second after its end, and not before:
+nodes refuse a credential of the second in which they ended the job's first life."""
+
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=n1
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={state}/munge.sock
+AuthInfo=socket={state}/munge.sock,cred_expire={expire}
 StateSaveLocation={state}/controller
 SlurmdSpoolDir={state}/spool.%n
 SlurmctldPidFile={state}/slurmctld.pid
@@ -40,6 +44,7 @@ SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
@@ -126,6 +131,12 @@ def wait_for_slurm(hosts: Hosts) -> None:
     raise RuntimeError(f"SLURM's hosts are not ready: {states}")
 
 
+def slurm_words(hosts: Hosts) -> str:
+    """Return what SLURM's daemons have written, for the message of a test that failed."""
+    logs = sorted((hosts.folder / "cluster").glob("slurm*.log"))
+    return "\n".join(f"{log.name}:\n{log.read_text()}" for log in logs)
+
+
 def slurm_variables(hosts: Hosts) -> dict[str, str]:
     """Return an environment for programs on the hosts that talk to SLURM."""
     return dict(os.environ) | {"SLURM_CONF": str(hosts.folder / "cluster/slurm.conf")}
@@ -138,7 +149,8 @@ def _write_slurm(state: Path, hosts: Hosts) -> None:
         f"NodeName={name} NodeAddr={address} CPUs={os.cpu_count()} State=UNKNOWN"
         for name, address in hosts.addresses().items()
     ]
-    (state / "slurm.conf").write_text("\n".join([SLURM_CONF.format(state=state), *nodes, ""]))
+    text = SLURM_CONF.format(state=state, expire=CREDENTIALS_EXPIRE_S)
+    (state / "slurm.conf").write_text("\n".join([text, *nodes, ""]))
 
 
 def _write_ssh(folder: Path) -> None:

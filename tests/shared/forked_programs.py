@@ -6,6 +6,7 @@ how processes start and end is seen in ``tests/launch/ranks``, where each is a n
 """
 
 import atexit
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -42,17 +43,58 @@ def run_python(
         env: variables beside those of this process.
         timeout: seconds.
     """
-    with tempfile.TemporaryDirectory() as kept:
-        outputs = [str(Path(kept, name)) for name in ("stdout", "stderr")]
+    with Started(*arguments, folder=folder, env=env) as process:
+        return process.wait(timeout)
+
+
+class Started:
+    """A program that runs beside the test, begun as ``run_python`` does; a context that ends it.
+
+    Args:
+        arguments: ``PROGRAM ...`` or ``-m MODULE ...``, as on the command line.
+        folder: the working directory.
+        env: variables beside those of this process.
+        namespaces: files of namespaces to run in, such as ``/run/netns/NAME``.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        namespaces: Sequence[str] = (),
+    ) -> None:
+        self._arguments = arguments
+        self._kept = tempfile.TemporaryDirectory()
+        self._outputs = [str(Path(self._kept.name, name)) for name in ("stdout", "stderr")]
         variables = {**os.environ, **CPU, **(env or {})}
-        process = SERVER.Process(target=_be, args=(arguments, str(folder), variables, outputs))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-            raise subprocess.TimeoutExpired(arguments, timeout, *map(_text, outputs))
-        return subprocess.CompletedProcess(arguments, process.exitcode, *map(_text, outputs))
+        given = (arguments, str(folder), variables, self._outputs, namespaces)
+        self._process = SERVER.Process(target=_be, args=given)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def __enter__(self) -> "Started":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._process.exitcode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.join()
+        self._kept.cleanup()
+
+    def said(self) -> str:
+        """Return the error stream so far."""
+        return _text(self._outputs[1]) if Path(self._outputs[1]).exists() else ""
+
+    def wait(self, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Return exit code and texts at the end of the program; kills it after the timeout."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.join()
+            raise subprocess.TimeoutExpired(self._arguments, timeout, *map(_text, self._outputs))
+        texts = map(_text, self._outputs)
+        return subprocess.CompletedProcess(self._arguments, self._process.exitcode, *texts)
 
 
 def launch(
@@ -68,12 +110,18 @@ def _text(path: str) -> str:
 
 
 def _be(
-    arguments: Sequence[str], folder: str, env: Mapping[str, str], outputs: Sequence[str]
+    arguments: Sequence[str],
+    folder: str,
+    env: Mapping[str, str],
+    outputs: Sequence[str],
+    namespaces: Sequence[str],
 ) -> NoReturn:
     """Become a program."""
     from drivetrain_launch.ranks import processes
     from drivetrain_launch.verification import attempt
 
+    for namespace in namespaces:
+        _enter(namespace)
     os.chdir(folder)
     given = env.get("PYTHONPATH", "").split(os.pathsep)
     tests = tuple(str(ROOT / name) for name in ("tests", "benchmarks", "docs"))
@@ -83,6 +131,12 @@ def _be(
     with Path(outputs[0]).open("w") as stdout, Path(outputs[1]).open("w") as stderr:
         _begin(env, stdout, stderr)
     _end(arguments)
+
+
+def _enter(namespace: str) -> None:
+    with Path(namespace).open("rb") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), namespace)
 
 
 class Copy:
@@ -139,6 +193,7 @@ def _begin(env, stdout, stderr):
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    tempfile.tempdir = None
     os.environ.clear()
     os.environ.update(env)
     for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):

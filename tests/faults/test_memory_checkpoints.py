@@ -1,0 +1,106 @@
+"""A launched run goes on from its host's memory, and its launcher leaves nothing there."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from faulty_trainings import STEPS, wait_until
+from forked_programs import run_python
+
+MEMORY = ("--set", "checkpoint.local=memory", "--set", "checkpoint.local_every=2")
+RESTARTS = (*MEMORY, "--max-restarts", "2")
+TOLD = "rank == 0 and open(f'{name}/memory', 'a').write(os.environ['DRIVETRAIN_MEMORY'] + chr(10))"
+"""Writes down where the memory is."""
+
+WAIT = "accelerator.wait_for_checkpoint()"
+"""Lets each save end before the next step: otherwise a fast loop has fewer of them."""
+
+KILL = "rank == 1 and os.kill(os.getpid(), signal.SIGKILL)"
+TORN = (
+    "setattr(sys.modules['drivetrain.checkpoint.local.saving'], 'write_common', "
+    "lambda *given: os.kill(os.getpid(), signal.SIGKILL))"
+)
+NEVER = STEPS + 1
+
+
+def memory_of(trainings, name="run") -> list[Path]:
+    path = trainings.folder / name / "memory"
+    return list(map(Path, path.read_text().split())) if path.exists() else []
+
+
+@pytest.fixture
+def clean(trainings) -> bytes:
+    """The final weights of a run without faults and without memory."""
+    assert trainings.run("clean", every=NEVER).returncode == 0
+    return trainings.weights("clean")
+
+
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint_in_memory_alone(trainings, clean):
+    faults = {"start": TOLD, "step": f"{WAIT}; step == 8 and once(f'killed-{{rank}}') and {KILL}"}
+    ended = trainings.run("run", *RESTARTS, faults=faults, every=NEVER)
+    assert ended.returncode == 0, ended.stderr
+    assert [step for step, _ in trainings.losses()] == [*range(1, 8), *range(7, STEPS + 1)]
+    assert trainings.weights() == clean
+    assert trainings.checkpoints() == []
+    assert "going on from step 6, out of the memory of the hosts (nothing is in storage" in (
+        ended.stderr
+    )
+    first, second = memory_of(trainings)
+    assert first == second
+    assert not first.exists()
+
+
+def test_a_rank_killed_while_it_saves_falls_back_to_the_checkpoint_before(trainings, clean):
+    fault = f"{WAIT}; step == 6 and rank == 0 and once('torn') and {TORN}"
+    ended = trainings.run("run", *RESTARTS, faults={"step": fault}, every=NEVER)
+    assert ended.returncode == 0, ended.stderr
+    assert "going on from step 4, out of the memory of the hosts" in ended.stderr
+    assert trainings.weights() == clean
+
+
+def test_a_newer_checkpoint_in_storage_counts(trainings, clean):
+    fault = f"{WAIT}; step == 10 and once(f'killed-{{rank}}') and {KILL}"
+    options = [text.replace("every=2", "every=5") for text in RESTARTS]
+    ended = trainings.run("run", *options, faults={"step": fault}, every=4)
+    assert ended.returncode == 0, ended.stderr
+    assert "going on from step 8, out of storage" in ended.stderr
+    assert trainings.weights() == clean
+
+
+@pytest.mark.parametrize("end", ["failure", "SIGTERM", "SIGKILL"])
+def test_nothing_is_left_in_memory_after_any_end(trainings, end):
+    wait = f"{WAIT}; step == 4 and Path(name, 'waits').touch()"
+    faults = {"start": TOLD, "step": wait, "update": "step > 3 and __import__('time').sleep(0.3)"}
+    if end == "failure":
+        faults["update"] = "step == 5 and rank == 1 and 1 / 0"
+    with trainings.start("run", *MEMORY, faults=faults, every=NEVER) as training:
+        wait_until("in memory", (trainings.folder / "run" / "waits").exists)
+        (folder,) = memory_of(trainings)
+        if end != "failure":
+            assert folder.stat().st_mode & 0o777 == 0o700
+            assert [path.name for path in folder.glob("checkpoint_*")]
+            os.kill(training.pid, signal.Signals[end])
+        ended = training.wait(30)
+    if end == "SIGKILL":  # nobody could; the next launcher on this host does
+        assert folder.exists()
+        trainings.left()
+        for path in trainings.temporary.glob("drivetrain-*"):  # its other folder stays
+            shutil.rmtree(path)
+        assert trainings.run("next", *MEMORY, every=NEVER).returncode == 0
+    else:
+        assert ended.returncode == {"failure": 1, "SIGTERM": 75}[end]
+    assert not folder.exists()
+
+
+def test_memory_without_a_launcher_is_refused(trainings):
+    script = trainings.folder / "alone.py"
+    script.write_text(
+        "from drivetrain import Accelerator\n"
+        "Accelerator(cpu=True, config={'checkpoint': {'local': 'memory'}})\n"
+    )
+    ended = run_python("alone.py", folder=trainings.folder)
+    assert ended.returncode != 0
+    assert "memory needs a launcher that keeps the memory" in ended.stderr

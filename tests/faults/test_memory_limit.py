@@ -1,0 +1,38 @@
+"""A rank that takes more memory than its control group has: the system kills that rank alone."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from faulty_trainings import wait_until
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+ROOM = 400 << 20
+
+
+@pytest.fixture
+def group():
+    """A control group with 400 MiB, of version 1."""
+    path = GROUPS / f"drivetrain-test-{os.getpid()}"
+    try:
+        path.mkdir()
+        (path / "memory.limit_in_bytes").write_text(str(ROOM))
+    except OSError as error:
+        pytest.skip(f"no control group of memory can be made here: {error}")
+    yield path
+    wait_until("empty", lambda: not (path / "cgroup.procs").read_text(), 10)
+    path.rmdir()
+
+
+def test_a_rank_that_is_killed_for_lack_of_memory_is_named(trainings, group):
+    enter = f"rank == 1 and Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()))"
+    grow = "rank == 1 and step == 5 and [torch.ones(4 << 20) for _ in range(200)]"
+    done = trainings.run(faults={"start": enter, "step": grow})
+    assert done.returncode == 6, done.stderr
+    assert "rank 1 failed first" in done.stderr
+    assert "killed by SIGKILL; the system kills a process like this when it is out of memory" in (
+        done.stderr
+    )
+    assert "stopped with it: rank 0" in done.stderr
+    assert trainings.checkpoints() == ["checkpoint_0"]
