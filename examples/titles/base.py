@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from drivetrain import Accelerator, progress, set_seed
+from drivetrain import Accelerator, set_seed
 from drivetrain.errors import UsageError
 
 HEAD_WIDTH = 32
@@ -113,7 +113,7 @@ def pretrained(
         accelerator.print(f"pretraining goes on at step {course.step}")
     todo = args.pretrain_steps - course.step
     steps = islice(optimizer_steps(accelerator, parts, course), todo)
-    for loss in progress(steps, desc="pretraining", total=todo):
+    for loss in accelerator.progress(steps, desc="pretraining", total=todo):
         if course.step % args.log_every == 0:
             accelerator.log({"pretraining loss": loss()}, step=course.step)
         if course.step % args.save_every == 0:

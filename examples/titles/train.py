@@ -32,7 +32,7 @@ except ImportError as missing:
     sys.exit(f"{missing}; this example needs: pip install -c constraints.txt '.[titles]'")
 from torch.utils.data import DataLoader
 
-from drivetrain import Accelerator, DataLoaderConfiguration, gather_object, progress, set_seed
+from drivetrain import Accelerator, DataLoaderConfiguration, gather_object, set_seed
 from drivetrain.errors import UsageError
 
 SAMPLES = 20
@@ -54,7 +54,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, default=128, help="tokens of text and title")
     add("--title-length", type=int, default=24, help="tokens of a title at most")
     add("--steps", type=int, default=300, help="optimizer steps of fine-tuning at most")
-    add("--lr", type=float, default=2e-3, help="highest learning rate of fine-tuning")
+    add("--lr", type=float, default=3e-3, help="highest learning rate of fine-tuning")
     add("--lora-rank", type=int, default=8)
     add("--targets", default="all-linear", help="layers with adapters, by name: q_proj,v_proj")
     add("--validate-every", type=int, default=50, help="steps between validations and checkpoints")
@@ -65,10 +65,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     small = parser.add_argument_group("the small decoder")
     add = small.add_argument
     add("--pretrain-steps", type=int, default=900)
-    add("--pretrain-lr", type=float, default=3e-3)
+    add("--pretrain-lr", type=float, default=4e-3)
     add("--save-every", type=int, default=100, help="steps of pretraining between checkpoints")
     add("--vocabulary", type=int, default=4096, help="words of its tokenizer")
-    add("--dim", type=int, default=192)
+    add("--dim", type=int, default=128)
     add("--layers", type=int, default=4)
     return parser.parse_args(words)
 
@@ -138,7 +138,7 @@ def fine_tune(
         accelerator.print(f"fine-tuning goes on at step {course.step}")
     todo = args.steps - course.step if course.stale < args.patience else 0
     steps = islice(optimizer_steps(accelerator, task.parts, course), todo)
-    for loss in progress(steps, desc="fine-tuning", total=todo):
+    for loss in accelerator.progress(steps, desc="fine-tuning", total=todo):
         if course.step % args.log_every == 0:
             accelerator.log({"loss": loss()}, step=course.step)
         if course.step % args.validate_every and course.step < args.steps:

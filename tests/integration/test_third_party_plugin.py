@@ -51,6 +51,25 @@ def python(installed, tmp_path):
     return run
 
 
+def test_the_plugin_takes_part_in_plans(python):
+    """Its one all-reduce hides behind nothing, so ddp is quicker; otherwise they are alike."""
+    sizes = "layers=4,hidden=1024,heads=16,seq=1024"
+    where = ("--gpt", sizes, "--batch", "16", "--hardware", "a100-80gb", "--json")
+    plan = ("-m", "drivetrain_launch", "plan", *where)
+    found = {}
+    for name in ("flat", "ddp"):
+        done = python(*plan, "--layout", f"micro_batch=2,data_parallel={name}")
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads(done.stdout)
+    assert found["flat"]["strategy"] == "flat"
+    assert found["flat"]["sent"]["dp"] == found["ddp"]["sent"]["dp"]
+    assert found["flat"]["peak_bytes"] == found["ddp"]["peak_bytes"]
+    assert found["flat"]["step_seconds"] > 1.01 * found["ddp"]["step_seconds"]
+    done = python(*plan, "--devices-per-host", "1")
+    assert done.returncode == 0, done.stderr
+    assert any("data_parallel=flat" in each["layout"] for each in json.loads(done.stdout))
+
+
 @pytest.fixture
 def launch(installed, tmp_path):
     """Launch on two ranks with the plugin on the path."""
@@ -82,7 +101,7 @@ def test_it_is_in_the_list_of_an_unknown_name(launch):
     done = launch("--strategy", "flt", MINIMAL)
     assert done.returncode == 2
     assert "did you mean 'flat'?" in done.stderr
-    assert "installed: ddp, flat" in done.stderr
+    assert "installed: auto, ddp, flat" in done.stderr
 
 
 def test_the_wizard_offers_it_and_asks_its_question(python):

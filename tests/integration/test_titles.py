@@ -1,5 +1,6 @@
 """The experiment of titles in miniature: equal under four strategies, resumed, judged, exported."""
 
+import gzip
 import importlib
 import json
 import re
@@ -271,10 +272,25 @@ def test_docstrings_are_read_without_an_import(monkeypatch, tmp_path):
         'behind it.\n"""\nraise SystemExit\n'
     )
     (package / "broken.py").write_text("def (:")
+    (package / "latin.py").write_bytes('"""Caf\u00e9 is closed today.\n\n'.encode("latin-1"))
+    (package / "module.py").write_text(
+        "import os\n\n\ndef door(\n    room: int = 0,\n) -> None:  # of wood\n"
+        "    '''Closes a door, \"quietly\".\n\n    The room behind it is dark from then on,\n"
+        "      until morning.\n    '''\n    names = \"\"\"A string with a name.\n\n"
+        '    It is no docstring, however long it may be made."""\n'
+    )
+    (package / "headed.py").write_text(
+        '"""The Doors of the House\n======================\n\nAll of them are open at night, '
+        'and some by day.\n"""\n'
+    )
     monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))
     text = "The door must be closed, and nobody may stand behind it."
     found = list(data.docstrings(["packed"]))
-    assert found == [data.Pair(text, "Opens a door to another room.", "packed")]
+    other = "The room behind it is dark from then on,\n  until morning."
+    assert found == [
+        data.Pair(text, "Opens a door to another room.", "packed"),
+        data.Pair(other, 'Closes a door, "quietly".', "packed"),
+    ]
 
 
 def test_descriptions_of_debian(tmp_path):
@@ -288,6 +304,22 @@ def test_descriptions_of_debian(tmp_path):
         "It has all options. \n\n And more.", "documentation of a shell", "bash"
     )
     assert list(data.debian("zh_CN", tmp_path)) == []
+
+
+def test_lists_that_apt_has_compressed(tmp_path, monkeypatch):
+    data = example().data
+    text = "Package: dash\nDescription-md5: 1\nDescription-en: small shell\n It is quick.\n"
+    with gzip.open(tmp_path / "host_i18n_Translation-en.gz", "wt") as file:
+        file.write(text)
+    (tmp_path / "host_i18n_Translation-en_GB").write_text(text.replace("-en", "-en_GB"))
+    monkeypatch.setattr(data, "APT_HELPER", tmp_path / "none")
+    with pytest.raises(UsageError, match=r"which unpacks .*Translation-en\.gz, found none"):
+        list(data.debian("en", tmp_path))
+    monkeypatch.undo()
+    if data.APT_HELPER.exists():
+        assert list(data.debian("en", tmp_path)) == [
+            data.Pair("It is quick.", "small shell", "dash")
+        ]
 
 
 @pytest.mark.parametrize(

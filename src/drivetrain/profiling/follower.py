@@ -1,7 +1,8 @@
 """Follows the steps of a run, marks them in profiles, and profiles the configured ones.
 
 A step ends where the next one begins, or where the run ends; its evaluation and its checkpoint
-belong to it. All ranks begin and end a profile at the same event.
+belong to it. All ranks begin and end a profile at the same event. The work and the times of modules
+are measured in the two steps after the profiled ones.
 """
 
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
-from drivetrain.communication import broadcast_object_list, wait_for_everyone
+from drivetrain.collectives.facts import share_facts
+from drivetrain.communication import wait_for_everyone
 from drivetrain.config import Resolved
 from drivetrain.errors import CollectiveError
 from drivetrain.facade.observer import Observer
@@ -23,6 +26,7 @@ from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.log import get_logger
+from drivetrain.profiling.measurement import ModelSizes, ModuleMeasurement
 from drivetrain.profiling.session import PARTS_S, ProfileSession
 from drivetrain.profiling.window import StepWindow
 from drivetrain.ranges import STEP, is_profiled
@@ -49,6 +53,10 @@ class StepProfiler(Observer):
         self._window = StepWindow.parse(asked.steps) if asked.steps != "" else None
         self._folder = Path(asked.dir or Path(project_dir or ".") / FOLDER)
         self._options = options
+        self._modules, self._teraflops = asked.modules, asked.peak_teraflops
+        self._sizes = ModelSizes()
+        self._measured_in: Path | None = None  # the folder of the next measurement
+        self._measurement: ModuleMeasurement | None = None
         self._taken = self._counted = 0
         self._stepped = False
         self._session: ProfileSession | None = None  # of the configuration's profile
@@ -69,12 +77,19 @@ class StepProfiler(Observer):
         self._stop(session, together=True)
         if session.folder is not None:
             self._finish(session)
+            self._measured_in = session.folder if options.with_flops else None
 
     # --- the events of the run ---
 
     def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
         """Take the objects of the run."""
         self._prepared, self._run = prepared, runs.default
+
+    def before_prepare(self, model: nn.Module) -> None:
+        """Note the sizes of a model."""
+        if not self._prepared.models:  # the first one, perhaps after free_memory
+            self._sizes = ModelSizes()
+        self._sizes.add(model)
 
     def fetching(self, loader: DataLoader[Any]) -> None:
         """See that a batch is asked for."""
@@ -87,6 +102,8 @@ class StepProfiler(Observer):
     def before_forward(self, entry: PreparedModel) -> None:
         """See that a model is about to compute."""
         self._turn()
+        if self._measurement is not None:
+            self._measurement.enter(entry.module)
 
     def after_step(self) -> None:
         """Note that an optimizer has stepped; another one may belong to the same step."""
@@ -94,14 +111,25 @@ class StepProfiler(Observer):
 
     def end(self) -> None:
         """End the profile with the run, and name missing steps. May be called more than once."""
-        if self._window is None:
+        if self._window is None and self._measurement is None and self._measured_in is None:
             return
+        failed = getattr(sys, "last_value", None) is not None  # its own error is what counts
+        main = self._run.world.is_main and not failed
+        if self._window is not None:
+            self._end_window(main=main, failed=failed)
+        if self._measurement is not None:
+            self._measurement.close()
+        if main and (self._measurement or self._measured_in):
+            logger.warning(_NOT_MEASURED)
+        self._measurement = self._measured_in = None
+
+    def _end_window(self, *, main: bool, failed: bool) -> None:
+        """End the configuration's profile, which the run did not finish."""
         self._count()
         window, self._window = self._window, None
         session, self._session = self._session, None
-        if getattr(sys, "last_value", None) is not None:  # the script's own error is what counts
+        if window is None or failed:
             return
-        main = self._run.world.is_main
         if session is None:
             if main:
                 logger.warning(f"{_NOTHING.format(window=window, taken=self._taken)}")
@@ -110,11 +138,14 @@ class StepProfiler(Observer):
         # Other ranks may have ended: nobody is waited for but by looking at their files.
         if session.write() and main:
             session.merge(wait_s=PARTS_S)
-        if main and self._taken < window.last:
-            logger.warning(
-                f"the run ended after {self._taken} steps, and {window} were to be profiled: the "
-                f"profile has the first {self._taken - window.skipped} of them"
-            )
+        if self._taken < window.last:
+            if main:
+                logger.warning(
+                    f"the run ended after {self._taken} steps, and {window} were to be profiled: "
+                    f"the profile has the first {self._taken - window.skipped} of them"
+                )
+        elif self._modules:
+            self._measured_in = session.folder
 
     # --- turns ---
 
@@ -130,8 +161,26 @@ class StepProfiler(Observer):
                 session, self._session, self._window = self._session, None, None
                 self._stop(session, together=True)
                 self._finish(session)
+                self._measured_in = session.folder if self._modules else None
         if ended and is_profiled():
             self._mark()
+        if self._measured_in is not None or self._measurement is not None:
+            self._measure(ended=ended)
+
+    def _measure(self, *, ended: bool) -> None:
+        """Begin a measurement of modules, or go on with it where a step has ended."""
+        if self._measured_in is not None:
+            folder, self._measured_in = self._measured_in, None
+            models = [entry.module for entry in self._prepared.models]
+            self._measurement = ModuleMeasurement(
+                folder, models, self._sizes, self._run, self._teraflops
+            )
+        elif self._measurement is not None and ended and not self._measurement.next_step():
+            measurement, self._measurement = self._measurement, None
+            measurement.write()
+            wait_for_everyone()
+            if self._run.world.is_main:
+                measurement.merge()
 
     def _count(self) -> bool:
         """Count a step if it has ended; return whether it has."""
@@ -181,7 +230,9 @@ class StepProfiler(Observer):
 
     def _options_here(self) -> ProfileKwargs:
         """Return the options with a new folder, the same on all ranks."""
-        (name,) = broadcast_object_list([str(_unused(self._folder))])
+        name = share_facts(
+            str(_unused(self._folder)), str, doing="the choice of a folder for traces"
+        )
         return ProfileKwargs(
             activities=self._options.activities,
             record_shapes=self._options.record_shapes,
@@ -196,6 +247,11 @@ class StepProfiler(Observer):
 _NOTHING = (
     "nothing was profiled: {window} were asked for, and the run ended after {taken}; ask for "
     "earlier steps, such as --profile 0:1"
+)
+
+_NOT_MEASURED = (
+    "the work of modules was not measured: that takes the two steps after the profiled ones, and "
+    "the run ended before"
 )
 
 

@@ -43,6 +43,7 @@ class RunHistory:
         facts: of the last start: configuration, environment, models.
         starts: the starts that belong to the run.
         ranks: the records of each rank, without those that a later start has repeated.
+        headers: facts of each rank in the last start: its host, and who does the same work.
         repeated: how many steps were taken again after a restart.
         remarks: what is missing or torn, in sentences.
     """
@@ -52,6 +53,7 @@ class RunHistory:
     facts: Mapping[str, Any]
     starts: Sequence[StartOutcome]
     ranks: Mapping[int, Sequence[StepFigures]]
+    headers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     repeated: int = 0
     remarks: Sequence[str] = field(default_factory=tuple)
 
@@ -107,6 +109,7 @@ def load_history(folder: str | Path) -> RunHistory:
         facts=next((facts for start in reversed(starts) if (facts := start.facts())), {}),
         starts=[_outcome(*pair) for pair in zip(starts, read, strict=True)],
         ranks=dict(sorted(ranks.items())),
+        headers={rank: journal.header for rank, journal in read[-1].items()},
         repeated=repeated,
         remarks=remarks,
     )

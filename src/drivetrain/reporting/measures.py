@@ -9,11 +9,16 @@ from numpy.typing import NDArray
 
 from drivetrain.reporting.history import RunHistory
 from drivetrain.telemetry.figures import SECTIONS, StepFigures
+from drivetrain.telemetry.stragglers import Straggler, stragglers
+from drivetrain.telemetry.work import RankTimes
 
 Numbers: TypeAlias = NDArray[np.float64]
 
 SMOOTHED_PART = 25
 """A running mean covers one of so many parts of a curve."""
+
+USUAL_MARGIN = 0.3
+"""The margin of stragglers where the facts of a run have none, as the option's default."""
 
 WAITING = "waiting "
 """Before the name of the mesh axis that a rank waits on."""
@@ -111,6 +116,29 @@ def breakdown(history: RunHistory) -> dict[int, dict[str, float]]:
             for axis in axes
         }
     return found
+
+
+def slow_ranks(history: RunHistory) -> list[Straggler]:
+    """Return the ranks and hosts that were slower than the others, over the whole run."""
+    rows = history.facts.get("configuration") or ()
+    margins = [row["value"] for row in rows if row["key"] == "launch.straggler_margin"]
+    works = []
+    for rank, records in history.ranks.items():
+        kept, header = steady(records), history.headers.get(rank, {})
+        names = {name for each in kept for name in each.sections}
+        works.append(
+            RankTimes(
+                rank=rank,
+                host=str(header.get("host", "")),
+                peers=str(header.get("peers", "")),
+                steps=sum(each.steps for each in kept),
+                seconds=sum(each.seconds for each in kept),
+                sections={
+                    name: sum(each.sections.get(name, 0.0) for each in kept) for name in names
+                },
+            )
+        )
+    return stragglers(works, float(margins[0]) if margins else USUAL_MARGIN)
 
 
 def bytes_per_step(history: RunHistory) -> dict[str, float]:

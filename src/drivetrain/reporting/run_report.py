@@ -1,32 +1,40 @@
 """The report of a run, as the script holds it: ``accelerator.report``."""
 
+import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torch import Tensor
 
-from drivetrain import communication
+from drivetrain.collectives.facts import share_facts
 from drivetrain.config import Resolved
 from drivetrain.errors import UsageError
 from drivetrain.facade.observer import Observer
 from drivetrain.log import get_logger
 from drivetrain.reporting.page import missing_packages
 from drivetrain.runtime.scaler import LossScaler
+from drivetrain.runtime.world import host_link, work_path
 from drivetrain.strategy import Run
 from drivetrain.telemetry.facts import facts_of, header_of
 from drivetrain.telemetry.figures import StepFigures
 from drivetrain.telemetry.folder import REPORT, RUN, StartFolder, new_start
 from drivetrain.telemetry.journal import Journal, has_ended
+from drivetrain.telemetry.link import LinkLoad
 from drivetrain.telemetry.recorder import StepRecorder
+from drivetrain.telemetry.work import WorkFile
 
 logger = get_logger(__name__)
 
 DRAWING_S = 120.0
 """How long the drawing of a report may take; it is done in some seconds."""
+
+COMPARED_STEPS = 200
+"""Newest steps whose median is compared with a plan."""
 
 LAST_LINES_S = 3.0
 """How long rank 0 waits for the last lines of other ranks before it draws."""
@@ -60,19 +68,26 @@ class RunReport:
         self._config, self._run = config, run
         self._enabled = asked is not False
         self._newest: StepFigures | None = None
+        self._seconds: deque[float] = deque(maxlen=COMPARED_STEPS)
         self._listeners: list[Callable[[StepFigures], None]] = []
         self._finished = self._drawn = self._failed = False
         self.folder: StartFolder | None = None
         self._journal: Journal | None = None
         self._recorder = StepRecorder(run.traffic, scaler, self._take, self._stop)
         self.observer: Observer = self._recorder if self._enabled else Observer()
+        if (link := host_link()) and run.world.is_main:
+            self.listen(LinkLoad(run, link, logger.warning).take)
         if self._enabled:
             # Ranks start at different moments: rank 0's name is that of all, whatever folder they
             # were given, since nothing may be asked for on some ranks alone.
-            name, *_ = communication.broadcast_object_list([new_start()])
+            name = share_facts(new_start(), str, doing="the name of this start")
+            header = header_of(config, run)
             if project_dir is not None:
                 self.folder = StartFolder(Path(project_dir) / RUN / name)
-                self._journal = Journal(self.folder.journal(run.world.rank), header_of(run))
+                self._journal = Journal(self.folder.journal(run.world.rank), header)
+            every_s = config.run.launch.straggler_every_s
+            if every_s and (path := work_path()):
+                self.listen(WorkFile(Path(path), every_s, header).take)
 
     def __call__(self, **figures: float | Tensor) -> None:
         """Add figures of the script to the step at hand, such as ``report(accuracy=0.9)``.
@@ -153,6 +168,12 @@ class RunReport:
             return
         self._finished = True
         self._recorder.finish()
+        if self._recorder.planned_s is not None and self._seconds:
+            planned, measured = self._recorder.planned_s, statistics.median(self._seconds)
+            logger.announce(
+                f"planned {planned * 1e3:,.3g} ms a step, measured {measured * 1e3:,.3g} ms "
+                f"({planned / measured - 1:+.0%})"
+            )
         if self._newest is not None:
             error = getattr(sys, "last_value", None)  # of the script, when it ends by an error
             if error is None:
@@ -173,6 +194,8 @@ class RunReport:
     def _take(self, figures: StepFigures) -> None:
         """Keep a record, and hand it on."""
         first = self._newest is None
+        if not first:  # the first step also warms up
+            self._seconds.append(figures.seconds / figures.steps)
         self._newest = figures
         if self.folder is not None and first and self._run.world.is_main:
             prepared, models = self._recorder.prepared.models, self._recorder.models

@@ -75,6 +75,7 @@ def _speed(run: RunHistory) -> list[Number | None]:
         Number("tokens per second", in_short(tokens), "all ranks, median") if tokens else None,
         _utilization(run, tokens),
         _waiting(run),
+        _stragglers(run),
     ]
 
 
@@ -90,8 +91,11 @@ def _utilization(run: RunHistory, tokens: float | None) -> Number | None:
         note = f"{formula}; no published peak is known for {device}, so there is no MFU"
         return Number("FLOP/s", in_short(work * tokens), note)
     peak = run.facts["peak"]
-    note = f"{formula}; peak {in_short(peak['operations_per_second'])} a second, {peak['of']}"
-    return Number("MFU", f"{found:.1%}", f"{note}, {peak['device']}")
+    rate = in_short(peak["operations_per_second"])
+    note = f"{formula}; peak of {peak['device']} in {peak['of']}: {rate} a second"
+    if "source" in peak:  # runs of earlier versions name none
+        note += f" ({peak['source']})"
+    return Number("MFU", f"{found:.1%}", note)
 
 
 def _waiting(run: RunHistory) -> Number | None:
@@ -109,6 +113,18 @@ def _waiting(run: RunHistory) -> Number | None:
     if most > 2 * waits[least] and most > 0.1 * whole / len(found):
         note += f"; rank {least} waits least, the others wait for it"
     return Number("waiting", f"{sum(waits.values()) / whole:.0%}", note)
+
+
+def _stragglers(run: RunHistory) -> Number | None:
+    """Return who was slower than the others, and in which part of a step."""
+    found = measures.slow_ranks(run)
+    if not found:
+        return None
+    named = ", ".join(
+        f"{'rank' if len(each.ranks) == 1 else 'ranks'} {', '.join(map(str, each.ranks))}"
+        for each in found
+    )
+    return Number("stragglers", named, "; ".join(map(str, found)))
 
 
 def _resources(run: RunHistory) -> list[Number | None]:

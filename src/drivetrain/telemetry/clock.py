@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from drivetrain.runtime.board import board
+
 
 class StepClock:
     """Sums up the seconds of each section since the last cut.
@@ -31,6 +33,8 @@ class StepClock:
             self._sections[self.section] = self._sections.get(self.section, 0.0) + passed
         else:
             self._cut_at = now
+        if section != self.section:
+            board.enter(section)
         self.section, self._entered_at, self._waited_at = section, now, waited
 
     def cut(self) -> tuple[float, dict[str, float]]:

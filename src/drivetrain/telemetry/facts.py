@@ -16,23 +16,9 @@ from drivetrain.config import Resolved
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import DrivetrainError
 from drivetrain.facade.prepared import PreparedModel
+from drivetrain.hardware.peaks import published_peak
 from drivetrain.runtime.world import World, restarts
-from drivetrain.strategy import Run
-
-PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
-"""Published peaks of dense products in bf16 or fp16, in operations per second, by a word in the
-name of the device; the first that fits counts."""
+from drivetrain.strategy import Run, find_strategy
 
 
 def facts_of(
@@ -66,17 +52,20 @@ def facts_of(
         "hosts": list(dict.fromkeys(run.world.hosts)),
         "environment": _environment(run.world),
         "models": [_described(entry, spec) for entry, spec in zip(entries, models, strict=False)],
-        "peak": _peak(run.world),
+        "peak": _peak(run, models),
     }
 
 
-def header_of(run: Run) -> dict[str, Any]:
-    """Return the facts of one rank: who it is, and where on the mesh."""
+def header_of(config: Resolved, run: Run) -> dict[str, Any]:
+    """Return the facts of one rank: who it is, where on the mesh, and who does the same work."""
     world = run.world
+    strategy, _ = find_strategy(config.strategy, config.strategy_config)
+    stages = [name for name in strategy.stage_axes if name in run.mesh]
     return {
+        "peers": " ".join(f"{name}={run.mesh[name].rank}" for name in stages),
         "rank": world.rank,
         "host": world.hosts[world.rank],
-        "device": _device_name(world.device),
+        "device": device_name(world.device),
         "place": {name: axis.rank for name, axis in run.mesh.items()},
     }
 
@@ -87,7 +76,7 @@ def _environment(world: World) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "device": _device_name(world.device),
+        "device": device_name(world.device),
         "backend": world.backend or "none, one process",
         "threads of a rank": str(torch.get_num_threads()),
     }
@@ -126,16 +115,32 @@ def _states(entry: PreparedModel) -> int:
     return counts.most_common(1)[0][0] if counts else 0
 
 
-def _peak(world: World) -> dict[str, Any] | None:
-    """Return the published peak of this rank's device, None where none is known."""
-    name = _device_name(world.device)
-    found = next((word for word in PEAKS if word in name), None)
+def _peak(run: Run, models: Sequence[ModelSpec]) -> dict[str, Any] | None:
+    """Return the published peak of this rank's device for the models' products; None without one.
+
+    The dtype of products is that of the precision, or else that of most parameters.
+    """
+    if run.world.device.type == "cpu":
+        return None
+    name = device_name(run.world.device)
+    elements: Counter[torch.dtype] = Counter()
+    for each in (each for model in models for each in model.parameters):
+        elements[each.dtype] += each.numel
+    given = run.precision.compute or run.precision.param
+    dtype = given or max(elements, key=lambda each: elements[each], default=torch.float32)
+    found = published_peak(name, dtype)
     if found is None:
         return None
-    return {"device": name, "operations_per_second": PEAKS[found], "of": "bf16 and fp16, dense"}
+    return {
+        "device": name,
+        "operations_per_second": found.operations_per_second,
+        "of": found.precision,
+        "source": found.source,
+    }
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return the name that the driver gives a device; CPU for the processor."""
     if device.type == "cpu":
         return "CPU"
     return str(torch.get_device_module(device).get_device_name(device))

@@ -76,7 +76,7 @@ class StepFigures:
         named = ((name, getattr(self, name)) for name in _NAMES)
         values = {name: value for name, value in named if _says(value)}
         try:
-            return json.dumps(values, allow_nan=False)
+            return _ENCODER.encode(values)
         except (
             TypeError,
             ValueError,
@@ -100,6 +100,7 @@ class StepFigures:
             ) from None
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
 _NAMES = tuple(each.name for each in fields(StepFigures))
 
 

@@ -44,6 +44,7 @@ class Journal:
         self._lines = 0
         self._stride = 1
         self._begun: StepFigures | None = None
+        self._unwritten: list[StepFigures] = []  # lines are made many at a time, which is cheaper
         self._flushed_at = time.monotonic()
 
     def add(self, figures: StepFigures) -> None:
@@ -54,7 +55,7 @@ class Journal:
         """
         self._begun = figures if self._begun is None else merged(self._begun, figures)
         if self._begun.steps >= self._stride or self._begun.seconds >= COARSEST_S:
-            self._write_begun()
+            self._end_line()
         if time.monotonic() - self._flushed_at >= FLUSH_S:
             self.flush()
 
@@ -64,31 +65,43 @@ class Journal:
         Raises:
             OSError: the file cannot be written.
         """
-        self._write_begun()
+        self._end_line()
+        self._write_lines()
         self._write(json.dumps({"event": event, "time": time.time(), **facts}))
         self.flush()
 
     def flush(self) -> None:
-        """Let readers see the lines written so far."""
+        """Let readers see the lines so far.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         self._flushed_at = time.monotonic()
+        self._write_lines()
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
         """Write the steps left over, and close the file."""
-        self._write_begun()
+        self._end_line()
+        self._write_lines()
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _write_begun(self) -> None:
+    def _end_line(self) -> None:
         if self._begun is None:
             return
-        self._write(self._begun.to_json())
+        self._unwritten.append(self._begun)
         self._begun = None
         self._lines += 1
         if self._lines % FINE_LINES == 0:
             self._stride *= 2
+
+    def _write_lines(self) -> None:
+        lines, self._unwritten = self._unwritten, []
+        for figures in lines:
+            self._write(figures.to_json())
 
     def _write(self, line: str) -> None:
         if self._file is None:

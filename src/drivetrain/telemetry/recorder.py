@@ -29,7 +29,7 @@ from drivetrain.telemetry.late import LateNumbers
 from drivetrain.traffic import Traffic
 
 MEMORY_PAUSE_S = 0.2
-"""An accelerator's allocator is asked no more often: its statistics take longer than the rest."""
+"""The system and an accelerator's allocator are asked for memory no more often: it takes long."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LOSS, _NORM, _LR, _OWN = "loss {}", "grad_norm", "lr", "own "
@@ -59,6 +59,7 @@ class StepRecorder(Observer):
         fail: Callable[[Exception], None],
     ) -> None:
         self.prepared = PreparedObjects()
+        self._runs: Runs | None = None
         self.clock = StepClock(lambda: traffic.waited_s)
         self.models: list[ModelSpec] = []
         self.step = 0
@@ -66,11 +67,11 @@ class StepRecorder(Observer):
         self._scaler = scaler
         self._deliver = deliver
         self._fail = fail
-        self._late: deque[tuple[StepFigures, LateNumbers, list[float]]] = deque()
+        self._late: deque[tuple[dict[str, Any], LateNumbers, list[float]]] = deque()
         self._training: set[int] = set()
         self._loader = 0
         self._stepped = False
-        self._memory: Mapping[str, int] = {}
+        self._memory: dict[str, int] = {}
         self._memory_at = -MEMORY_PAUSE_S
         self._sent: Mapping[tuple[str, str], int] = {}
         self._waits: Mapping[str, float] = {}
@@ -91,6 +92,12 @@ class StepRecorder(Observer):
     def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
         """Take the objects of the run."""
         self.prepared, self._device = prepared, runs.default.world.device
+        self._runs = runs
+
+    @property
+    def planned_s(self) -> float | None:
+        """Seconds of a step, as predicted; None where nothing was planned."""
+        return None if self._runs is None else self._runs.planned_s
 
     def before_prepare(self, model: nn.Module) -> None:
         """Note the sizes of a model."""
@@ -206,23 +213,23 @@ class StepRecorder(Observer):
         late = LateNumbers(numbers | {_OWN + name: each for name, each in self._own.items()})
         self._late.append((self._counted(), late, self._weights))
 
-    def _counted(self) -> StepFigures:
-        """Return the record of the step without the values that may come late."""
+    def _counted(self) -> dict[str, Any]:
+        """Return the fields of the step's record whose values do not come late."""
         seconds, sections = self.clock.cut()
         sent, waits = self._traffic.sent(), self._traffic.waits()
-        figures = StepFigures(
-            step=self.step,
-            time=time.time(),
-            seconds=seconds,
-            sections=sections,
-            waiting=_growth(self._waits, waits),
-            loss_scale=self._scaler.get_scale() if self._scaler.is_enabled() else None,
-            samples=self._samples,
-            tokens=self._tokens,
-            skipped=self._skipped,
-            memory=self._measured_memory(),
-            sent={"/".join(key): count for key, count in _growth(self._sent, sent).items()},
-        )
+        figures = {
+            "step": self.step,
+            "time": time.time(),
+            "seconds": seconds,
+            "sections": sections,
+            "waiting": _growth(self._waits, waits),
+            "loss_scale": self._scaler.get_scale() if self._scaler.is_enabled() else None,
+            "samples": self._samples,
+            "tokens": self._tokens,
+            "skipped": self._skipped,
+            "memory": self._measured_memory(),
+            "sent": {"/".join(key): count for key, count in _growth(self._sent, sent).items()},
+        }
         self._sent, self._waits = sent, waits
         return figures
 
@@ -245,29 +252,29 @@ class StepRecorder(Observer):
             for name, value in numbers.items()
             if name.startswith(_OWN)
         }
+        counts: dict[str, Any] = {
+            name: int(own.pop(name)) for name in ("samples", "tokens") if name in own
+        }
         self._deliver(
-            replace(
-                figures,
+            StepFigures(
                 loss=sum(map(float.__mul__, losses, weights)) / whole if whole else None,
                 grad_norm=numbers.get(_NORM),
                 lr=numbers.get(_LR),
-                samples=int(own.pop("samples", figures.samples)),
-                tokens=int(own.pop("tokens", figures.tokens)),
                 own=own,
+                **(figures | counts),
             )
         )
 
     def _measured_memory(self) -> Mapping[str, int]:
-        if self._device.type == "cpu":
-            return {"resident": _resident()}
         now = time.monotonic()
         if now - self._memory_at >= MEMORY_PAUSE_S:
             self._memory_at = now
-            self._memory = {
-                "resident": _resident(),
-                "device": torch.accelerator.memory_allocated(self._device),
-                "device_peak": torch.accelerator.max_memory_allocated(self._device),
-            }
+            self._memory = {"resident": _resident()}
+            if self._device.type != "cpu":
+                self._memory |= {
+                    "device": torch.accelerator.memory_allocated(self._device),
+                    "device_peak": torch.accelerator.max_memory_allocated(self._device),
+                }
         return self._memory
 
 

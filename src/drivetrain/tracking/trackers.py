@@ -30,6 +30,8 @@ _PASSWORD_IN_ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://[^/@\s:]*:[^/@\s]+@", r
 
 _WORD_OF_A_TOKENIZER = re.compile(r"(?:bos|cls|eos|mask|pad|sep|unk)_token$", re.IGNORECASE)
 _ALL = "all"
+MOST_WAITING = 1000
+"""Rows of figures that wait for a step of the script; of more, every second row is left out."""
 
 
 class Tracker(ABC):
@@ -129,7 +131,7 @@ class Trackers:
         self._chosen = _choose(log_with, logging_dir, registry)
         self._failed: list[Tracker] = []
         self._without_run: list[Tracker] = []
-        self._joining: dict[int, Mapping[str, float]] = {}
+        self._joining: dict[int, list[Mapping[str, float]]] = {}
         self.active: list[Tracker] = []
 
     def start(
@@ -172,8 +174,8 @@ class Trackers:
         options = log_kwargs or {}
 
         def write(tracker: Tracker) -> None:
-            joined = {**self._joining.pop(id(tracker), {}), **values}
-            tracker.log(joined, step=step, **options.get(tracker.name, {}))
+            newest: Mapping[str, float] = (self._joining.pop(id(tracker), None) or [{}])[-1]
+            tracker.log({**newest, **values}, step=step, **options.get(tracker.name, {}))
 
         self._each(write)
 
@@ -190,7 +192,10 @@ class Trackers:
             if tracker in self._failed or tracker in self._without_run:
                 continue
             if tracker.shares_steps:
-                self._joining[id(tracker)] = dict(values)
+                waiting = self._joining.setdefault(id(tracker), [])
+                waiting.append(dict(values))
+                if len(waiting) > MOST_WAITING:
+                    del waiting[:-1:2]
                 continue
             try:
                 tracker.log(values, step=step)
@@ -219,8 +224,9 @@ class Trackers:
         """Finish every tracker, also after failures: buffered values may still be written."""
         active, self.active = self.active, []
         for tracker in active:
-            if (left := self._joining.pop(id(tracker), None)) and tracker not in self._failed:
-                self._attempt(tracker, functools.partial(_write, left))
+            for left in self._joining.pop(id(tracker), ()):
+                if tracker not in self._failed:
+                    self._attempt(tracker, functools.partial(_write, left))
             self._attempt(tracker, lambda each: each.finish())
         self._failed, self._without_run = [], []
 

@@ -34,6 +34,10 @@ def test_values_are_means_and_counts_are_sums_over_ranks(tmp_path):
     assert found[1]["backward"] == pytest.approx(0.07)
     assert numbers(run)["waiting"] == "20%"
     assert "rank 1 waits least" in notes(run)["waiting"]
+    assert numbers(run)["stragglers"] == "rank 1"
+    said = notes(run)["stragglers"]
+    assert "slower than the others: 100 ms of work in a step against 60 ms; most" in said
+    assert said.endswith("in backward, 70 ms against 30 ms")
 
 
 def test_ranks_of_one_cell_count_their_batch_once(tmp_path):
@@ -117,14 +121,15 @@ def test_a_loss_that_is_not_finite_is_counted_and_left_out_of_means(tmp_path):
 
 
 def test_utilization_names_formula_and_peak(tmp_path):
-    peak = {"device": "NVIDIA H100", "operations_per_second": 1e7, "of": "bf16, dense"}
+    peak = {"device": "NVIDIA H100", "operations_per_second": 1e7, "of": "bf16"}
+    peak |= {"source": "a data sheet"}
     model = FACTS["models"][0] | {"trained": 500}
     write_run(tmp_path, range(1, 6), facts={"peak": peak, "models": [model]})
     run = load_history(tmp_path)
     # 4 x 1000 + 2 x 500 operations a token, 1280 tokens a second, 2 ranks of 1e7
     assert numbers(run)["MFU"] == "32.0%"
     assert "4 N + 2 trained N" in notes(run)["MFU"]
-    assert "peak 10 M a second, bf16, dense, NVIDIA H100" in notes(run)["MFU"]
+    assert "peak of NVIDIA H100 in bf16: 10 M a second (a data sheet)" in notes(run)["MFU"]
     write_run(tmp_path / "cpu", range(1, 6))
     without = load_history(tmp_path / "cpu")
     assert "MFU" not in numbers(without)

@@ -5,7 +5,7 @@ import torch
 
 from drivetrain import Accelerator
 from drivetrain.telemetry.figures import StepFigures
-from drivetrain.tracking import Tracker, Trackers
+from drivetrain.tracking import Tracker, Trackers, trackers
 from drivetrain.tracking.run_figures import STEPS, RunFigures, values_of
 
 
@@ -80,6 +80,14 @@ def test_steps_of_a_script_stay_where_one_counter_serves_all_values():
     assert (second[0]["mine"], second[0]["run/step"], second[1]) == (STEPS + 4, STEPS, 1)
     assert (last[0]["run/step"], last[1]) == (2 * STEPS, None)
     assert "mine" not in last[0]
+
+
+def test_where_a_script_logs_nothing_all_figures_come_at_the_end(monkeypatch):
+    (one,) = train(OneCounter, steps=3 * STEPS + 1)
+    assert [values["run/step"] for values, _ in one.said] == [STEPS, 2 * STEPS, 3 * STEPS]
+    monkeypatch.setattr(trackers, "MOST_WAITING", 3)
+    (one,) = train(OneCounter, steps=5 * STEPS + 1)
+    assert [values["run/step"] / STEPS for values, _ in one.said] == [2, 4, 5]
 
 
 def test_a_tracker_that_refuses_the_figures_keeps_the_values_of_the_script(caplog):

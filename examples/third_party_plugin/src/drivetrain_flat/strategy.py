@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,10 @@ from torch.optim import Optimizer
 
 from drivetrain import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy, option
 from drivetrain.collectives import connect, sent_elements
+from drivetrain.paper.data_parallel import data_parallel_step
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.step import PaperStep, PaperTask
+from drivetrain.paper.work import Collective, PaperUnit
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.saved_state import ReplicatedState
@@ -127,6 +131,16 @@ class Flat(Strategy[FlatConfig]):
             },
             sent={key: count for key, count in sent.items() if count},
         )
+
+    @classmethod
+    def step(cls, config: FlatConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Draw the step on paper: one all-reduce of all gradients, behind the last backward."""
+        step = data_parallel_step(units, replace(run, axes={**run.axes, "dp": 1}))
+        nbytes = sum(unit.elements for unit in units) * run.bytes.gradient
+        message = Collective("dp", "all_reduce", nbytes)  # beside nothing
+        *computed, update = step.tasks
+        average = PaperTask("average", (message,))
+        return PaperStep([*computed, average, update], step.held, run.axes)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:

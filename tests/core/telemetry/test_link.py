@@ -1,0 +1,82 @@
+"""The load of the link between hosts, from records of steps that are made here."""
+
+import pytest
+
+from drivetrain.errors import PreflightError
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import LINK_VARIABLE, World, host_link
+from drivetrain.strategy import Run
+from drivetrain.telemetry.figures import StepFigures
+from drivetrain.telemetry.link import LinkLoad, bytes_between_hosts
+from drivetrain.traffic import Traffic
+
+LINK = 1e8
+"""Bytes per second."""
+
+
+@pytest.fixture
+def run():
+    """A run of two ranks on each of two hosts; its collectives go in two levels."""
+    world = World(size=4, local_size=2, hosts=("a", "a", "b", "b"))
+    mesh = Mesh.plan({"dp": 4}, world)
+    mesh.neighbors("dp", 2)
+    mesh.across("dp", 2)
+    return Run(world=world, mesh=mesh, precision=Precision(), accumulation=1, traffic=Traffic())
+
+
+def test_bytes_are_those_of_a_host_and_not_of_its_inner_links(run):
+    sent = {
+        ("dp", "all_gather"): 1000,  # one ring over four ranks: one of two sends to the other host
+        ("dp.far", "all_reduce"): 300,  # each of the two ranks sends
+        ("dp.near", "all_reduce"): 5000,
+        ("tp of another strategy", "all_reduce"): 7,
+    }
+    assert bytes_between_hosts(sent, run) == 1000 + 600
+
+
+def told(run, *, seconds, waiting, megabytes, steps=6):
+    lines = []
+    load = LinkLoad(run, LINK, lines.append)
+    for step in range(1, steps + 1):
+        first = 100 if step <= 2 else 1  # steps that warm up do not count
+        load.take(
+            StepFigures(
+                step=step,
+                seconds=seconds * first,
+                waiting={"dp": waiting},
+                sent={"dp/all_reduce": round(megabytes * 1e6)},
+            )
+        )
+    return lines
+
+
+def test_warning_has_bytes_and_seconds_and_comes_once(run):
+    (line,) = told(run, seconds=1.2, waiting=0.8, megabytes=92)
+    assert "a step sends 92.0 MB from each host, 0.92 s at the measured 100 MB/s, and works" in line
+    assert "works for 0.4 s; accumulate more micro-batches" in line
+    assert told(run, seconds=1.2, waiting=0.8, megabytes=92, steps=4) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waiting", "megabytes", "warned"),
+    [
+        (1.0, 0.01, 92, False),  # hidden under the work
+        (1.0, 0.6, 30, False),  # waits for something else
+        (1.0, 0.0, 92, True),  # a device waits: the time of the link is taken for it
+        (2.0, 0.0, 92, False),
+    ],
+)
+def test_who_is_warned(run, seconds, waiting, megabytes, warned):
+    lines = told(run, seconds=seconds, waiting=waiting, megabytes=megabytes)
+    assert bool(lines) == warned
+
+
+def test_link_comes_from_the_launcher(monkeypatch):
+    monkeypatch.delenv(LINK_VARIABLE, raising=False)
+    assert host_link() == 0
+    monkeypatch.setenv(LINK_VARIABLE, "1.5e8")
+    assert host_link() == 1.5e8
+    monkeypatch.setenv(LINK_VARIABLE, "fast")
+    with pytest.raises(PreflightError, match="found 'fast'; 'drivetrain launch' sets it"):
+        host_link()
