@@ -27,6 +27,7 @@ steps/pipeline.py        the stepper on a disk: reads tile i + 1, updates tile i
 stores/host.py           the store ``cpu``, and the stepper in host memory
 stores/nvme.py           the store ``nvme``
 stores/files.py          a file without a name, read and written by several requests at once
+stores/block_sums.py     sums of that file's blocks, by which a changed block is noticed
 stores/directory.py      the checks of the directory in which such a file lies
 buffers.py               aligned and page-locked memory, and its way back to the system
 threads.py               threads that serve as long as the process lives

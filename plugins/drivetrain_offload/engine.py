@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 
 from drivetrain.cost import ModelSpec
 from drivetrain.sharding.estimate import Estimate
+from drivetrain.sharding.flat import FlatTensor
 from drivetrain.sharding.home import BoundOptimizer, Held, OnDevice
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.options import OffloadOptions, ShardedConfig
 from drivetrain.sharding.shard import ShardHome
 from drivetrain.sharding.slot import ParameterSlot
-from drivetrain.sharding.unit import FlatTensor, Unit
+from drivetrain.sharding.unit import Unit
 from drivetrain.store import Pending, ShardStep
 from drivetrain.strategy import Run
 from drivetrain_offload.masters import OffloadedParameter, OffloadedParameters, PendingValues
@@ -167,7 +168,8 @@ class OffloadEngine(OnDevice):
             out = pending.of(one, in_place=not self.options.delayed)
         else:
             master = flat.shard.read(slot).detach()
-            out = flat.values[slot.own] if one.unit.resident and flat.shard.separate else None
+            beside = one.unit.resident and flat.shard.separate and not flat.apart
+            out = flat.values[slot.own] if beside else None
         return ShardStep(
             one.index,
             group,

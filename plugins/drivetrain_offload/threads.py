@@ -1,7 +1,8 @@
-"""Threads that take tasks until the end of the process.
+"""Threads that take tasks until the end of the process, which waits for the tasks.
 
 The pools of ``concurrent.futures`` take no tasks once the script is over. A step still under way,
-which submits its parts in turn, would break off while other ranks wait for its results.
+which submits its parts in turn, would break off while other ranks wait for its results. So these
+pools end later: as the finalizers of the process run, the youngest pool first.
 """
 
 import threading
@@ -21,7 +22,9 @@ _Tasks = SimpleQueue[Callable[[], None] | None]
 class ThreadPool:
     """Threads that take tasks in the order of their submission.
 
-    A thread starts with each of the first tasks. The end of the process does not wait for them.
+    A thread starts with each of the first tasks. The process lets submitted tasks end before it
+    ends: Python stops a thread that still runs then, and a thread that lets go of a tensor in that
+    moment is in C++ code, which aborts the process.
 
     Args:
         threads: how many at most.
@@ -33,8 +36,8 @@ class ThreadPool:
         self._tasks: _Tasks = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._changes = threading.Lock()
-        self._end = weakref.finalize(self, _end, self._tasks, self._threads)
-        self._end.atexit = False
+        parts = (self._tasks, self._threads, self._changes)
+        self._end = weakref.finalize(self, _end, weakref.ref(self), *parts)
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
         """Let a thread call a function.
@@ -66,15 +69,24 @@ class ThreadPool:
 
     def shutdown(self) -> None:
         """Let submitted tasks end, and join the threads; may be called more than once."""
-        with self._changes:
-            self._end()
+        self._end()
         for thread in self._threads:
             thread.join()
 
 
-def _end(tasks: _Tasks, threads: list[threading.Thread]) -> None:
-    for _ in threads:
-        tasks.put(None)
+def _end(
+    pool: "weakref.ref[ThreadPool]",
+    tasks: _Tasks,
+    threads: list[threading.Thread],
+    changes: threading.Lock,
+) -> None:
+    """Let threads end after the tasks before; wait for them, unless the pool was forgotten."""
+    with changes:
+        for _ in threads:
+            tasks.put(None)
+    if pool() is not None:
+        for thread in threads:
+            thread.join()
 
 
 def _serve(tasks: _Tasks) -> None:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from drivetrain.communication import gather_object
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import PreflightError
 from drivetrain.log import get_logger
@@ -134,7 +134,8 @@ def announce_tiers(
     _logger.announce(f"what lies where between steps:\n{tiers.describe()}")
     mine = "\n".join(tiers.shortages())
     # Nobody takes memory before all have looked, and nobody waits for a rank that has given up.
-    found = [text for text in gather_object(mine, group=run.mesh["dp"]) if text]
+    told = gather_facts(mine, str, doing="the look for room", group=run.mesh["dp"])
+    found = [text for text in told if text]
     if found:
         raise PreflightError(mine or found[0])
 

@@ -10,13 +10,11 @@ side by side. Shards whose master the store keeps come first: so every shard has
 the states as in the shorter tensor of masters.
 """
 
-import atexit
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +157,7 @@ class Stepper(ABC):
         self._alignment = alignment
         self._blocks: dict[str, ShardBlock] = {}
         self._closed = False
-        self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
+        self._at_exit: weakref.finalize[[weakref.ref[Stepper]], Stepper] | None = None
 
     def adopt(self, block: str, shards: Sequence[ShardSpec], group: ParamGroup) -> None:
         """Take room for the states of a block's shards; see ``ShardStepper.adopt``.
@@ -176,6 +174,8 @@ class Stepper(ABC):
         adopted = ShardBlock(block, placed, names, {MASTER: kept} | dict.fromkeys(names, end))
         self._take_room(adopted)
         self._blocks[block] = adopted
+        if self._at_exit is None:  # now: finalizers made later run before those of the threads
+            self._at_exit = weakref.finalize(self, _close, weakref.ref(self))
 
     def submit(self, block: str, steps: Sequence[ShardStep], then: Then = None) -> Pending:
         """Take a step for some shards of a block; see ``ShardStepper.submit``.
@@ -252,7 +252,8 @@ class Stepper(ABC):
     def close(self) -> None:
         """Let submitted steps end, and release memory and threads; may be called again."""
         self._closed = True
-        atexit.unregister(self._at_exit)
+        if self._at_exit is not None:
+            self._at_exit.detach()
         self._release()
         self._blocks.clear()
 

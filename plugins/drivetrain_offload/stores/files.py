@@ -25,6 +25,7 @@ from torch import Tensor
 from drivetrain.errors import PreflightError, StorageError, UsageError
 from drivetrain.log import get_logger
 from drivetrain_offload.buffers import ALIGNMENT, padded
+from drivetrain_offload.stores.block_sums import BlockSums
 from drivetrain_offload.stores.directory import check_room, no_room
 from drivetrain_offload.threads import ThreadPool
 
@@ -88,14 +89,18 @@ class DiskFile:
         directory: where the file lies.
         request_bytes: the longest request that a transfer is cut into; a multiple of 4096.
         threads: requests in flight, of reads and of writes each.
+        verify: whether blocks that are read are compared with the sums of those that were written.
 
     Raises:
         PreflightError: no file can be made there.
         StorageError: the first block cannot be written or read.
     """
 
-    def __init__(self, directory: Path, *, request_bytes: int, threads: int) -> None:
+    def __init__(
+        self, directory: Path, *, request_bytes: int, threads: int, verify: bool = False
+    ) -> None:
         self._directory = directory
+        self._sums = BlockSums() if verify else None
         self._request_bytes = request_bytes
         self._fd, named = _open(directory)
         self._free = weakref.finalize(self, _release, self._fd, named)
@@ -136,6 +141,8 @@ class DiskFile:
                 raise no_room(self._directory, more) from error
             raise self._failure("make room for", more, self.nbytes, error) from error
         self.nbytes = nbytes
+        if self._sums is not None:
+            self._sums.grow(nbytes)
 
     def read(self, offset: int, buffer: Tensor) -> Transfer:
         """Start to fill a buffer with the bytes at an offset.
@@ -251,11 +258,20 @@ class DiskFile:
 
     def _read(self, view: memoryview, offset: int) -> None:
         if len(view) % ALIGNMENT == 0:
-            self._move(os.preadv, view, offset, "read")
+            self._read_blocks(view, offset)
         else:
             with memoryview(mmap.mmap(-1, ALIGNMENT)) as block:
-                self._move(os.preadv, block, offset, "read")
+                self._read_blocks(block, offset)
                 view[:] = block[: len(view)]
+
+    def _read_blocks(self, blocks: memoryview, offset: int) -> None:
+        self._move(os.preadv, blocks, offset, "read")
+        if self._sums is not None and (at := self._sums.changed(offset, blocks)) is not None:
+            raise StorageError(
+                f"{self._directory}: expected the block at offset {at:,} of the file there as it "
+                "was written, found other bytes; look at the disk and the kernel's log, name "
+                "another path, and resume from a checkpoint"
+            )
 
     def _write(self, ready: Callable[[], object] | None, view: memoryview, offset: int) -> None:
         try:
@@ -266,6 +282,8 @@ class DiskFile:
                 block = memoryview(mmap.mmap(-1, ALIGNMENT))
                 block[: len(view)] = view
                 view = block
+            if self._sums is not None:
+                self._sums.keep(offset, view)
             self._move(os.pwritev, view, offset, "write")
         except StorageError as error:
             self._broken = self._broken or error

@@ -57,6 +57,11 @@ class NvmeConfig:
         help="whether the process gives freed memory back to the system at once, which takes some "
         "time; otherwise it may keep several times what it uses",
     )
+    verify: bool = option(
+        False,
+        help="whether each block that is read must have the sum of the block that was written; "
+        "needs host memory for 1 of 512 bytes of the file",
+    )
 
     def __post_init__(self) -> None:
         """Check numbers that come from Python and not from a file.
@@ -125,7 +130,12 @@ class NvmeStore:
         directory = check_directory(config.path)
         if config.release_memory:
             give_back_memory()
-        self._file = DiskFile(directory, request_bytes=config.request_bytes, threads=config.threads)
+        self._file = DiskFile(
+            directory,
+            request_bytes=config.request_bytes,
+            threads=config.threads,
+            verify=config.verify,
+        )
         self._changes = threading.Lock()
         self._extents: dict[str, _Extent] = {}
         self._ahead: dict[str, tuple[Tensor, Transfer]] = {}

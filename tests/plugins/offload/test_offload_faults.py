@@ -6,7 +6,8 @@ import os
 import pkgutil
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -267,3 +268,39 @@ def interrupted(place, late):
 
     with mock.patch.object(owner, name, call):
         yield
+
+
+def flip_bits(folder):
+    """Change one bit in each block of this process's file, as a failing disk would."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the folder that is listed, and is closed again
+            if str(entry.readlink()).startswith(f"{folder}/"):
+                _flip(entry)
+
+
+def _flip(path):
+    with path.open("r+b", buffering=0) as file:
+        for at in range(1000, os.fstat(file.fileno()).st_size, 4096):
+            (byte,) = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("which", ["zero2", "fsdp, parameters"])
+@pytest.mark.ranks(2)
+def test_a_bit_that_the_disk_changes_is_seen_if_asked(which, tmp_path):
+    name, offload = STORES[which]
+    training = Training(name, tmp_path, store_options={"verify": True}, **offload)
+    training.steps(0, 1, 2)
+    training.optimizer.state_dict()  # lets the step end
+    odd = training.rank == 1
+    if odd:
+        flip_bits(tmp_path)
+    started = time.monotonic()
+    with pytest.raises(StorageError if odd else CollectiveError) as caught:
+        training.steps(*range(3, 9))
+    if odd:
+        assert "as it was written, found other bytes; look at the disk" in str(caught.value)
+        cut_connections()  # as the end of its process does
+    training.close()
+    assert time.monotonic() - started < SOON_S

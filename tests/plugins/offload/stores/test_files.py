@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -361,3 +362,49 @@ def test_a_pool_hands_memory_out_again_when_no_tensor_lies_in_it():
     assert len(pool._spare) == 1
     pool.clear()
     assert pool._spare == []
+
+
+@pytest.fixture
+def verified(tmp_path):
+    made = DiskFile(tmp_path, request_bytes=2 * ALIGNMENT, threads=4, verify=True)
+    made.grow(64 * ALIGNMENT)
+    yield made
+    made.close()
+
+
+def change(file, at, mask=1):
+    """Change bits of a byte in the file, past its own descriptor."""
+    with Path(f"/proc/self/fd/{file._fd}").open("r+b", buffering=0) as other:
+        (byte,) = os.pread(other.fileno(), 1, at)
+        os.pwrite(other.fileno(), bytes([byte ^ mask]), at)
+        os.fsync(other.fileno())
+
+
+@pytest.mark.parametrize("at", [0, 4095, 4096, 5000, 9 * 4096 + 17, 49_999])
+def test_a_changed_bit_is_seen_where_it_is(verified, at):
+    data, back = numbers(50_000), aligned_empty(50_000, torch.uint8)
+    verified.write(0, data).wait()
+    verified.read(0, back).wait()
+    assert torch.equal(back, data)
+    change(verified, at, mask=128)
+    with pytest.raises(StorageError, match=rf"block at offset {at // 4096 * 4096:,} of the file"):
+        verified.read(0, back).wait()
+    verified.write(0, data).wait()  # what is written anew is right again
+    verified.read(0, back).wait()
+
+
+def test_blocks_that_were_never_written_are_zeros(verified):
+    back = aligned_empty(3 * 4096, torch.uint8)
+    verified.grow(100 * ALIGNMENT)
+    verified.read(97 * ALIGNMENT, back).wait()
+    change(verified, 98 * ALIGNMENT)
+    with pytest.raises(StorageError, match="as it was written, found other bytes"):
+        verified.read(97 * ALIGNMENT, back).wait()
+
+
+def test_without_sums_a_changed_bit_is_not_seen(file):
+    data, back = numbers(4096), aligned_empty(4096, torch.uint8)
+    file.write(0, data).wait()
+    change(file, 7)
+    file.read(0, back).wait()
+    assert (back != data).nonzero().flatten().tolist() == [7]

@@ -253,4 +253,5 @@ def test_options_out_of_range(wrong):
 def test_options_are_knobs():
     assert [knob.name for knob in options_of(NvmeConfig)] == [
         "path", "request_mib", "threads", "staging_mib", "release_memory",
+        "verify",
     ]  # fmt: skip
