@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, RankMismatchError
+from drivetrain.links.chosen import LinkMethods
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -69,6 +70,8 @@ def advice(mesh: Mesh) -> str:
 class DataParallelCell(Strategy[MegatronConfig]):
     """The methods of a cell that its data-parallel strategy carries out."""
 
+    stage_axes: ClassVar[tuple[str, ...]] = ("pp",)
+
     def __init__(self, config: MegatronConfig, run: Run) -> None:
         super().__init__(config, run)
         kind, options = data_parallel(config)
@@ -79,6 +82,18 @@ class DataParallelCell(Strategy[MegatronConfig]):
         """Let the data-parallel strategy refuse options and dtypes."""
         kind, options = data_parallel(config)
         kind.check_options(options, precision)
+
+    @classmethod
+    def channels(cls, config: MegatronConfig) -> frozenset[str]:
+        """Return the kinds of tensors that the data-parallel strategy sends by channels."""
+        kind, options = data_parallel(config)
+        return kind.channels(options)
+
+    @classmethod
+    def check_links(cls, config: MegatronConfig, links: LinkMethods, precision: Precision) -> None:
+        """Let the data-parallel strategy refuse methods for slow links."""
+        kind, options = data_parallel(config)
+        kind.check_links(options, links, precision)
 
     @property
     def _is_one_rank(self) -> bool:

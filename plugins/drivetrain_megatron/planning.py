@@ -6,8 +6,9 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from torch import nn
 
-from drivetrain import communication
 from drivetrain.collectives import Communicator
+from drivetrain.collectives.digests import differing
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError
 from drivetrain.parts.naming import named_parameters
@@ -113,8 +114,9 @@ def same_on_all_ranks(
         mine = described(plans[0])
     except Exception as error:  # the other ranks must hear of it before this one ends
         failure, mine = error, ComparedPlan(["no plan"], [f"{type(error).__name__}: {error}"])
-    if run.world.size > 1 and communication.differing(mine.facts, doing="the comparison of plans"):
-        raise RankMismatchError(_message(communication.gather_object([mine]))) from failure
+    if run.world.size > 1 and differing(mine.facts, doing="the comparison of plans"):
+        plans_of_all = gather_facts(mine, ComparedPlan, doing="the comparison of plans")
+        raise RankMismatchError(_message(plans_of_all)) from failure
     if failure is not None:
         raise failure
     return plans[0]

@@ -27,6 +27,7 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout.chain import Dropout, MaskSource
 from drivetrain_megatron.dropout.draws import AlikeDraws
+from drivetrain_megatron.global_shards import GlobalShards, LocalReader
 from drivetrain_megatron.paper.layouts import CellOnPaper
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.pipeline.levels import PipelinedModel
@@ -34,8 +35,6 @@ from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.report import describe
 from drivetrain_megatron.planning import Planner
 from drivetrain_megatron.state import (
-    GlobalShards,
-    LocalReader,
     Original,
     SharedSource,
     WholeState,

@@ -163,11 +163,18 @@ class PipelineStep:
                     self._act(actions.pop())
         for stage in range(len(self.steps)):
             self._emit(stage, self.groups[stage]["", 0][1])
-        held = [defaultdict[str, float](float) for _ in ranks]
-        for stage, step in enumerate(self.steps):
-            for kind, nbytes in step.held[0].items():
-                held[stage % len(ranks)][kind] += nbytes
-        return PaperStep(self.tasks, held, self.steps[0].axes)
+        held = self._summed([step.held[0] for step in self.steps])
+        stored = self._summed([kept for step in self.steps for kept in step.stored])
+        return PaperStep(self.tasks, held, self.steps[0].axes, stored)
+
+    def _summed(self, of_stages: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+        """Return the bytes of the ranks, each of which has one stage or several."""
+        count = len(self.schedule.ranks)
+        found = [defaultdict[str, float](float) for _ in range(count)]
+        for stage, held in enumerate(of_stages):
+            for kind, nbytes in held.items():
+                found[stage % count][kind] += nbytes
+        return list(found)
 
     def _ready(self, action: Action) -> bool:
         return all(need in self.ended for need in needs(action, self.schedule.stages))

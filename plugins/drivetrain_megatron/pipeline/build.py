@@ -10,13 +10,14 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.building import WeightSource
 from drivetrain.collectives import Communicator, connect
-from drivetrain.communication import broadcast_object_list
+from drivetrain.collectives.facts import share_facts
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
+from drivetrain_megatron.adapted import AdaptedModel
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout.chain import Dropout
 from drivetrain_megatron.pipeline.cut import (
@@ -64,6 +65,7 @@ class PipelineBuilder:
         self.blocks: Sequence[NamedModule] = ()
         self._split: Split | None = None
         self._shared: SharedParameters | None = None
+        self._adapted: AdaptedModel | None = None
         self._uncompiled = Uncompiled()
         self._weights = WeightGradients()
         self._deferring: list[nn.Module] = []
@@ -91,8 +93,8 @@ class PipelineBuilder:
         if self._planned is None:
             raise RuntimeError("plan() comes before agree()")
         recording, cut = self._planned
-        (bounds,) = broadcast_object_list([cut.bounds])
-        self._planned = recording, StageCut(bounds)
+        bounds = share_facts(list(cut.bounds), list[int], doing="the choice of stages")
+        self._planned = recording, StageCut(tuple(bounds))
 
     def split(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Reduce the model to this rank's stages, and the optimizers to their parameters."""
@@ -110,6 +112,7 @@ class PipelineBuilder:
             for name in use.names
             if cut.stage_of(min(use.phases, default=0)) % self._axis.size != rank
         )
+        self._adapted = AdaptedModel(model)
         self._split = split(model, recording, cut, owned, self._run.world.device)
         self._shared = SharedParameters(model, self._split.ties, owned, self._axis.size, self._link)
         here = {id(parameter) for parameter in model.parameters()}
@@ -147,6 +150,8 @@ class PipelineBuilder:
             return pipeline.call(args, kwargs)
 
         wrap_forward(model, _ORIGINAL, call)
+        if self._adapted is not None:
+            self._adapted.redirect()
         return pipeline
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -170,6 +175,8 @@ class PipelineBuilder:
         for handle in self._handles:
             handle.remove()
         unwrap_forward(model, _ORIGINAL)
+        if self._adapted is not None:
+            self._adapted.close()
         defer_no_more(self._deferring)
         if self._split is not None:
             self._split.close()

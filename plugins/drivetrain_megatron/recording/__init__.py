@@ -12,8 +12,6 @@ Whoever plans reads one look (``drivetrain.model``), and runs nothing. From the 
 ``around_blocks`` functions of torch that the code around blocks calls
 ``block_facts``   the facts of the tensors that one block makes
 ``shapes``        the shapes that blocks return for given inputs
-``guesses``       inputs by the class, the arguments and the layers of a model
-``first_batch``   inputs from a loader of the script
 ``calls``         example inputs, the look with them, and the first arguments of each block
 ================= =================================================================================
 """

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain import communication
+from drivetrain.collectives.digests import differing
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.log import get_logger
+from drivetrain.model.first_batch import Candidate, batches_as_arguments
+from drivetrain.model.guesses import guessed_inputs
 from drivetrain.model.look import BlockCall, Look, SeenTensor, TensorRef
 from drivetrain.model.recorder import look_at
 from drivetrain.model.results import ValuesNeededError
@@ -22,8 +24,6 @@ from drivetrain.parts.blocks import NamedModule, repeated_blocks
 from drivetrain.parts.naming import uncompiled
 from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.recording.first_batch import Candidate, batches_as_arguments
-from drivetrain_megatron.recording.guesses import guessed_inputs
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.structure import PLAIN
 from drivetrain_megatron.recording.units import blocks_for, named_blocks
@@ -76,8 +76,8 @@ def example_inputs(
     """Return inputs that a model's forward accepts, and the look at the model with them.
 
     Inputs that the script set on the model come first, and an error in them is raised. Else batches
-    of the script's loaders (``first_batch.py``), then inputs of the model's class and guesses
-    (``guesses.py``) are tried: the first count that the forward of a look accepts.
+    of the script's loaders, then inputs of the model's class and guesses are tried: the first ones
+    that the forward of a look accepts.
 
     Args:
         model: with or without values, not changed.
@@ -152,7 +152,7 @@ def batches_for(run: Run, model: nn.Module) -> Sequence[ExampleBatch]:
     """
     given = inputs_of_user(model)
     shown = describe(given, lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}")
-    texts = communication.differing([shown]) if run.world.size > 1 else []
+    texts = differing([shown]) if run.world.size > 1 else []
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
         raise RankMismatchError(

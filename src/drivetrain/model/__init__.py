@@ -11,6 +11,8 @@ run.
 - ``results``: results of functions of torch, by torch's fake tensors; remembered
 - ``substitution``: takes a model's values away for a pass, and gives them back
 - ``untouched``: lets code run on a model that must leave no trace
+- ``first_batch``: a batch of a loader as arguments of a model
+- ``guesses``: inputs by the class, the arguments and the layers of a model
 """
 
 from drivetrain.model.look import BlockCall, Look, ModelOperation, ModuleCall, SeenTensor, TensorRef

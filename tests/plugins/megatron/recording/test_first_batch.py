@@ -8,9 +8,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from drivetrain import Accelerator
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError, UsageError
+from drivetrain.model.first_batch import LENGTH
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain_megatron.recording.calls import example_inputs
-from drivetrain_megatron.recording.first_batch import LENGTH
 from huggingface_models import llama
 
 WIDTH = 8

@@ -39,15 +39,23 @@ class Candidate(NamedTuple):
     problem: str = ""
 
 
-def batches_as_arguments(model: nn.Module, examples: Iterable[ExampleBatch]) -> Iterator[Candidate]:
-    """Yield the ways to call a model with batches, the likely ones first."""
+def batches_as_arguments(
+    model: nn.Module, examples: Iterable[ExampleBatch], *, cuts: bool = True
+) -> Iterator[Candidate]:
+    """Yield the ways to call a model with batches, the likely ones first.
+
+    Args:
+        model: the user's.
+        examples: batches, or problems.
+        cuts: whether sequences are cut, if the model takes shorter ones.
+    """
     for example in examples:
         if example.problem:
             yield Candidate(example.origin, problem=example.problem)
             continue
         for how, args, kwargs in _calls(model, example.batch):
             what = f"{example.origin}{how}"
-            for changed, (given, named) in _variants(model, (args, kwargs)):
+            for changed, (given, named) in _variants(model, (args, kwargs), cuts=cuts):
                 yield Candidate(f"{what}{changed}", given, named)
 
 
@@ -88,14 +96,14 @@ def _names(model: nn.Module) -> set[str]:
     return {each.name for each in parameters if each.kind in by_name}
 
 
-def _variants(model: nn.Module, call: Any) -> Iterator[tuple[str, Any]]:
+def _variants(model: nn.Module, call: Any, *, cuts: bool) -> Iterator[tuple[str, Any]]:
     """Yield a call in the model's dtype, and as it is; each with sequences cut, and whole."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     calls = [("", call)]
     if dtype is not None and {t.dtype for t in _tensors(call) if t.is_floating_point()} - {dtype}:
         calls.insert(0, (f" in {dtype}", tree_map(lambda leaf: _cast(leaf, dtype), call)))
     for what, each in calls:
-        short = _cut(each)
+        short = _cut(each) if cuts else None
         if short is not None:
             yield f"{what}, cut to {LENGTH}", short
         yield what, each

@@ -1,0 +1,89 @@
+"""Models of peft in a pipeline: their own generate, which calls the model inside, works."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drivetrain import Accelerator
+from drivetrain.errors import UsageError
+from drivetrain_megatron.adapted import AdaptedModel
+
+# peft asks transformers for an attribute by its old name.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)
+
+
+def adapted_llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    options = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+    return get_peft_model(LlamaForCausalLM(config), LoraConfig(**options, task_type="CAUSAL_LM"))
+
+
+def generated(model, words):
+    with torch.no_grad():
+        return model.generate(
+            input_ids=words,
+            attention_mask=torch.ones_like(words),
+            max_new_tokens=2,
+            do_sample=False,
+            use_cache=False,  # blocks of other stages cannot fill a cache of the caller
+        )
+
+
+@pytest.mark.ranks(2, timeout=180)  # it imports peft and transformers
+def test_generate_of_an_adapted_model_goes_through_the_pipeline():
+    words = torch.arange(1, 9).view(2, 4)
+    expected = generated(adapted_llama().eval(), words)
+    accelerator = Accelerator(cpu=True, strategy={"name": "megatron", "pp": 2})
+    model = accelerator.prepare(adapted_llama())
+    with accelerator.inference(model) as whole:
+        assert torch.equal(generated(whole, words), expected)
+        inside = whole.base_model.model(words, use_cache=False).logits
+        assert torch.equal(inside, whole(words, use_cache=False).logits)
+    accelerator.free_memory()
+
+
+class Whole(nn.Module):
+    def __init__(self, prompts):
+        super().__init__()
+        self.inside = nn.Linear(2, 2)
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=prompts)
+
+    def get_base_model(self):
+        return self.inside
+
+    def forward(self, x):
+        return self.inside(x) + 1
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_call_of_the_model_inside_is_one_of_the_whole_unless_it_has_learned_prompts(prompts):
+    model, x = Whole(prompts), torch.ones(1, 2)
+    own, whole = model.inside(x), model(x)
+    adapted = AdaptedModel(model)
+    adapted.redirect()
+    assert torch.equal(model(x), whole)
+    if prompts:
+        with pytest.raises(UsageError, match="with learned prompts the two differ"):
+            model.inside(x)
+    else:
+        assert torch.equal(model.inside(x), whole)
+    adapted.close()
+    assert torch.equal(model.inside(x), own)
+    assert torch.equal(model(x), whole)
