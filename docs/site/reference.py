@@ -26,7 +26,7 @@ HOMES_BY_TOPIC = {
     "Data": ("data", "data.order", "nested"),
     "Options of an Accelerator": ("facade.options",),
     "Log and progress": ("log",),
-    "Random numbers": ("runtime.rng",),
+    "Random numbers": ("runtime.rng", "data.shared_random"),
     "Memory": ("memory",),
     "Files": ("checkpoint",),
     "Trainer and Fabric": ("integrations.transformers", "integrations.fabric"),

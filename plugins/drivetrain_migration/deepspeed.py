@@ -320,7 +320,11 @@ ROWS: tuple[Row, ...] = (
         for key in ("tensorboard", "wandb", "csv_monitor", "comet")
     ),
     Row("comms_logger.*", "counts messages", "`accelerator.traffic`"),
-    Row("flops_profiler.*", "counts operations", "`accelerator.profile`"),
+    Row(
+        "flops_profiler.*",
+        "counts operations of modules",
+        "`--profile STEPS`, or `accelerator.profile` with `with_flops=True`",
+    ),
     Row("checkpoint.*", "how checkpoints are written", "`save_state`: one format"),
     Row("checkpoint_tag_validation", "compares names of checkpoints", _ALWAYS),
     Row("use_node_local_storage", "checkpoints on each host", _NOT_HERE),

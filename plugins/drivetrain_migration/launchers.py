@@ -50,7 +50,8 @@ def set_node_rank(draft: Draft, setting: Setting) -> None:
 def _hosts(draft: Draft, setting: Setting) -> None:
     least, _, most = str(setting.value).partition(":")
     if most:
-        draft.remark(setting, f"goes on with {least} hosts when others are lost", "all hosts")
+        fewest = Setting(setting.key, least, setting.where).whole()
+        draft.set("launch.min_nnodes", fewest, setting)
     draft.set("launch.nnodes", Setting(setting.key, most or least, setting.where).whole(), setting)
 
 

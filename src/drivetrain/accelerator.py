@@ -177,7 +177,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
     def _assemble(self, project: ProjectConfiguration, log_with: Any) -> None:
         """Make the collaborators, each with the parts of the run for its work."""
         scaling = self.handlers.scaler
-        self._runs = Runs(self.config, self.world, self.gradient_state)
+        self._runs = Runs(self.config, self.world, self.gradient_state, project)
         self.precision, self.traffic = self.run.precision, self.run.traffic
         scaled = scaling.enabled and self.precision.needs_scaling
         self.scaler = LossScaler(scaling, enabled=scaled)
@@ -200,7 +200,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         )
         self._gathering = Gathering(self._runs, self.gradient_state)
         self._weights = WholeWeights(self._prepared, self._runs, self._gradients)
-        self._checkpoints = RunCheckpoints(self._prepared, self._gradients, project, self.world)
+        self._checkpoints = RunCheckpoints(self._prepared, self._gradients, project, self._runs)
         self._preemption.listen(project)
         self._trackers = Trackers(
             log_with, logging_dir=self.logging_dir, is_main=self.is_main_process
@@ -918,15 +918,14 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
                 nothing has changed. Or the save in the background failed.
         """
         self.wait_for_checkpoint()
-        directory = self._checkpoints.load(input_dir, verify=verify)
-        self.report.resumed(directory)
-        self.wait_for_everyone()
-        return directory
+        return self._went_on(self._checkpoints.load(input_dir, verify=verify))
 
     def resume(self, input_dir: str | Path | None = None, *, verify: str = "full") -> bool:
         """Continue from the newest whole checkpoint, or start anew where there is none. Collective.
 
         One line after ``prepare`` for a script that may be killed and started again at any time.
+        With ``checkpoint.local: memory`` it is taken out of the memory of the hosts, unless that
+        of storage is newer; a line says which.
 
         Args:
             input_dir: the directory of a script that names its checkpoints; None means the last
@@ -934,15 +933,21 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             verify: as of ``load_state``.
 
         Returns:
-            Whether a checkpoint was loaded.
+            Whether a checkpoint was loaded. ``launch.resume: never`` loads only those that this
+            run has saved.
 
         Raises:
             CheckpointError: there are checkpoints, and none of them can be loaded: a run never
                 starts anew beside them. On every rank, and nothing has changed.
         """
         self.wait_for_checkpoint()
-        found = self._checkpoints.is_there(input_dir)
-        return found and bool(self.load_state(input_dir, verify=verify))
+        found = self._checkpoints.resume(input_dir, verify=verify)
+        return bool(found and self._went_on(found))
+
+    def _went_on(self, directory: str) -> str:
+        self.report.resumed(directory)
+        self.wait_for_everyone()
+        return directory
 
     # --- exports: one model's weights, or one object ---
 
@@ -1050,6 +1055,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared and empty the device's cache.
+
+        Objects registered for checkpoints stay registered, as in Accelerate.
 
         Returns:
             A None for each object, so that ``model, optimizer = accelerator.free_memory(model,

@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -18,17 +19,18 @@ from drivetrain.availability import is_tqdm_available
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.live import Live
+    from rich.text import Text
 
 T = TypeVar("T")
-_PAUSE_S = 0.1
+_PAUSE_S = 0.5
 """Steps of a bar nearer to each other than this are drawn together."""
-_SCREENS_PER_S = 2
-"""How often a terminal shows the bars anew: each time takes some 1.5 ms of the processor."""
-_LINE_S = 30.0
-"""Seconds between the lines of a bar that is written to a file, such as a batch job's log."""
+_SCREENS_PER_S = 1
+"""How often a terminal shows the bars anew: each time takes processor time."""
 _BAR_WIDTH = 20
 """Characters of a bar: with count, rate and times it leaves room for text on 80 columns."""
+_LINE_S = 30.0
+"""Seconds between the lines of a bar that is written to a file, such as a batch job's log."""
 
 
 def rank() -> int:
@@ -156,7 +158,7 @@ class Bar(Generic[T]):
         self._said_at: float = 0
         self._begun_at: float | None = None
         self._drawn_at = 0.0
-        self._progress: Progress | None = None
+        self._shown_line: _BarLine | None = None
         self._stop: Callable[[], object] | None = None
 
     def __iter__(self) -> Iterator[T]:
@@ -245,16 +247,13 @@ class Bar(Generic[T]):
         return last or now - self._drawn_at >= _LINE_S
 
     def _draw_bar(self, elapsed: float) -> None:
-        if self._progress is None:
-            self._progress = _started(self.total)
+        text = " ".join(filter(None, (self.desc, self._shown())))
+        if self._shown_line is None:
+            self._shown_line = _BarLine(self.total, time.monotonic() - elapsed, text=text)
             # Scripts forget to close bars; an open one would leave the terminal without a cursor.
-            self._stop = weakref.finalize(self, self._progress.stop)
-        self._progress.update(
-            self._progress.task_ids[0],
-            completed=self.n,
-            rate=_rate(self.n, elapsed),
-            text=" ".join(filter(None, (self.desc, self._shown()))),
-        )
+            self._stop = weakref.finalize(self, _started(self._shown_line).stop)
+        self._shown_line.done, self._shown_line.text = self.n, text
+        self._shown_line.rate = _rate(self.n, elapsed)
 
     def _shown(self) -> str:
         """Return the run's figures and the script's."""
@@ -289,35 +288,61 @@ def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _started(total: float | None) -> "Progress":
-    # Imported here: a run without bars does without rich.
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.table import Column
+@dataclass(slots=True)
+class _BarLine:
+    """The line of a bar on a terminal, which rich asks for.
 
-    # The script's text comes last, and alone is cut: bar, count, rate and times always fit.
-    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    progress = Progress(
-        BarColumn(bar_width=_BAR_WIDTH),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}", markup=False, table_column=rest),
+    A table of rich's columns would take four times the processor time.
+
+    Attributes:
+        total: steps; None: not known.
+        begun: when the bar began, on the monotonic clock.
+        done: steps so far.
+        rate: steps per second, as text.
+        text: after the bar, the count and the times; it alone is cut.
+    """
+
+    total: float | None
+    begun: float
+    done: float = 0
+    rate: str = ""
+    text: str = ""
+
+    def __rich__(self) -> "Text":
+        from rich.text import Text
+
+        elapsed = time.monotonic() - self.begun
+        clock, count, full = _clock(elapsed), f"{self.done:g}", 0
+        if self.total:
+            count += f"/{self.total:g}"
+            full = round(_BAR_WIDTH * min(1.0, self.done / self.total))
+            if 0 < self.done < self.total:
+                clock += f" of {_clock(elapsed * self.total / self.done)}"
+        mark = "-" if _console().options.ascii_only else "━"
+        return Text.assemble(
+            (mark * full, "bar.complete"),
+            (mark * (_BAR_WIDTH - full), "bar.back"),
+            (f" {count}", "progress.download"),
+            f" {self.rate}" if self.rate else "",
+            (f" {clock} ", "progress.elapsed"),
+            self.text,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+
+
+def _started(line: _BarLine) -> "Live":
+    # Imported here: a run without bars does without rich.
+    from rich.live import Live
+
+    live = Live(
+        line,
         console=_console(),
         refresh_per_second=_SCREENS_PER_S,
-        expand=True,
         redirect_stdout=sys.stdout.isatty(),  # a script's redirection to a file stays
     )
-    progress.add_task("", total=total, rate="", text="")
-    progress.start()
-    return progress
+    live.start(refresh=True)
+    return live
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""Finds strategies, stores, homes, trackers, commands, formats by entry point, anybody's alike.
+"""Finds strategies, stores, trackers, methods, commands and more by entry point, anybody's alike.
 
-A plugin is a distribution with an entry point in one of six groups; the core lists and imports no
+A plugin is a distribution with an entry point in one of seven groups; the core lists and imports no
 plugin by name. Loading is lazy: asking for names imports no plugin, and neither does asking for a
 summary, the name of a second entry point with the same target.
 """
@@ -20,6 +20,7 @@ HOMES = "drivetrain.homes"
 TRACKERS = "drivetrain.trackers"
 COMMANDS = "drivetrain.commands"
 FORMATS = "drivetrain.formats"
+COMPRESSORS = "drivetrain.compressors"
 SUMMARIES = "drivetrain.summaries"
 
 _KINDS = {
@@ -29,6 +30,7 @@ _KINDS = {
     TRACKERS: "tracker",
     COMMANDS: "command",
     FORMATS: "format",
+    COMPRESSORS: "method",
 }
 
 
@@ -44,7 +46,7 @@ class Registry:
 
     @property
     def kind(self) -> str:
-        """The name of one plugin in messages: strategy, store, home, tracker, command or format."""
+        """The name of one plugin in messages: such as strategy, store or method."""
         return _KINDS[self.group]
 
     @property
@@ -173,6 +175,11 @@ def trackers() -> Registry:
 def commands() -> Registry:
     """Return the registry of commands that plugins add to the command line."""
     return Registry(COMMANDS)
+
+
+def compressors() -> Registry:
+    """Return the registry of methods for slow links."""
+    return Registry(COMPRESSORS)
 
 
 def formats() -> Registry:

@@ -18,6 +18,8 @@ from drivetrain.building import WeightSource, fill, meta_tensors
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import UsageError
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.contract import OverLinks
 from drivetrain.paper.contract import OnPaper
 from drivetrain.parts.blocks import model_units
 from drivetrain.registry import strategies
@@ -41,6 +43,7 @@ class Run:
         accumulation: micro-batches per optimizer step.
         traffic: the ledger that every collective adds to.
         examples: small batches of the prepared loaders, for strategies that look at the model.
+        links: the methods for what crosses a slow link.
     """
 
     world: World
@@ -49,6 +52,7 @@ class Run:
     accumulation: int
     traffic: Traffic
     examples: ExampleBatches = field(default_factory=ExampleBatches)
+    links: LinkMethods = field(default_factory=LinkMethods)
 
 
 class Prepared(NamedTuple):
@@ -89,8 +93,7 @@ class Verifiable:
     """The part of the contract for commands that compare strategies in their forms.
 
     Attributes:
-        reference: whether this strategy's numbers are the right ones; one installed strategy says
-            so, and is not offered for training.
+        reference: whether this strategy's numbers are the right ones; it is not for training.
     """
 
     reference: ClassVar[bool] = False
@@ -113,17 +116,23 @@ class Verifiable:
     def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
         """Return where tensors of the model lie, for messages: a unit or a stage. Collective.
 
+        A few words by name; tensors that lie whole on every rank are left out.
+
         Args:
             module: as ``unwrap`` returns it.
-
-        Returns:
-            A few words by name; tensors that lie whole on every rank are left out.
         """
         return {}
 
 
 class Profiled:
-    """The part of the contract for profiles."""
+    """The part of the contract for profiles and for the comparison of ranks.
+
+    Attributes:
+        stage_axes: mesh axes along which ranks compute different parts of the model, so that their
+            times differ by design.
+    """
+
+    stage_axes: ClassVar[tuple[str, ...]] = ()
 
     def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the modules of this rank's computation in their order, by name.
@@ -134,7 +143,7 @@ class Profiled:
         return model_units(module)
 
 
-class Strategy(Readable, Verifiable, Profiled, OnPaper, ABC, Generic[ConfigT]):
+class Strategy(Readable, Verifiable, Profiled, OnPaper, OverLinks, ABC, Generic[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh.
 
     Attributes:

@@ -20,6 +20,12 @@ class Paper(NamedTuple):
 
 
 PAPERS = {
+    "Douillard et al. 2023, DiLoCo": Paper(
+        "local", "drivetrain_local/outer.py", ("Douillard et al. 2023",)
+    ),
+    "Douillard et al. 2025, Streaming DiLoCo": Paper(
+        "local", "drivetrain_local/outer.py", ("Douillard et al. 2025",)
+    ),
     "Li et al. 2020, PyTorch Distributed": Paper(
         "ddp", "drivetrain_ddp/reducer.py", ("Li et al.", "2020")
     ),

@@ -10,8 +10,9 @@ from drivetrain.testing.conformance import StrategyConformance
 PROVIDED = sorted(
     entry.name
     for entry in entry_points(group=STRATEGIES)
-    if entry.dist is not None and entry.dist.name == "drivetrain"
+    if entry.dist is not None and entry.dist.name == "drivetrain" and entry.name != "auto"
 )
+"""Every strategy that trains: auto chooses one of them."""
 
 IN_TURN = {"megatron", "offload", "plain"}
 """Each check is taken by one of these in turn: megatron with its defaults divides nothing, plain is

@@ -28,21 +28,27 @@ def stray_tensors(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         UsageError: one shares memory with a parameter or buffer.
     """
+    without_values = [
+        (f"{prefix}.{key}" if prefix else key, tensor)
+        for prefix, module in model.named_modules()
+        for key, value in vars(module).items()
+        for tensor in tensors_in(value)
+        if tensor.is_meta
+    ]
+    if not without_values:
+        return {}
     held = {id(t) for t in [*model.parameters(), *model.buffers()]}
     owned = {t.untyped_storage()._cdata for t in meta_tensors(model).values()}
     found: dict[int, tuple[str, Tensor]] = {}
-    for prefix, module in model.named_modules():
-        for key, value in vars(module).items():
-            for tensor in tensors_in(value):
-                if not tensor.is_meta or id(tensor) in held:
-                    continue
-                name = f"{prefix}.{key}" if prefix else key
-                if tensor.untyped_storage()._cdata in owned:
-                    raise UsageError(
-                        f"expected the attribute {name!r} to have memory of its own, found a view "
-                        "of a parameter or buffer; make the view in forward(), or clone() it"
-                    )
-                found.setdefault(id(tensor), (name, tensor))
+    for name, tensor in without_values:
+        if id(tensor) in held:
+            continue
+        if tensor.untyped_storage()._cdata in owned:
+            raise UsageError(
+                f"expected the attribute {name!r} to have memory of its own, found a view "
+                "of a parameter or buffer; make the view in forward(), or clone() it"
+            )
+        found.setdefault(id(tensor), (name, tensor))
     return {f"{name}#{i}": tensor for i, (name, tensor) in enumerate(found.values())}
 
 

@@ -23,6 +23,7 @@ from drivetrain.config.option import (
 )
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.config.schema import (
+    CheckpointConfig,
     DataConfig,
     DtypesConfig,
     LaunchConfig,
@@ -32,6 +33,7 @@ from drivetrain.config.schema import (
 )
 
 __all__ = [
+    "CheckpointConfig",
     "DataConfig",
     "DtypesConfig",
     "LaunchConfig",

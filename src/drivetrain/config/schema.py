@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from drivetrain.config.option import option, section
+from drivetrain.config.option import mapping, option, section
 
 LONGEST_WAIT_S = 31_536_000.0
 """A year: the clocks of some backends count no further than some centuries."""
@@ -20,6 +20,11 @@ class LaunchConfig:
         minimum=1,
     )
     nnodes: int = option(1, help="Number of hosts.", question="How many hosts?", minimum=1)
+    min_nnodes: int | None = option(
+        None,
+        help="Fewest hosts with which the run goes on when others are lost; unset takes nnodes.",
+        minimum=1,
+    )
     node_rank: int = option(0, help="Index of this host, from 0.", minimum=0)
     rdzv_endpoint: str = option(
         "",
@@ -28,6 +33,12 @@ class LaunchConfig:
     )
     max_restarts: int = option(
         0, help="How often all processes are started again after a failure.", minimum=0
+    )
+    resume: Literal["script", "auto", "never"] = option(
+        "script",
+        help="How accelerator.resume() goes on. auto: from the newest whole checkpoint, on other "
+        "numbers of ranks with the same global batch where that is possible; script: the same, but "
+        "accumulation stays as configured; never: a new run begins anew, its restarts go on.",
     )
     device: Literal["auto", "cpu"] = option(
         "auto",
@@ -57,12 +68,57 @@ class LaunchConfig:
         minimum=0.1,
         maximum=LONGEST_WAIT_S,
     )
+    on_hang: Literal["report", "stop"] = option(
+        "report",
+        help="When ranks wait for another one for too long: report says who keeps whom waiting, "
+        "and waits on; stop ends the run then.",
+    )
+    preflight: Literal["short", "full", "none"] = option(
+        "short",
+        help="Before a run over several hosts. short: all pairs connect, clocks and links are "
+        "measured; full: every pair's bandwidth, too; none: versions and script alone are "
+        "compared.",
+    )
+    straggler_every_s: float = option(
+        60.0,
+        help="Seconds over which the launcher compares the times of the ranks, to name a rank or "
+        "a host that is slower than the others; 0 never compares.",
+        minimum=0,
+        maximum=LONGEST_WAIT_S,
+    )
+    straggler_margin: float = option(
+        0.3,
+        help="How much longer than the others' a rank's own work must take for the rank to be "
+        "named; 0.3 is 30 %.",
+        minimum=0.01,
+        maximum=100,
+    )
     log_dir: str = option("", help="Folder for one log file per process; empty for none.")
+
+    @property
+    def least_nnodes(self) -> int:
+        """Fewest hosts with which the run goes on."""
+        return self.nnodes if self.min_nnodes is None else self.min_nnodes
 
     @property
     def start_s(self) -> float:
         """Seconds that hosts and ranks may wait for each other at the start."""
         return self.timeout_s if self.start_timeout_s is None else self.start_timeout_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Checkpoints beside the checkpoints of the script."""
+
+    local: Literal["none", "memory"] = option(
+        "none",
+        help="memory: the launchers keep the newest state in the memory of their hosts, and each "
+        "host a copy of another host's; a run that starts again goes on from there. Needs "
+        "'drivetrain launch', and room for two checkpoints in /dev/shm.",
+    )
+    local_every: int = option(
+        10, help="Optimizer steps from one checkpoint in memory to the next.", minimum=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +200,45 @@ class ProfileConfig:
         help="Folder for traces and tables, on a disk that all hosts share; a number is added "
         "where it is in use. Empty: profile, in the project_dir if there is one.",
     )
+    modules: bool = option(
+        True,
+        help="Whether the two steps after the profiled ones measure the floating point operations "
+        "and the time of each module.",
+    )
+    peak_teraflops: float = option(
+        0.0,
+        help="Peak of a device in TFLOP/s, of which modules reach a share; 0 takes the published "
+        "one, where the hardware catalog has the device.",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FarConfig:
+    """The methods for gradients and parameters between hosts."""
+
+    gradients: str = option(
+        "exact",
+        help="Method for gradients between hosts: exact, or an installed one such as bf16 or int8.",
+    )
+    parameters: str = option(
+        "exact",
+        help="Method for parameters between hosts, where they are divided: exact, or an installed "
+        "one such as bf16 or int8.",
+    )
+    warmup_steps: int = option(
+        0, help="Sums of gradients that are exact before the method begins.", minimum=0
+    )
+    options: dict[str, int | float | bool | str] = mapping(
+        help="Options of the two methods, such as block of int8."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinksConfig:
+    """The methods for slow links, by the place of the link."""
+
+    far: FarConfig = section(FarConfig, help="Between hosts.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +283,12 @@ class RunConfig:
         "never does.",
         minimum=0,
     )
+    collect_garbage_every: int = option(
+        0,
+        help="Let Python look for garbage on all ranks after the same steps, each so many, and "
+        "never in between; 0 leaves each rank to itself.",
+        minimum=0,
+    )
     seed: int | None = option(
         None,
         help="Seed of the shuffle order; unset takes that of the loader's own generator, or else "
@@ -195,6 +296,12 @@ class RunConfig:
     )
     recompute: RecomputeConfig = section(
         RecomputeConfig, help="Which activations are computed again in backward."
+    )
+    links: LinksConfig = section(
+        LinksConfig, help="Approximations of what crosses a slow link; by default there are none."
+    )
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, help="Checkpoints in the memory of hosts, for a quick restart."
     )
     data: DataConfig = section(DataConfig, help="How loaders are divided over the ranks.")
     launch: LaunchConfig = section(LaunchConfig, help="How the processes are started.")

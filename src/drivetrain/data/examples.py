@@ -57,6 +57,19 @@ class ExampleBatches:
         new = [one for one in loaders if all(one is not known for known in self._loaders)]
         self._loaders = [*new, *self._loaders]
 
+    def rows(self, replicas: int, *, split: bool = False) -> int:
+        """Return the samples of a rank's batch in the latest loader; 0 where it does not say.
+
+        Args:
+            replicas: ranks over which loaders are divided.
+            split: whether they divide each batch of the loader.
+        """
+        for loader in self._loaders:
+            size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+            if isinstance(size, int):
+                return max(1, size // replicas) if split else size
+        return 0
+
     def forget(self) -> None:
         """Let go of all loaders."""
         self._loaders = []

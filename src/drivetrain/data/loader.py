@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data.dispatch import DispatchSource
 from drivetrain.data.order import forward_epoch
+from drivetrain.data.shared_random import synchronize_rng_states
 from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import send_to_device
 from drivetrain.runtime.gradient_state import ActiveLoader, GradientState
-from drivetrain.runtime.rng import synchronize_rng_states
 
 STATE_VERSION = 1
 

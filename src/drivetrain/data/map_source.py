@@ -7,11 +7,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain import communication
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.data.division import OrderDivision
 from drivetrain.data.order import EpochOrder, fingerprint, forward_epoch
 from drivetrain.data.steps import GlobalStep, OrderIdentity, RankBatch, Start, reader_of
 from drivetrain.errors import CheckpointError, RankMismatchError
-from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
 
 
@@ -154,14 +154,14 @@ def seed_of_main(seed: int, world: World) -> int:
     """Return the seed that rank 0 passes; collective when there are other ranks."""
     if world.size == 1:
         return seed
-    return int(rng.broadcast_from_main(torch.tensor(seed, device="cpu")).item())
+    return int(communication.broadcast(torch.tensor(seed, device="cpu")).item())
 
 
 def check_same_order(mine: int, world: World) -> None:
     """Compare the fingerprints of the order, and raise on every rank if they differ. Collective."""
     if world.size == 1:
         return
-    fingerprints = communication.gather_object(mine)
+    fingerprints = gather_facts(mine, int, doing="the comparison of the order of samples")
     if len(set(fingerprints)) > 1:
         shown = ", ".join(f"rank {rank}: {one:x}" for rank, one in enumerate(fingerprints))
         raise RankMismatchError(

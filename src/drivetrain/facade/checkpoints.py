@@ -5,7 +5,7 @@ script writes and reads.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint
 from drivetrain.checkpoint.agreement import Group, check_same, share, together
+from drivetrain.checkpoint.local import MemoryCheckpoints, MemorySave
 from drivetrain.errors import UsageError
+from drivetrain.facade.contents import RunContents
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.loading import Decode, Encode, Registered, RunFolder, StateLoading
 from drivetrain.facade.options import ProjectConfiguration
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.settings import Runs
 from drivetrain.log import get_logger
-from drivetrain.runtime import rng
-from drivetrain.runtime.world import World
-from drivetrain.shards import Shard
 
 logger = get_logger(__name__)
 
@@ -34,7 +34,7 @@ class RunCheckpoints:
         prepared: everything whose state is saved.
         gradients: for the loss scale, and the place in the accumulation window.
         project: where automatically named checkpoints go.
-        world: this process among all processes.
+        runs: the run, and its continuation after an end.
 
     Attributes:
         background: the save that is being finished while training goes on.
@@ -45,16 +45,24 @@ class RunCheckpoints:
         prepared: PreparedObjects,
         gradients: WindowGradients,
         project: ProjectConfiguration,
-        world: World,
+        runs: Runs,
     ) -> None:
+        world = runs.default.world
         self.project = project
+        self._resumption = runs.resumption
         self._prepared = prepared
         self._gradients = gradients
         self._world = world
         self.background = checkpoint.Background(world)
+        self._memory: MemoryCheckpoints | None = None
+        if runs.memory is not None:
+            every = runs.config.run.checkpoint.local_every
+            self._memory = MemoryCheckpoints(runs.memory, every, world, self.background.group)
+            gradients.preemption.call_between_steps(self.save_in_memory)
         self._registered: list[Registered] = []
         self._folder = RunFolder(world)
         gradients.finite.go_back = self.go_back
+        self._contents = RunContents(prepared, gradients, self._registered, runs.resumption, world)
         self._loading = StateLoading(prepared, gradients, self._registered, world)
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -82,6 +90,7 @@ class RunCheckpoints:
         """Save the whole state, at once or in the background; see ``save_state``. Collective."""
         self._check_same_step()
         self._gradients.finite.before_save()
+        self._resumption.before_save()
         automatic = self.project.automatic_checkpoint_naming
         directory = self._folder.next(self.project) if automatic else _given(output_dir)
         doing = f"save {directory}"
@@ -89,12 +98,15 @@ class RunCheckpoints:
         with save.abandoned_on_failure():
             chosen = together(self._world, doing, partial(self._entries_to_save, save.draft))
             entries = share(self._world, chosen)  # hooks often take weights out on rank 0 alone
-            contents = together(self._world, doing, partial(self._contents, entries))
+            contents = together(
+                self._world, doing, partial(self._contents.of, entries, self.project.iteration)
+            )
         old = (directory.parent, self.project.total_limit) if automatic else (directory, None)
         if wait:
             self._finish(save, contents, *old)
         else:
-            staged = save.stage(contents)
+            with self.background.buffers.copying() as copy:
+                staged = save.stage(contents, copy)
             logger.info(f"{doing} in the background from {staged.shard_bytes} bytes of host memory")
             self.background.start(partial(self._finish, save, staged, *old))
         if automatic:
@@ -102,6 +114,55 @@ class RunCheckpoints:
         else:
             self._folder.add(directory)
         return str(directory)
+
+    def save_in_memory(self) -> None:
+        """Save the whole state in the memory of the hosts, if that is due now. Collective.
+
+        Raises:
+            CheckpointError: the save cannot be begun, or the last one has failed.
+            UsageError: hooks of ``save_state`` are registered.
+        """
+        steps = max((optimizer.steps for optimizer in self._prepared.optimizers), default=0)
+        if self._memory is None or not self._memory.is_due(steps):
+            return
+        if self._save_hooks:
+            raise UsageError(
+                "expected no hooks of save_state with checkpoint.local: memory, found "
+                f"{len(self._save_hooks)}; their files go to storage alone: register objects with "
+                "register_for_checkpointing(), or leave checkpoint.local out"
+            )
+        if share(self._world, self.background.is_busy):
+            return  # a save in storage goes first; a later step is as good
+        self.background.wait()
+        self._check_same_step()
+        self._gradients.finite.before_save()
+        self._resumption.before_save()
+        save = self._memory.begin(steps)
+        entries = dict.fromkeys(range(len(self._prepared.models)), True)
+        with save.abandoned_on_failure():
+            collect = partial(self._contents.of, entries, self.project.iteration - 1)
+            contents = together(self._world, "save in memory", collect)
+        with self.background.buffers.copying() as copy:
+            staged = save.stage(contents, copy)
+        self.background.start(partial(self._finish_in_memory, save, staged))
+
+    def resume(self, input_dir: str | Path | None, *, verify: str) -> str:
+        """Load the newest whole checkpoint, out of memory or storage; "" without any. Collective.
+
+        Of two that are as new, the one in memory is taken.
+        """
+        stored = self.is_there(input_dir)
+        reader = None
+        if self._memory is not None:
+            steps = self._folder.steps(self.project, input_dir) if stored else None
+            reader = self._memory.open_newest(steps, hashed=verify != "size")
+        if reader is None:
+            return self.load(input_dir, verify=verify) if stored else ""
+        with reader:
+            self._loading.load(reader, self._prepared.models)
+            self.project.iteration = reader.state["iteration"] + 1
+        self._resumption.loaded = True
+        return str(reader.directory)
 
     def load(self, input_dir: str | Path | None, *, verify: str) -> str:
         """Load the whole state of a run; see ``load_state``. Collective."""
@@ -113,6 +174,7 @@ class RunCheckpoints:
         with reader:
             self._loading.load(reader, self._call_load_hooks(given))
             self.project.iteration = reader.state["iteration"] + 1
+        self._resumption.loaded = True
         if input_dir is not None:
             self._folder.add(Path(input_dir))
         return given
@@ -125,8 +187,15 @@ class RunCheckpoints:
         return [e for e in self._prepared.models if any(e.model is model for model in models)]
 
     def is_there(self, input_dir: str | Path | None) -> bool:
-        """Whether there is a checkpoint, damaged or not; None: one of any automatic name."""
-        return self._folder.holds(self.project, input_dir)
+        """Whether there is a checkpoint to go on from, damaged or not.
+
+        Args:
+            input_dir: its directory; None means one of any automatic name.
+        """
+        anew = share(self._world, self._resumption.begins_anew)
+        if self._memory is not None and input_dir is None and self.project.checkpoints is None:
+            return False
+        return not anew and self._folder.holds(self.project, input_dir)
 
     def go_back(self) -> str:
         """Load the newest finite checkpoint of this run; loaders and random numbers go on.
@@ -182,30 +251,6 @@ class RunCheckpoints:
         ]
         return {i: left[i] for i, entry in enumerate(entries) if left[i] or entry.optimizers}
 
-    def _contents(self, saved: Mapping[int, bool]) -> checkpoint.Contents:
-        entries = [self._prepared.models[i] for i in saved]
-        encoded = {
-            _file_name(i): registered.encoded()
-            for i, registered in enumerate(self._registered)
-            if registered.encode is not None and self._world.is_main
-        }
-        return checkpoint.Contents(
-            models=[
-                shards_of(self._prepared.models[i], weights=whole) for i, whole in saved.items()
-            ],
-            scalars=[entry.scalars() for entry in entries],
-            aliases=[entry.aliases() for entry in entries],
-            state=self._state(entries)
-            | {
-                "without_weights": {
-                    place: i for place, (i, whole) in enumerate(saved.items()) if not whole
-                }
-            },
-            rank_state=rng.capture(),
-            encoded=encoded,
-            parameters=[frozenset(entry.names.values()) for entry in entries],
-        )
-
     def _finish(
         self,
         save: checkpoint.Save,
@@ -216,6 +261,8 @@ class RunCheckpoints:
     ) -> None:
         """Complete a save, and then remove the oldest checkpoints beyond the limit."""
         save.finish(contents, group)
+        if self._world.is_main:
+            self._resumption.saved(contents.state)
         if self._world.is_main and not checkpoint.is_finite(save.target):
             logger.warning(
                 f"{save.target} holds weights that are infinite or NaN; the newest checkpoint "
@@ -225,33 +272,17 @@ class RunCheckpoints:
             remove = partial(checkpoint.prune, root, limit) if self._world.is_main else list
             together(self._world, f"remove old checkpoints in {root}", remove, group)
 
-    def _state(self, entries: Sequence[PreparedModel]) -> dict[str, Any]:
-        return {
-            "step": self._gradients.step,
-            "iteration": self.project.iteration,
-            "groups": [entry.param_groups() for entry in entries],
-            "progress": [dict(entry.strategy.progress()) for entry in entries],
-            "schedulers": [scheduler.state_dict() for scheduler in self._prepared.schedulers],
-            "loaders": [loader.state_dict() for loader in self._prepared.loaders],
-            "scaler": self._gradients.scaler.state_dict(),
-            "steps": [optimizer.steps for optimizer in self._prepared.optimizers],
-            "objects": [
-                None if registered.encode is not None else registered.item.state_dict()
-                for registered in self._registered
-            ],
-            "encoded": {
-                i: _file_name(i)
-                for i, registered in enumerate(self._registered)
-                if registered.encode is not None
-            },
-        }
-
-
-def shards_of(entry: PreparedModel, *, weights: bool) -> Iterator[Shard]:
-    """Yield a model's shards of this rank: all, or those of its optimizers' state alone."""
-    for shard in entry.strategy.shards():
-        if weights or shard.state:
-            yield shard
+    def _finish_in_memory(
+        self, save: MemorySave, contents: checkpoint.Contents, group: Group = None
+    ) -> None:
+        """Complete a save in memory."""
+        kept = save.finish(contents, group)
+        if not self._world.is_main:
+            return
+        if kept:
+            self._resumption.saved(contents.state, memory=True)
+        else:
+            logger.warning("no checkpoint in memory: the weights are infinite or NaN")
 
 
 def check_safe(safe_serialization: bool) -> None:
@@ -289,8 +320,3 @@ def _check_registration(
     if (encode is None) != (decode is None):
         found = "encode" if decode is None else "decode"
         raise UsageError(f"expected encode and decode together, found {found} alone; give both")
-
-
-def _file_name(index: int) -> str:
-    """Return the file of one object's encoded state."""
-    return f"object-{index:05d}.encoded"

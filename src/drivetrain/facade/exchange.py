@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from drivetrain.collectives.digests import refuse_other_operation
 from drivetrain.collectives.meeting import meet, named
-from drivetrain.errors import CollectiveError
 from drivetrain.runtime.world import World
 
 PERIOD_S = 0.5
@@ -79,17 +79,13 @@ class Exchange:
             self._group = self._common_group()
         word = torch.tensor([mine], dtype=torch.int64, device="cpu")
         words = word.new_empty(self._world.size, 1)
-        doing = "optimizer.step(), where ranks exchange what they found,"
+        doing = "optimizer.step(), where ranks exchange what they found"
         with named(doing, self._group) as wait:
             work = dist.all_gather(list(words.unbind()), word, group=self._group, async_op=True)
             meet(work, wait, self._group)
         found: list[int] = words.flatten().tolist()
-        strange = [rank for rank, each in enumerate(found) if each >> _MARK_BITS != _MARK]
-        if strange:
-            raise CollectiveError(
-                f"expected all ranks in {doing} found ranks {strange} in another collective; "
-                "every rank must come to each collective in the same order"
-            )
+        if any(each >> _MARK_BITS != _MARK for each in found):
+            refuse_other_operation(doing, self._group, doing)
         return found
 
     def _common_group(self) -> dist.ProcessGroup | None:

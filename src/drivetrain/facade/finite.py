@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drivetrain import communication
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.errors import NonFiniteError
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
@@ -175,7 +175,9 @@ class FiniteCheck:
 
     def _said(self) -> str:
         """Return the findings of all ranks in words. Collective."""
-        everyone = communication.gather_object([self._found])
+        everyone = gather_facts(
+            self._found, str, doing="the exchange of numbers that are not finite"
+        )
         return "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone) if each)
 
     @property

@@ -23,6 +23,7 @@ from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.facade.window import EarlierGradients, WindowMean
 from drivetrain.parts.norms import clip_
+from drivetrain.runtime.garbage import SharedCollections
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.scaler import LossScaler
 
@@ -42,6 +43,7 @@ class WindowGradients:
         observer: is told of each event.
         finite: looks at losses and gradients.
         compare_replicas: called after each step, if the run asks for it.
+        garbage: Python's collections, after the same steps on all ranks.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class WindowGradients:
         self._runs = runs
         self.finite = FiniteCheck(prepared, runs, scaler)
         self.compare_replicas: Callable[[], None] | None = None
+        self.garbage = SharedCollections(runs.config.run.collect_garbage_every)
         self._exchange = Exchange(runs.default.world)
         self._start_window(counted=False)
 
@@ -120,6 +123,8 @@ class WindowGradients:
             scaled.backward(**options)  # type: ignore[no-untyped-call]
             return
         self.observer.before_backward()
+        if not self.state.uneven:  # there, ranks have different numbers of backwards and steps
+            self._runs.default.traffic.begin_backward()
         strategy = self._prepared.running().strategy
         strategy.backward(scaled, **options)
         strategy.publish(loss)
@@ -157,7 +162,7 @@ class WindowGradients:
         whole = [each for each, only in zip(entries, chosen, strict=True) if only is None]
         if len(entries) == 1:
             norm = entries[0].strategy.clip_grad_norm(max_norm, norm_type, only=chosen[0])
-            self.finite.see_norm(whole, norm)
+            self._see_norm(whole, norm)
             return norm
         # Several models have one norm: it is measured for each, and clips all of them.
         norms = [
@@ -170,8 +175,13 @@ class WindowGradients:
         )
         for entry, only in zip(entries, chosen, strict=True):
             clip_(list(entry.strategy.gradients(only)), total, max_norm)
-        self.finite.see_norm(whole, total)
+        self._see_norm(whole, total)
         return total
+
+    def _see_norm(self, entries: Sequence[PreparedModel], norm: Tensor) -> None:
+        """Let a norm speak for all gradients of all ranks, unless ranks step by themselves."""
+        if not any(entry.strategy.steps_apart for entry in entries):
+            self.finite.see_norm(entries, norm)
 
     def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp gradient elements to [-clip_value, clip_value]."""
@@ -236,10 +246,13 @@ class WindowGradients:
 
     def after_step(self) -> None:
         """Tell the observer that an optimizer has stepped, or left out a step."""
+        if not self.state.uneven:
+            self._runs.default.traffic.end_step()
         self.observer.after_step()
         self.preemption.after_step()
         if self.compare_replicas is not None and not self.state.uneven:
             self.compare_replicas()
+        self.garbage.after_step(max((each.steps for each in self._prepared.optimizers), default=0))
 
     def _is_plain(self, weight: float | Tensor | None = None) -> bool:
         """Whether no model is prepared, and none needs to be: autograd's gradients are right."""

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,25 @@ class RunFolder:
         target = Path(directory).resolve()
         return self._asked(f"look for {target}", lambda: checkpoint.find(target) is not None)
 
+    def steps(self, project: ProjectConfiguration, directory: str | Path | None) -> int:
+        """Return the optimizer steps in a checkpoint; None: in the newest of an automatic name.
+
+        -1 where none can be read: then any other checkpoint is newer.
+        """
+
+        def read() -> int:
+            paths = (
+                checkpoint.complete(_root(project))
+                if directory is None
+                else [Path(directory).resolve()]
+            )
+            for path in paths:
+                with suppress(CheckpointError):
+                    return checkpoint.saved_steps(path)
+            return -1
+
+        return self._asked("look for the newest checkpoint", read)
+
     def open_newest(self, project: ProjectConfiguration, verify: str) -> CheckpointReader:
         """Open the newest checkpoint of an automatic name that is not damaged."""
         root = _root(project)
@@ -142,12 +162,13 @@ class RunFolder:
 
 def _root(project: ProjectConfiguration) -> Path:
     """Return the folder of automatic names."""
-    if project.project_dir is None:
+    root = project.checkpoints
+    if root is None:
         raise UsageError(
             "expected a directory, found none; pass one, or give the Accelerator a "
             "project_dir and automatic_checkpoint_naming=True"
         )
-    return Path(project.project_dir) / "checkpoints"
+    return root
 
 
 class StateLoading:

@@ -89,6 +89,11 @@ class ProjectConfiguration:
     iteration: int = 0
     save_on_each_node: bool = False
 
+    @property
+    def checkpoints(self) -> Path | None:
+        """Folder of the automatically named checkpoints; None without a project_dir."""
+        return None if self.project_dir is None else Path(self.project_dir) / "checkpoints"
+
     def set_directories(self, project_dir: str | Path | None = None) -> None:
         """Set project_dir, and logging_dir when there is none."""
         self.project_dir = project_dir

@@ -30,6 +30,7 @@ class Preemption:
 
     def __init__(self, world: World, state: GradientState, save: Callable[[], str]) -> None:
         self.told = False
+        self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
         self._world = world
         self._state = state
         self._save = weakref.WeakMethod(save)  # loaders hold this object, and finalizers hold them
@@ -59,19 +60,30 @@ class Preemption:
         if named and is_launched():
             self._notice.listen()
 
+    def call_between_steps(self, method: Callable[[], None]) -> None:
+        """Call a method whenever the training loop asks for a batch after a whole step."""
+        self._between_steps = weakref.WeakMethod(method)
+
     def after_step(self) -> None:
         """Note which loader the training loop reads."""
         self._trained = self._state.active_dataloader
 
     def between_batches(self, loader: ActiveLoader) -> None:
-        """End the run here after a notice: the loader of the training loop is asked for a batch.
+        """Take a turn between two steps, and end the run here after a notice.
+
+        The loader of the training loop is asked for a batch.
 
         Raises:
             SystemExit: with the code of a saved run, on every rank.
         """
         complete = self._state.sync_gradients and loader is self._trained
+        if not complete or self._state.uneven:
+            return
+        between_steps = self._between_steps() if self._between_steps is not None else None
+        if between_steps is not None:
+            between_steps()
         save = self._save()
-        if self._by_script or self._state.uneven or not complete or not self.agreed or save is None:
+        if self._by_script or not self.agreed or save is None:
             return
         self._by_script = True  # once
         directory = save()

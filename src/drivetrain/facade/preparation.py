@@ -31,7 +31,6 @@ from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name
 from drivetrain.parts.wrapping import UninheritedHook
-from drivetrain.strategy import find_strategy
 
 logger = get_logger(__name__)
 
@@ -90,7 +89,7 @@ class Preparation:
                 place(model, self._runs.default.world.device)
             return model
         _check_undispatched(model)
-        choice = self._gradients.observer.choice(choice)
+        choice = self._runs.chosen(model, self._gradients.observer.choice(choice))
         self._recomputations.before_prepare(model, choice)
         self._gradients.observer.before_prepare(model)
         values = self._constructions.values_of(model)
@@ -98,17 +97,15 @@ class Preparation:
         names = _names_of(model)
         earlier = [prepared.optimizer for prepared in self._prepared.optimizers]
         mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
+        links = self._runs.default.links.facts()
         agree(
             world,
             f"the model {type(model).__name__}",
-            [*_facts(model), *values.facts, *_facts_of_optimizers(mine, names)],
+            [*links, *_facts(model), *values.facts, *_facts_of_optimizers(mine, names)],
         )
         values.check()
-        resolved, run = self._runs.of(choice)
         given = ModelSpec.of(model).parameters
-        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
-        kind.check_options(options, precision)
-        strategy = kind(options, run)
+        strategy = self._runs.strategy(choice)
         self._constructions.give_values(model, mine, strategy, values)
         if placed:
             place(model, world.device)
@@ -119,7 +116,7 @@ class Preparation:
         except BaseException:
             strategy.close()
             raise
-        self._announce_precision(model, given)
+        self._announce_policies(model, given)
         self._bind(mine, bound)
         self._prepared.models.append(entry)
         self._compute_in_precision(module)
@@ -136,7 +133,7 @@ class Preparation:
         if placed:
             place(model, self._runs.default.world.device)
         self._compute_in_precision(model)
-        self._announce_precision(model, ModelSpec.of(model).parameters)
+        self._announce_policies(model, ModelSpec.of(model).parameters)
         return model
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
@@ -239,6 +236,7 @@ class Preparation:
         for scheduler in self._prepared.schedulers:
             if line := describe_unused_schedule(scheduler, ranks):
                 logger.warning(line)
+        self._gradients.garbage.release()
         self._prepared.forget()
         self._runs.examples.forget()
 
@@ -282,11 +280,12 @@ class Preparation:
             )
             compute_in(model, autocast)
 
-    def _announce_precision(self, model: nn.Module, given: Sequence[TensorSpec]) -> None:
+    def _announce_policies(self, model: nn.Module, given: Sequence[TensorSpec]) -> None:
         precision, scaler = self._runs.default.precision, self._gradients.scaler
         line = describe_dtypes(model, given, precision, autocast=self._autocast.enabled)
         scale = scaler.get_scale()
         logger.announce(f"{line}, loss scale {scale:g}" if scaler.is_enabled() else line)
+        self._runs.announce_links()
 
 
 def is_scheduler(item: Any) -> bool:

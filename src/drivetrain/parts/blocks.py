@@ -16,7 +16,7 @@ _NEVER_CALLED = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterD
 
 _ORIGINAL = "_forward_before_hooks"
 
-_COMPILED_CALL = "_compiled_call_impl"
+COMPILED_CALL = "_compiled_call_impl"
 """Where ``module.compile()`` keeps the compiled call of a module, hooks and forward in one."""
 
 NamedModule: TypeAlias = tuple[str, nn.Module]
@@ -133,7 +133,7 @@ class BlockHooks:
         for block in self.blocks:
             unwrap_forward(block, _ORIGINAL)
         for block, compiled in self._compiled:
-            block.__dict__[_COMPILED_CALL] = compiled
+            block.__dict__[COMPILED_CALL] = compiled
         self.blocks.clear()
         self._compiled.clear()
 
@@ -143,11 +143,11 @@ class BlockHooks:
                 return compute(*args, **kwargs)
             return self._conductor.call(index, compute, args, kwargs)
 
-        compiled = block.__dict__.get(_COMPILED_CALL)
+        compiled = block.__dict__.get(COMPILED_CALL)
         if compiled is None:
             wrap_forward(block, _ORIGINAL, around)
         else:  # copies and pickles of the block do not inherit a compiled call
             self._compiled.append((block, compiled))
-            block.__dict__[_COMPILED_CALL] = lambda *args, **kwargs: around(
+            block.__dict__[COMPILED_CALL] = lambda *args, **kwargs: around(
                 block, compiled, args, kwargs
             )

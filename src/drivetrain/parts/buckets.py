@@ -7,12 +7,15 @@ message whether any rank had a gradient for a parameter::
     | gradient of p0 | gradient of p1 | gradient of p2 | has p0 | has p1 | has p2 |
 """
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.shards import is_dense
 
 MIB = 1 << 20
@@ -41,6 +44,20 @@ class BucketLayout:
     def nbytes(self) -> int:
         """Bytes of the flat tensor."""
         return self.numel * self.dtype.itemsize
+
+    def stretch(self, names: Sequence[str], dtype: torch.dtype | None = None) -> Stretch:
+        """Describe the flat tensor; the tail belongs to no parameter.
+
+        Args:
+            names: of all parameters in the sequence that was planned.
+            dtype: in which the gradients are sent; None: their own.
+        """
+        starts = itertools.accumulate((prod(shape) for shape in self.shapes), initial=0)
+        rows = [
+            ParameterRow(names[member], shape, 0, start)
+            for member, shape, start in zip(self.members, self.shapes, starts, strict=False)
+        ]
+        return Stretch.of(self.numel, dtype or self.dtype, rows)
 
 
 def plan_buckets(
@@ -87,16 +104,25 @@ def plan_buckets(
 class Bucket:
     """One flat tensor and its views.
 
+    Args:
+        layout: of the parameters.
+        parameters: in order.
+        names: of all parameters in the sequence that was planned.
+
     Attributes:
         layout: of the parameters.
+        names: of all parameters in the sequence that was planned.
         parameters: in order.
         flat: 1-D, the gradients and the tail.
         views: a view of ``flat`` per parameter, with its shape and, when dense, its strides.
         flags: the tail of ``flat``.
     """
 
-    def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, layout: BucketLayout, parameters: Sequence[nn.Parameter], names: Sequence[str]
+    ) -> None:
         self.layout = layout
+        self.names = names
         self.parameters = tuple(parameters)
         self.flat = torch.zeros(layout.numel, dtype=layout.dtype, device=parameters[0].device)
         self.views: list[Tensor] = []

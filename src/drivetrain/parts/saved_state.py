@@ -13,8 +13,15 @@ from drivetrain.shards import Part, Reader, Shard, label
 
 T = TypeVar("T")
 
+OWN_MARK = "@"
+"""In the key of a state that only the strategy which saved it can read; others leave it alone."""
+
 Shapes = Mapping[tuple[str, str], tuple[int, ...]]
 """Global shapes by (name, state)."""
+
+
+LINKS = "links."
+"""How keys of state begin that sums over slow links keep; it belongs to no optimizer."""
 
 
 def check_fits(
@@ -35,7 +42,7 @@ def check_fits(
     found = {
         (name, state): reader.shape(name, state)
         for name, state in sorted(reader.keys())
-        if not state or (int(state.partition(".")[0]), name) not in held
+        if not state or (_is_of_optimizer(state) and (_index(state), name) not in held)
     }
     if reader.partial:
         expected = {key: shape for key, shape in expected.items() if key in found}
@@ -90,10 +97,18 @@ def state_keys(reader: Reader) -> dict[tuple[str, int], list[str]]:
     """Return the saved keys of tensors by (name of the parameter, index of the optimizer)."""
     keys: dict[tuple[str, int], list[str]] = {}
     for name, state in sorted(reader.keys()):
-        if state:
+        if _is_of_optimizer(state):
             index, _, key = state.partition(".")
             keys.setdefault((name, int(index)), []).append(key)
     return keys
+
+
+def _is_of_optimizer(state: str) -> bool:
+    return bool(state) and OWN_MARK not in state and not state.startswith(LINKS)
+
+
+def _index(state: str) -> int:
+    return int(state.partition(".")[0])
 
 
 def group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:

@@ -5,7 +5,7 @@ neighbours and share a host where they can.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
@@ -58,10 +58,18 @@ class HostLevels(NamedTuple):
 
 
 class Mesh(Mapping[str, Axis]):
-    """The axes of a run by name, the closest first."""
+    """The axes of a run by name, the closest first.
 
-    def __init__(self, axes: Mapping[str, Axis]) -> None:
+    Args:
+        axes: the axes, seen from one rank.
+        lines: the lines of all ranks along the only axis; None: the axes hold the whole world.
+    """
+
+    def __init__(
+        self, axes: Mapping[str, Axis], lines: Sequence[tuple[int, ...]] | None = None
+    ) -> None:
         self._axes = dict(axes)
+        self._given_lines = lines
         self._started: dict[tuple[str, int], Axis] = {}
         self._parts: dict[str, Axis] = {}
 
@@ -77,7 +85,7 @@ class Mesh(Mapping[str, Axis]):
         _check(sizes, world.size)
         return cls(
             {
-                name: _start(axis, _lines(name, sizes), world)
+                name: _start(axis, lines_along(name, sizes), world)
                 for name, axis in cls.plan(sizes, world).items()
             }
         )
@@ -92,7 +100,7 @@ class Mesh(Mapping[str, Axis]):
         _check(sizes, world.size)
         axes = {}
         for name in sizes:
-            line = next(line for line in _lines(name, sizes) if world.rank in line)
+            line = next(line for line in lines_along(name, sizes) if world.rank in line)
             axes[name] = Axis(
                 name=name,
                 size=len(line),
@@ -157,6 +165,20 @@ class Mesh(Mapping[str, Axis]):
                 hosts=axis.hosts[index::size],
             )
         )
+
+    def inside(self, name: str, group: Axis) -> "Mesh":
+        """Return the mesh of one group of neighbors on an axis, for a strategy inside of the group.
+
+        Args:
+            name: of the axis, and of the only axis of the new mesh.
+            group: of ``neighbors`` or ``start_neighbors``.
+        """
+        lines = [
+            line[start : start + group.size]
+            for line in self._lines(name)
+            for start in range(0, len(line), group.size)
+        ]
+        return Mesh({name: replace(group, name=name)}, lines)
 
     def _part(self, axis: Axis) -> Axis:
         self._parts[axis.name] = axis
@@ -229,8 +251,10 @@ class Mesh(Mapping[str, Axis]):
         near = self.start_neighbors(name, size, world)
         return HostLevels(near, self.start_across(name, size, world))
 
-    def _lines(self, name: str) -> Iterator[tuple[int, ...]]:
-        return _lines(name, {each: axis.size for each, axis in self.items()})
+    def _lines(self, name: str) -> Iterable[tuple[int, ...]]:
+        if self._given_lines is not None:
+            return self._given_lines
+        return lines_along(name, {each: axis.size for each, axis in self.items()})
 
     def _start_once(self, axis: Axis, groups: Iterable[tuple[int, ...]], world: World) -> Axis:
         """Start the groups of a part of an axis, unless that was done before."""
@@ -264,7 +288,7 @@ def _check(sizes: Mapping[str, int], world_size: int) -> None:
         )
 
 
-def _lines(name: str, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+def lines_along(name: str, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
     """Yield the lines of global ranks along one axis."""
     cumulative = itertools.accumulate([1, *sizes.values()], lambda a, b: a * b)
     strides = dict(zip(sizes, cumulative, strict=False))

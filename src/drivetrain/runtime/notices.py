@@ -11,6 +11,8 @@ import time
 from types import FrameType
 from typing import Any
 
+from drivetrain.runtime.board import board
+
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 PREEMPTED = 75
@@ -69,7 +71,9 @@ class Notice:
         in_child = os.getpid() != self._process
         # Without its launcher a rank ends: nobody waits for its checkpoint.
         orphaned = os.getppid() != self._parent
-        if number == signal.SIGTERM and (again or in_child or orphaned):
+        # After another rank's failure the launcher ends this one: that is no scheduler's notice.
+        ends = again or in_child or orphaned or board.stop_asked
+        if number == signal.SIGTERM and ends:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

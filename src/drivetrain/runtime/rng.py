@@ -1,4 +1,4 @@
-"""Random number generators of this process: seed, capture, restore, fork, agree over ranks.
+"""Random number generators of this process: seed, capture, restore, fork.
 
 Covered are Python's ``random``, NumPy's global generator when something has imported NumPy (it is
 never imported here), torch's CPU generator, and the generator of the current accelerator.
@@ -7,7 +7,7 @@ never imported here), torch's CPU generator, and the generator of the current ac
 import random
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,46 +102,6 @@ def fork(seed: int) -> Iterator[None]:
         yield
     finally:
         restore(before)
-
-
-def synchronize_rng_states(
-    rng_types: Sequence[str], generator: torch.Generator | None = None
-) -> None:
-    """Give every rank the generator states of rank 0; collective, does nothing with one rank.
-
-    Args:
-        rng_types: any of ``python``, ``numpy``, ``torch``, ``accelerator`` (or the accelerator's
-            own name, as ``cuda``), and ``generator`` for the generator that is passed.
-        generator: a CPU generator; without one, ``generator`` has nothing to do.
-
-    Raises:
-        UsageError: a type is unknown.
-    """
-    known = {"python", "numpy", "torch", "accelerator", "generator"}
-    current = torch.accelerator.current_accelerator()
-    aliases = {} if current is None else {current.type: "accelerator"}
-    keys = [aliases.get(name, name) for name in rng_types]
-    if not known.issuperset(keys):
-        raise UsageError(
-            f"expected rng_types among {sorted(known | set(aliases))}, found {list(rng_types)}"
-        )
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    state = capture()
-    restore({key: broadcast_from_main(state[key]) for key in keys if key in state})
-    if "generator" in keys and generator is not None:
-        generator.set_state(broadcast_from_main(generator.get_state()))
-
-
-def broadcast_from_main(tensor: Tensor) -> Tensor:
-    """Return rank 0's tensor, on the CPU, on every rank; shapes and dtypes must agree."""
-    backend = str(dist.get_backend())
-    device = torch.device("cpu")
-    if "gloo" not in backend:
-        device = torch.accelerator.current_accelerator() or device
-    moved = tensor.to(device, copy=True)
-    dist.broadcast(moved, src=0)
-    return moved.cpu()
 
 
 def _accelerator() -> Any:

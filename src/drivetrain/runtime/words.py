@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -30,10 +30,12 @@ class CountingThread(threading.Thread):
     Attributes:
         place: name of the operations' order, the same on all ranks.
         submitted: how many operations this rank has handed over.
+        current: the facts of the operation under way, by name; None between two operations.
     """
 
     place: str = ""
     submitted: int = 0
+    current: Callable[[], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,8 @@ class Word:
         number: which one of that order, from 1.
         ranks: the ranks that the wait needs.
         reached: how many meetings or operations the rank has begun, by place.
+        running: the facts of the operations under way, by place.
+        site: the line of the script where the rank waits, "" where there is none.
         at: time of the word, in seconds since the epoch.
         error: the exception that ended the rank, "" without one.
     """
@@ -55,6 +59,8 @@ class Word:
     number: int = 0
     ranks: Sequence[int] = ()
     reached: Mapping[str, int] = field(default_factory=dict)
+    running: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    site: str = ""
     at: float = field(default_factory=time.time)
     error: str = ""
 
@@ -65,7 +71,7 @@ class Word:
     def __str__(self) -> str:
         ago = f"{max(0.0, time.time() - self.at):.1f} s"
         if self.doing:
-            return f"waits in {self.doing}"
+            return f"waits in {self.doing}" + (f" at {self.site}" if self.site else "")
         return f"failed {ago} ago with {self.error}" if self.error else f"ended {ago} ago"
 
 
@@ -79,8 +85,13 @@ def reached() -> dict[str, int]:
     """Return how many meetings and operations this process has begun, by place."""
     groups = [(group, count) for group, count in list(_meetings.items()) if _is_open(group)]
     counts = {str(group.group_name): count for group, count in groups}
-    threads = (thread for thread in threading.enumerate() if isinstance(thread, CountingThread))
-    return counts | {thread.place: thread.submitted for thread in threads}
+    return counts | {thread.place: thread.submitted for thread in _counting_threads()}
+
+
+def running() -> dict[str, Mapping[str, Any]]:
+    """Return the facts of the operations that this process has under way, by place."""
+    current = ((thread.place, thread.current) for thread in _counting_threads())
+    return {place: facts() for place, facts in current if facts is not None}
 
 
 def say(word: Word | None) -> None:
@@ -121,6 +132,10 @@ def begin() -> None:
     say(None)
     atexit.unregister(say_farewell)
     atexit.register(say_farewell)
+
+
+def _counting_threads() -> list[CountingThread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, CountingThread)]
 
 
 def _is_open(group: dist.ProcessGroup) -> bool:

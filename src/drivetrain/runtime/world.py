@@ -18,12 +18,22 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.errors import PreflightError
 from drivetrain.runtime import words
+from drivetrain.runtime.texts import gather_texts
 
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
 """Environment variable with the path of the run's configuration file."""
 
 RECORD_VARIABLE = "DRIVETRAIN_RECORD"
 """Environment variable with the path of a file that asks to record a run, for a comparison."""
+
+LINK_VARIABLE = "DRIVETRAIN_HOST_LINK"
+"""Environment variable with the bytes per second that the launchers measured between hosts."""
+
+WORK_VARIABLE = "DRIVETRAIN_WORK"
+"""Environment variable with the path of the file in which a rank tells its launcher its times."""
+
+MEMORY_VARIABLE = "DRIVETRAIN_MEMORY"
+"""Environment variable with the path of the launcher's folder in memory, for checkpoints."""
 
 LOOPBACK = "127.0.0.1"
 """Address that only processes of the same host reach."""
@@ -108,7 +118,7 @@ class World:
             local_size=local_size,
             device=device,
             backend=str(dist.get_backend()) if dist.is_initialized() and size > 1 else "",
-            hosts=_hosts(size),
+            hosts=_hosts(size, device),
             timeout=timeout,
         )
 
@@ -148,9 +158,40 @@ def reader_mark(config: Path) -> Path:
     return config.with_suffix(".read")
 
 
+def host_link() -> float:
+    """Return the measured bytes per second between hosts; 0 where nobody has measured them."""
+    try:
+        return float(os.environ.get(LINK_VARIABLE, "") or 0)
+    except ValueError:
+        raise PreflightError(
+            f"expected bytes per second in the variable {LINK_VARIABLE}, found "
+            f"{os.environ[LINK_VARIABLE]!r}; 'drivetrain launch' sets it: leave it unset"
+        ) from None
+
+
+def saved_mark(config: Path, *, memory: bool = False) -> Path:
+    """Return the file by which rank 0 tells the launcher how far the newest checkpoint is.
+
+    Args:
+        config: the launcher's configuration.
+        memory: of the newest checkpoint in memory, not in storage.
+    """
+    return config.with_suffix(".saved-in-memory" if memory else ".saved")
+
+
+def memory_folder() -> str:
+    """Return the folder that the launcher keeps in this host's memory for checkpoints, or ""."""
+    return os.environ.get(MEMORY_VARIABLE, "")
+
+
 def record_request() -> str:
     """Return the path of the request to record this run, "" without one."""
     return os.environ.get(RECORD_VARIABLE, "")
+
+
+def work_path() -> str:
+    """Return the path of the file in which this rank tells its launcher its times, or ""."""
+    return os.environ.get(WORK_VARIABLE, "")
 
 
 def variables(prefix: str) -> dict[str, str]:
@@ -231,10 +272,9 @@ def _join(device: torch.device, backend: str | None, timeout: timedelta) -> None
     atexit.register(time.sleep, LAST_WORK_S)
 
 
-def _hosts(size: int) -> tuple[str, ...]:
+def _hosts(size: int, device: torch.device) -> tuple[str, ...]:
     name = os.environ.get("GROUP_RANK", "0") + "@" + socket.gethostname()
     if size == 1:
         return (name,)
-    names: list[str] = [""] * size
-    dist.all_gather_object(names, name)
-    return tuple(names)
+    carries_cpu = "cpu" in dist.get_backend_config()
+    return tuple(gather_texts(name, size, device=torch.device("cpu") if carries_cpu else device))

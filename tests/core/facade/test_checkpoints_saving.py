@@ -104,6 +104,17 @@ def test_state_of_any_kind_with_a_codec_of_the_script(tmp_path):
     assert special.state == {"a": {1, 2, 3}}
 
 
+def test_registered_objects_outlive_free_memory_as_in_accelerate(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    kept = Anything({"step": 3})
+    accelerator.register_for_checkpointing(kept)
+    accelerator.free_memory()
+    accelerator.save_state(tmp_path / "ck")
+    kept.state = None
+    accelerator.load_state(tmp_path / "ck")
+    assert kept.state == {"step": 3}
+
+
 def test_encoded_state_is_never_read_without_the_codec(tmp_path):
     def forbidden(data):
         raise AssertionError("decoded")

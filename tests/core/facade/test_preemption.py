@@ -115,6 +115,7 @@ def test_the_scripts_own_handler_stays(tmp_path):
 def test_who_dies_of_a_notice(case):
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no listener of an earlier test
         notice = Notice()
         notice.listen()
         if case == "orphan":

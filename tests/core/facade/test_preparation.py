@@ -259,16 +259,19 @@ def test_mixed_precision_computes_low_and_returns_fp32():
     assert seen == [torch.bfloat16, torch.float32]
 
 
-def test_prepare_of_a_thousand_parameters_takes_less_than_50_ms():
+def test_prepare_of_a_thousand_parameters_takes_a_few_times_as_long_as_to_make_them():
     accelerator = Accelerator(cpu=True)
-    times = []
+    made, prepared = [], []
     for _ in range(5):
+        start = time.process_time()
         model = nn.ParameterList(nn.Parameter(torch.zeros(8)) for _ in range(1000))
-        start = time.perf_counter()
+        made.append(time.process_time() - start)
+        start = time.process_time()
         accelerator.prepare(model)
-        times.append(time.perf_counter() - start)
+        prepared.append(time.process_time() - start)
         accelerator.free_memory()
-    assert min(times) < 0.050, times
+    # About 2; comparing each parameter with every other makes it more than 4.
+    assert min(prepared) < 4 * min(made), (prepared, made)
 
 
 def test_options_of_ddp_are_left_out_where_a_strategy_has_none(monkeypatch):

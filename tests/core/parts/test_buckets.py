@@ -57,7 +57,7 @@ def test_views_have_shape_strides_and_memory_of_the_bucket():
         bucket_bytes=1 << 20,
         first_bytes=1 << 20,
     )
-    bucket = Bucket(layout, parameters)
+    bucket = Bucket(layout, parameters, [f"p{i}" for i in range(len(parameters))])
     for parameter, view in zip(parameters, bucket.views, strict=True):
         assert view.shape == parameter.shape
         assert is_dense(view)

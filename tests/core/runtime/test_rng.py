@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain.data.shared_random import synchronize_rng_states
 from drivetrain.errors import UsageError
 from drivetrain.runtime import rng
 
@@ -97,7 +98,7 @@ def test_numpy_is_never_imported():
 
 def test_unknown_rng_type():
     with pytest.raises(UsageError, match="'dice'"):
-        rng.synchronize_rng_states(["dice"])
+        synchronize_rng_states(["dice"])
 
 
 @pytest.mark.ranks(2)
@@ -113,7 +114,7 @@ def test_states_of_rank_0_reach_every_rank():
     rng.set_seed(0, device_specific=True)
     generator = torch.Generator()
     generator.manual_seed(dist.get_rank())
-    rng.synchronize_rng_states(["torch", "python", "numpy", "generator"], generator)
+    synchronize_rng_states(["torch", "python", "numpy", "generator"], generator)
     drawn = [None, None]
     dist.all_gather_object(drawn, [*draw(), torch.rand((), generator=generator).item()])
     assert drawn[0] == drawn[1]

@@ -1,0 +1,240 @@
+"""A board of this rank in shared memory: its section and its operations, for the launcher to read.
+
+The rank writes without a system call and waits for nobody; a launcher that maps the same file sees
+where the rank is even while the rank is stopped. Without a launcher the board is private memory.
+"""
+
+import itertools
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROWS = 24
+"""Orders of operations that a board shows; a rank with more shows the first ones."""
+
+_HEAD = struct.Struct("<IId24s")
+_STOP = struct.Struct("<I")
+_STOP_AT = _HEAD.size
+_ROWS_AT = _STOP_AT + _STOP.size
+_ROW = struct.Struct("<64siiiIQQdQ16s12s64s")
+_SUBMITTED = struct.Struct("<Q")
+_BEGUN = struct.Struct("<QdQ16s12s64s")
+_CHECKSUM = struct.Struct("<I")
+_CHECKSUM_AT = struct.calcsize("<64siii")
+_SUBMITTED_AT = struct.calcsize("<64siiiI")
+_BEGUN_AT = struct.calcsize("<64siiiIQ")
+SIZE = _ROWS_AT + ROWS * _ROW.size
+"""Bytes of a board."""
+
+NATIVE = "native"
+"""End of the place of operations on a device: the host does not know when they are over, so that
+the last one submitted is shown as under way."""
+
+_VERSION = 1
+_NOBODY = (-1, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """One order of operations as a launcher reads it.
+
+    Attributes:
+        place: name of the order, the same on all its ranks.
+        ranks: the global ranks that take part; empty where they are not evenly spaced.
+        submitted: how many operations the rank has handed over.
+        running: number of the operation under way, 0 for none.
+        since: when it began, in seconds of the system's monotonic clock.
+        checksum: of the operation's header; 0 where the order has none.
+        operation: which collective.
+        elements: how many its tensor has.
+        dtype: of the tensor.
+        label: its purpose, or the line of its call.
+    """
+
+    place: str
+    ranks: Sequence[int]
+    submitted: int
+    running: int
+    since: float
+    checksum: int
+    operation: str
+    elements: int
+    dtype: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class BoardView:
+    """A board as a launcher reads it.
+
+    Attributes:
+        section: the part of a step that the rank is in, "" before the first one.
+        since: when the rank entered the section, in seconds of the system's monotonic clock.
+        rows: the rank's orders of operations.
+    """
+
+    section: str
+    since: float
+    rows: Sequence[RowView]
+
+
+class BoardRow:
+    """One order of operations on the board.
+
+    Args:
+        memory: of the row; others may read it at any time.
+        place: name of the order, the same on all ranks.
+        ranks: the global ranks that take part.
+        free: gives the memory back.
+    """
+
+    def __init__(
+        self, memory: memoryview, place: str, ranks: Sequence[int], free: Any = None
+    ) -> None:
+        self._memory, self._free = memory, free
+        nothing = (0, 0, 0, 0.0, 0, b"", b"", b"")
+        _ROW.pack_into(memory, 0, place.encode()[-64:], *_spaced(ranks), *nothing)
+
+    def submit(self, number: int) -> None:
+        """Show how many operations were handed over."""
+        _SUBMITTED.pack_into(self._memory, _SUBMITTED_AT, number)
+
+    def begin(
+        self, number: int, checksum: int, operation: str, elements: int, dtype: str, label: str
+    ) -> None:
+        """Show the operation under way."""
+        # No number while the rest is written: a reader never takes one's checksum for another's.
+        self.end()
+        _CHECKSUM.pack_into(self._memory, _CHECKSUM_AT, checksum)
+        _BEGUN.pack_into(
+            self._memory,
+            _BEGUN_AT,
+            0,
+            time.monotonic(),
+            elements,
+            operation.encode(),
+            dtype.encode(),
+            label.encode()[-64:],  # names and lines of code differ at their ends
+        )
+        _SUBMITTED.pack_into(self._memory, _BEGUN_AT, number)
+
+    def end(self) -> None:
+        """Show that no operation is under way."""
+        _SUBMITTED.pack_into(self._memory, _BEGUN_AT, 0)
+
+    def close(self) -> None:
+        """Take the row off the board."""
+        _ROW.pack_into(self._memory, 0, b"", *_NOBODY, 0, 0, 0, 0.0, 0, b"", b"", b"")
+        if self._free is not None:
+            self._free()
+            self._free = None
+
+
+class Board:
+    """The board of this process; of no effect on the process itself."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(SIZE))
+        self._lock = threading.Lock()
+        self._unused = list(range(ROWS))
+
+    def attach(self, path: str | Path) -> None:
+        """Write to a file from now on, where a launcher reads it; before any row is opened.
+
+        Raises:
+            OSError: the file cannot be mapped.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, SIZE)
+            self._memory = memoryview(mmap.mmap(descriptor, SIZE))
+        finally:
+            os.close(descriptor)
+        _HEAD.pack_into(self._memory, 0, _VERSION, os.getpid(), time.monotonic(), b"")
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether the launcher ends this rank: a signal that comes now is no notice."""
+        return bool(_STOP.unpack_from(self._memory, _STOP_AT)[0])
+
+    def enter(self, section: str) -> None:
+        """Show the part of a step that the rank is in."""
+        _HEAD.pack_into(
+            self._memory, 0, _VERSION, os.getpid(), time.monotonic(), section.encode()[:24]
+        )
+
+    def open(self, place: str, ranks: Sequence[int]) -> BoardRow:
+        """Return a new row; where the board is full, nobody reads the row."""
+        with self._lock:
+            if not self._unused:
+                return BoardRow(memoryview(bytearray(_ROW.size)), place, ranks)
+            index = self._unused.pop(0)
+        start = _ROWS_AT + index * _ROW.size
+        memory = self._memory[start : start + _ROW.size]
+        return BoardRow(memory, place, ranks, lambda: self._unused.append(index))
+
+
+def ask_to_stop(path: str | Path) -> None:
+    """Let a rank know that its launcher ends the run; nothing where there is no board."""
+    with suppress(OSError), open(path, "r+b", buffering=0) as file:  # noqa: PTH123 - unbuffered
+        if os.fstat(file.fileno()).st_size >= SIZE:
+            file.seek(_STOP_AT)
+            file.write(_STOP.pack(1))
+
+
+def read_board(memory: Any) -> BoardView | None:
+    """Return the contents of a board, None before the rank has begun to write.
+
+    Args:
+        memory: the board's bytes.
+    """
+    version, _, since, section = _HEAD.unpack_from(memory, 0)
+    if version != _VERSION:
+        return None
+    starts = range(_ROWS_AT, SIZE, _ROW.size)
+    rows = [row for start in starts if (row := _read_row(memory, start)).place]
+    return BoardView(_text(section), since, rows)
+
+
+def _read_row(memory: Any, start: int) -> RowView:
+    """Return the contents of a row."""
+    place, *spaced, checksum, submitted, running, since, elements, operation, dtype, label = (
+        _ROW.unpack_from(memory, start)
+    )
+    first, count, stride = spaced
+    ranks = range(first, first + count * stride, stride) if stride else [first] * count
+    return RowView(
+        place=_text(place),
+        ranks=list(ranks),
+        submitted=submitted,
+        running=running,
+        since=since,
+        checksum=checksum,
+        operation=_text(operation),
+        elements=elements,
+        dtype=_text(dtype),
+        label=_text(label),
+    )
+
+
+def _spaced(ranks: Sequence[int]) -> tuple[int, int, int]:
+    """Return the first of evenly spaced ranks, their count and their distance."""
+    steps = {after - before for before, after in itertools.pairwise(ranks)}
+    if not ranks or len(steps) > 1 or min(steps, default=1) < 1:
+        return _NOBODY
+    return ranks[0], len(ranks), next(iter(steps), 1)
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="ignore")
+
+
+board = Board()
+"""The board of this process: like its process id, it has no more than one."""

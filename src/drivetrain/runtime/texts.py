@@ -1,0 +1,67 @@
+"""Texts cross ranks as bytes, and never as pickles, so that reading a message runs no code.
+
+torch's functions for objects send pickles, and whoever can write to a connection of a run could
+then run code on every rank.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather_texts(
+    text: str, size: int, *, group: dist.ProcessGroup | None = None, device: torch.device | None
+) -> list[str]:
+    """Return the texts of all ranks, on all ranks. Collective.
+
+    Args:
+        text: of this rank.
+        size: number of ranks.
+        group: of the ranks; None means all.
+        device: from which the group can send.
+    """
+    mine = _bytes_of(text)
+    lengths = torch.zeros(size, 1, dtype=torch.int64, device=device)
+    length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
+    dist.all_gather(list(lengths.unbind()), length, group=group)
+    counts = [int(count) for count in lengths.flatten().tolist()]
+    sent = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    sent[: mine.numel()] = mine
+    received = sent.new_empty(size, sent.numel())
+    if sent.numel():
+        dist.all_gather(list(received.unbind()), sent, group=group)
+    return [_text_of(row[:count]) for row, count in zip(received.cpu(), counts, strict=True)]
+
+
+def share_text(
+    text: str,
+    source: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None,
+) -> str:
+    """Return the text of one rank, on all ranks. Collective.
+
+    Args:
+        text: of this rank; others than ``source`` may pass any.
+        source: global rank whose text is taken.
+        group: of the ranks; None means all.
+        device: from which the group can send.
+    """
+    mine = _bytes_of(text) if dist.get_rank() == source else torch.zeros(0, dtype=torch.uint8)
+    length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
+    dist.broadcast(length, src=source, group=group)
+    sent = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    sent[: mine.numel()] = mine
+    if sent.numel():
+        dist.broadcast(sent, src=source, group=group)
+    return _text_of(sent.cpu())
+
+
+def _bytes_of(text: str) -> Tensor:
+    data = bytearray(text.encode())
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+
+def _text_of(data: Tensor) -> str:
+    return bytes(data.tolist()).decode()

@@ -1,0 +1,65 @@
+"""Garbage is collected after the same steps on all ranks, and not in between."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain.runtime.garbage import SharedCollections
+
+
+@pytest.fixture
+def collections():
+    """The number of full collections so far, as a list of one."""
+    count = [0]
+
+    def see(phase, info):
+        count[0] += phase == "start" and info["generation"] == 2
+
+    gc.callbacks.append(see)
+    yield count
+    gc.callbacks.remove(see)
+    gc.enable()
+
+
+def test_python_collects_at_the_chosen_steps_alone(collections):
+    shared = SharedCollections(3)
+    counts = []
+    for step in (1, 2, 3, 3, 4, 7):
+        shared.after_step(step)
+        assert not gc.isenabled()
+        counts.append(collections[0])
+    assert counts == [1, 1, 2, 2, 2, 3]
+    shared.release()
+    assert gc.isenabled()
+
+
+def test_python_is_left_as_it_was(collections):
+    SharedCollections(0).after_step(1)
+    assert gc.isenabled()
+    assert collections[0] == 0
+    gc.disable()
+    shared = SharedCollections(2)
+    for step in (1, 2):
+        shared.after_step(step)
+    assert collections[0] == 2
+    shared.release()
+    assert not gc.isenabled()
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_run_collects_each_so_many_steps_until_its_end(collections, every):
+    accelerator = Accelerator(cpu=True, config={"collect_garbage_every": every})
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = collections[0]
+    for _ in range(5):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert collections[0] - before == (3 if every else 0)  # after steps 1, 2 and 4
+    assert gc.isenabled() == (not every)
+    accelerator.end_training()
+    assert gc.isenabled()
