@@ -1,10 +1,10 @@
-"""What a step keeps alive: bytes of parameters at every operator, resident memory at its peak."""
+"""What a step keeps alive: parameters or all memory at every operator, the resident peak."""
 
 import ctypes
 import gc
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,41 @@ class LiveParameters(TorchDispatchMode):
         self._buffers = [(held, size) for held, size in self._buffers if not held.expired()]
         arriving = sum(size for _, size in self._buffers)
         return arriving + sum(storage.nbytes() for storage in self._storages.values())
+
+
+class _Mallinfo(ctypes.Structure):
+    """The numbers of ``mallinfo2`` of the C library, in bytes."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+                     "uordblks", "fordblks", "keepcost")
+    ]  # fmt: skip
+
+
+def allocated() -> int:
+    """Return the bytes that the process has got from the C library and not given back."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
+class AllocatedPeak(TorchDispatchMode):
+    """Looks behind every operator how much memory the process has allocated, of every kind.
+
+    Attributes:
+        peak: the most bytes so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, allocated())
+        return result
 
 
 def forget_peak() -> None:

@@ -5,7 +5,9 @@
 
 Each layout trains the same batches. The median of the quicker half of its steps, over the slowest
 rank, is compared with the prediction for the described hardware: as the description is measured.
-The last lines are the median and the worst error, and by how much the layout with the best
+The peak of memory is the most bytes that the rank with most has allocated since before the model
+was made, looked at behind every operator of a later step.
+The last lines are the median and the worst errors, and by how much the layout with the best
 prediction is slower than the quickest measured layout.
 With ``--hosts`` the program starts two emulated hosts (as root, with iproute2) behind links of a
 rate, measures them, and compares there:
@@ -15,6 +17,7 @@ rate, measures them, and compares there:
 """
 
 import argparse
+import gc
 import itertools
 import statistics
 import subprocess
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from live_memory import AllocatedPeak, allocated
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
@@ -37,12 +41,12 @@ from drivetrain.hardware.description import Hardware
 from drivetrain.measuring.clock import timing_of
 from drivetrain.model.first_batch import Candidate
 from drivetrain.paper.seen import SeenModel, seen_model
-from drivetrain.planner.layout import read_layout
+from drivetrain.planner.layout import plain, read_layout
 from drivetrain.planner.predict import Prediction, Predictor, Task
 
 ROOT = Path(__file__).parents[1]
 WARM_UPS, STEPS = 3, 15
-MILLI = 1e3
+MILLI, MIB = 1e3, 2**20
 
 
 class Layer(nn.Module):
@@ -137,15 +141,19 @@ def predicted(
     return Predictor(task).predict(planned)
 
 
-def measured(accelerator: Accelerator, subject: Subject, section: dict[str, Any]) -> float:
-    """Return the seconds of a step on the slowest rank of each: as hardware is measured."""
+def measured(
+    accelerator: Accelerator, subject: Subject, section: dict[str, Any]
+) -> tuple[float, float]:
+    """Return the seconds of a step on the slowest rank of each, and the peak of memory in bytes."""
     torch.manual_seed(0)
+    gc.collect()
+    before = allocated()
     model = subject.make()
     model.example_inputs = (subject.inputs(2),)  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer, strategy=section)
-    seconds = []
-    for step in range(WARM_UPS + STEPS):
+
+    def take_step() -> float:
         x = subject.inputs(subject.rows)
         accelerator.wait_for_everyone()
         start = time.perf_counter()
@@ -155,14 +163,18 @@ def measured(accelerator: Accelerator, subject: Subject, section: dict[str, Any]
         optimizer.step()
         optimizer.zero_grad()
         accelerator.wait_for_everyone()
-        if step >= WARM_UPS:
-            seconds.append(max(gather_object([time.perf_counter() - start])))
+        return time.perf_counter() - start
+
+    seconds = [max(gather_object([take_step()])) for _ in range(WARM_UPS + STEPS)][WARM_UPS:]
+    with AllocatedPeak() as memory:
+        take_step()
+    peak = max(gather_object([memory.peak - before]))
     accelerator.free_memory()
-    return timing_of(seconds).seconds
+    return timing_of(seconds).seconds, peak
 
 
-Compared: TypeAlias = tuple[str, str, float, float]
-"""(model, layout, predicted seconds, measured seconds)."""
+Compared: TypeAlias = tuple[str, str, float, float, float, float]
+"""(model, layout, predicted seconds, measured seconds, predicted peak, measured peak)."""
 
 
 def compared(hardware: Hardware, accelerator: Accelerator) -> Iterator[Compared]:
@@ -173,30 +185,35 @@ def compared(hardware: Hardware, accelerator: Accelerator) -> Iterator[Compared]
         for text in subject.layouts:
             try:
                 plan = predicted(paper, subject, text, hardware, accelerator)
-                section = {"name": plan.planned.strategy, **plan.planned.values}
-                found = measured(accelerator, subject, _plain(section))
+                seconds, peak = measured(accelerator, subject, plain_section(plan))
             except DrivetrainError as error:
                 problem = str(error).splitlines()[0][:90]
                 accelerator.print(f"{name:8} {text:28} cannot run: {problem}")
                 accelerator.free_memory()
                 continue
-            yield name, text, plan.step_seconds, found
+            yield name, text, plan.step_seconds, seconds, plan.peak_bytes, peak
 
 
-def _plain(section: dict[str, Any]) -> dict[str, Any]:
-    from drivetrain.planner.layout import plain
-
-    return plain(section)
+def plain_section(plan: Prediction) -> dict[str, Any]:
+    """Return the section of a configuration that names the predicted strategy."""
+    return plain({"name": plan.planned.strategy, **plan.planned.values})
 
 
 def report(rows: Sequence[Compared], write: Callable[[str], object]) -> None:
     """Write the table, the errors, and the regret of each model."""
-    write(f"{'model':8} {'layout':28} {'planned':>9} {'measured':>9} {'error':>7}")
-    for name, text, plan, found in rows:
-        times = f"{plan * MILLI:7.1f}ms {found * MILLI:7.1f}ms"
-        write(f"{name:8} {text:28} {times} {plan / found - 1:+7.1%}")
-    errors = [abs(plan / found - 1) for _, _, plan, found in rows]
-    write(f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    write("| model | layout | planned, ms | measured | error | peak, MiB | measured | error |")
+    write("|---|---|---|---|---|---|---|---|")
+    for name, text, plan, found, peak, most in rows:
+        times = f"{plan * MILLI:.1f} | {found * MILLI:.1f} | {plan / found - 1:+.1%}"
+        memory = f"{peak / MIB:.1f} | {most / MIB:.1f} | {peak / most - 1:+.1%}"
+        write(f"| {name} | `{text}` | {times} | {memory} |")
+    for what, at in (("time", 2), ("peak", 4)):
+        errors = [row[at] / row[at + 1] - 1 for row in rows]
+        sizes = list(map(abs, errors))
+        write(
+            f"{what}: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, "
+            f"lowest {min(errors):+.1%}"
+        )
     for name in dict.fromkeys(row[0] for row in rows):
         mine = [row for row in rows if row[0] == name]
         chosen, best = min(mine, key=lambda row: row[2]), min(mine, key=lambda row: row[3])

@@ -97,8 +97,10 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
             gradients=config.reduces_each,
             parameters=True,
             keeps=config.until != "forward",
+            ahead=config.ahead,
             group=(config.shard_size or run.per_host) if hybrid else 0,
             fused=config.fused,
+            lent=config.lent_buffers,
             stored=stored_in(config),
         )
         return data_parallel_step(units, run, sharing)

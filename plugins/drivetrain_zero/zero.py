@@ -71,7 +71,10 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
             gradients=config.reduces_each,
             parameters=config.divides_parameters,
             keeps=config.until != "forward",
+            ahead=config.ahead,
             fused=config.fused,
+            lent=config.lent_buffers,
+            bucket=0 if config.divides_parameters else config.sizes.bucket_bytes,
             stored=stored_in(config),
         )
         return data_parallel_step(units, run, sharing)

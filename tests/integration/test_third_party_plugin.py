@@ -63,7 +63,7 @@ def test_the_plugin_takes_part_in_plans(python):
         found[name] = json.loads(done.stdout)
     assert found["flat"]["strategy"] == "flat"
     assert found["flat"]["sent"]["dp"] == found["ddp"]["sent"]["dp"]
-    assert found["flat"]["peak_bytes"] == found["ddp"]["peak_bytes"]
+    assert found["flat"]["held"] == found["ddp"]["held"]
     assert found["flat"]["step_seconds"] > 1.01 * found["ddp"]["step_seconds"]
     done = python(*plan, "--devices-per-host", "1")
     assert done.returncode == 0, done.stderr

@@ -65,6 +65,8 @@ def divided(unit: PaperUnit, ranks: int, by_tokens: bool) -> PaperUnit:
         parameters=tuple(
             (-(-count // ranks) if cut else count, cut) for count, cut in unit.parameters
         ),
+        longest=-(-unit.longest // ranks),
+        borrowed=-(-unit.borrowed // ranks),
         enters=unit.enters / (ranks if by_tokens else 1),
     )
 
@@ -273,6 +275,10 @@ def cell_step(config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun)
     parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
     stages = cut_into_stages(parts, config.pp * config.chunks)
     steps = [kind.step(options, stage, run) for stage in stages]
+    if len(stages) > 1:  # the last stage has copies of parameters that are tied to the first one's
+        each = run.bytes.parameter + run.bytes.gradient
+        copies = sum(unit.borrowed for unit in stages[-1]) * each
+        steps[-1].held = [{**steps[-1].held[0], "tied copies": copies}]
     message = Collective("pp", "send", max(unit.enters for unit in parts))
     return PipelineStep(steps, schedule, message).merged()
 

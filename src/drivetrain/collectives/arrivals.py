@@ -15,6 +15,11 @@ CACHE_LINE = 64
 """Bytes: buffers that share no line of the cache do not slow each other down."""
 
 
+def arrivals_bytes(longest: int) -> int:
+    """Return the bytes of the receive buffers for pieces of at most so many bytes."""
+    return WINDOW * -(-longest // CACHE_LINE) * CACHE_LINE
+
+
 class Arrivals:
     """Receives the left neighbor's pieces in order, ahead of their use.
 
@@ -59,7 +64,7 @@ class Arrivals:
     def _make_room(self, pieces: list[Tensor]) -> int:
         """Return the bytes of a reused receive buffer, which the largest piece fits in."""
         longest = max((piece.nbytes for piece in pieces), default=0)
-        slot = -(-longest // CACHE_LINE) * CACHE_LINE
-        if self._scratch.numel() < slot * WINDOW:
-            self._scratch = torch.empty(slot * WINDOW, dtype=torch.uint8, device="cpu")
-        return slot
+        needed = arrivals_bytes(longest)
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=torch.uint8, device="cpu")
+        return needed // WINDOW

@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain.paper.lanes import Prices
 from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import COMPUTE, PaperStep
+from drivetrain.paper.step import ARRIVALS, COMPUTE, LENT, PaperStep
 from drivetrain.paper.work import PaperUnit
 
 Draw = Callable[[Sequence[PaperUnit], PaperRun], PaperStep]
@@ -84,9 +84,13 @@ class UnitCosts:
         first, second = self._busy(one), self._busy(two)
         each = {lane: second[lane] - first.get(lane, 0.0) for lane in second}
         once = {lane: first[lane] - each[lane] for lane in first}
-        takes = max(task.takes for task in one.tasks)
+        takes = max((task.takes for task in one.tasks if task.phase == "forward"), default=0.0)
         during = max(task.during for task in one.tasks)
-        return UnitCost(each, once, sum(one.held[0].values()), takes, during)
+        # Units share some buffers, and gradients may be missing until backward: not every moment
+        # of a step has them, so a bound leaves them out.
+        held = sum(count for kind, count in one.held[0].items() if kind not in (LENT, ARRIVALS))
+        missing = sum(min(0.0, task.takes) for task in one.tasks)
+        return UnitCost(each, once, held + missing, takes, during)
 
     def _busy(self, step: PaperStep) -> Mapping[str, float]:
         busy: Counter[str] = Counter()

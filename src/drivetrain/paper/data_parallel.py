@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 
+from drivetrain.collectives.arrivals import arrivals_bytes
+from drivetrain.collectives.ring import PIECE_BYTES
 from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
+from drivetrain.paper.step import ARRIVALS, COMPUTE, LENT, PaperStep, PaperTask
 from drivetrain.paper.stores import STORE_LANES, Stored
 from drivetrain.paper.work import Collective, MemoryPass, Operation, PaperUnit
 
@@ -25,8 +27,12 @@ class Sharing:
         gradients: whether gradients are divided: they are then reduced after every micro-batch.
         parameters: whether parameters are divided, and gathered unit by unit.
         keeps: whether gathered parameters stay whole from forward to backward.
+        ahead: units that are gathered while another one computes.
         group: how many neighbors divide the state; 0 for all ranks of the axis.
         fused: whether one kernel makes the optimizer's update in one pass.
+        lent: buffers that whole gradients pass through on their way to their owners; 0: gradients
+            stay where they come.
+        bucket: most bytes of the parameters whose gradients are sent together; 0: those of a unit.
         stored: what lies in stores between its uses.
     """
 
@@ -34,8 +40,11 @@ class Sharing:
     gradients: bool = False
     parameters: bool = False
     keeps: bool = False
+    ahead: int = 1
     group: int = 0
     fused: bool = False
+    lent: int = 0
+    bucket: int = 0
     stored: Stored = Stored()
 
 
@@ -78,6 +87,9 @@ class _Drawing:
     def step(self) -> PaperStep:
         m = self.run.micro_batches
         arriving = self._arriving()
+        if self._come_late:
+            gone = -self._elements * self.run.bytes.gradient
+            self._add(PaperTask("no gradients yet", takes=float(gone)))
         for index in range(m):
             self._forward(index, arriving if index == 0 else {})
             self._backward(index)
@@ -116,13 +128,13 @@ class _Drawing:
                 after = [self._bring(unit, "forward", index, after)]
             task = PaperTask(unit.name, unit.forward, after=tuple(after), phase="forward")
             task.micro_batch, task.repeat = index, count
-            task.takes, task.during = count * unit.kept, self._whole(unit)
+            task.takes, task.during = count * unit.kept, self._whole(at, 1)
             self._add(task)
 
     def _backward(self, index: int) -> None:
         last = index == self.run.micro_batches - 1
         reduces = self.ranks > 1 and (self.sharing.gradients or last)
-        for _, count, unit in reversed(list(self._runs(alone=reduces or self._gathers))):
+        for at, count, unit in reversed(list(self._runs(alone=reduces or self._gathers))):
             after = []
             if self._gathers and not self.sharing.keeps:
                 after.append(self._bring(unit, "backward", index))
@@ -130,7 +142,9 @@ class _Drawing:
             task = PaperTask(unit.name, _backward(unit, nbytes), after=tuple(after))
             task.phase, task.micro_batch, task.repeat = "backward", index, count
             task.frees = count * unit.kept
-            task.during = unit.transient + unit.largest + self._whole(unit)
+            task.during = unit.transient + self._passing(unit, index) + self._whole(at, -1)
+            if self._come_late and index == 0:
+                task.takes = float(count * unit.elements * self.run.bytes.gradient)
             computed = self._add(task)
             if reduces and unit.elements:
                 self._reduce(unit, computed, index, last=last)
@@ -169,9 +183,27 @@ class _Drawing:
         tensors = -(-sum(unit.tensors for unit in self.units) // parts)
         update = MemoryPass(elements * self.run.bytes.update, 0, kind=kind, starts=tensors)
         # The norm of the gradients is a sum over all of them.
-        self._add(PaperTask("update", (update,), after=tuple(reduced[-len(self.units) :])))
+        task = PaperTask("update", (update,), after=tuple(reduced[-len(self.units) :]))
+        task.during = self._beside_update()
+        self._add(task)
+
+    def _beside_update(self) -> float:
+        """Return the bytes of the results in between of an optimizer that is not fused, in fp32.
+
+        torch's AdamW makes the root of the second moment of all parameters at once, on a processor
+        that and a quotient of one parameter after the other.
+        """
+        longest = max((unit.longest for unit in self.units), default=0)
+        if self.sharing.fused or not longest:
+            return 0.0
+        return 2.0 * 4 * longest if self.run.on_host else 4.0 * self._elements / self._parts
 
     # --- pieces ---
+
+    @property
+    def _come_late(self) -> bool:
+        """Whether a gradient's memory is taken when backward reaches it: no buffer waits for it."""
+        return self.ranks == 1 and not self.sharing.optimizer
 
     @property
     def _gathers(self) -> bool:
@@ -204,9 +236,24 @@ class _Drawing:
         task.micro_batch = index
         return task
 
-    def _whole(self, unit: PaperUnit) -> float:
-        """Return the bytes of two whole units: the computing unit and the unit on its way."""
-        return 2.0 * unit.elements * self.run.bytes.parameter if self._gathers else 0.0
+    def _whole(self, at: int, direction: int) -> float:
+        """Return the bytes of whole units: the computing unit, and units on their way."""
+        if not self._gathers:
+            return 0.0
+        last = at + direction * self.sharing.ahead
+        first, last = max(0, min(at, last)), max(at, last)
+        elements = sum(unit.elements for unit in self.units[first : last + 1])
+        return float((elements + self.units[at].borrowed) * self.run.bytes.parameter)
+
+    def _passing(self, unit: PaperUnit, index: int) -> float:
+        """Return the bytes of gradients that are on their way while a unit runs backward.
+
+        Where a parameter's gradient has its place already, autograd makes another tensor, which is
+        added there; at that time one gradient of an activation is left.
+        """
+        if self._come_late and index == 0:
+            return unit.passing
+        return max(unit.passing, unit.passing / 2 + unit.longest * self.run.bytes.gradient)
 
     def _runs(self, *, alone: bool) -> Iterator[tuple[int, int, PaperUnit]]:
         """Yield (index, count, unit): equal neighbors together, unless each is on its own."""
@@ -239,10 +286,27 @@ class _Drawing:
             held["gradients"] *= 1 - stored.part
         if stored.parameters:
             held["parameters"] = 0.0
+        if self.ranks > 1:
+            held |= self._buffers()
         if self.far:
             near = self.together if self.group == self.ranks else self.group
             held["errors of links"] = 4.0 * self._elements * self.far.held / near
         return held, there
+
+    def _buffers(self) -> dict[str, float]:
+        """Return the bytes of buffers that units use in turn, by kind."""
+        sharing, each = self.sharing, self.run.bytes.gradient
+        blocks = [unit.elements for unit in self.units if unit.repeated]
+        longest = max(blocks or [unit.elements for unit in self.units], default=0) * each
+        total = self._elements * each
+        if sharing.bucket:
+            longest = min(sharing.bucket * each // self.run.bytes.parameter, total)
+        pieces = -(-total // longest) if longest else 0
+        found: dict[str, float] = {LENT: min(sharing.lent, pieces) * longest}
+        if self.run.on_host:
+            chunk = (longest if sharing.lent else total) // self.ranks
+            found[ARRIVALS] = arrivals_bytes(min(PIECE_BYTES, chunk))
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
     def _add(self, task: PaperTask) -> int:
         self.tasks.append(task)

@@ -46,6 +46,8 @@ class PaperRun:
         precision: a key of ``BYTES``.
         per_host: ranks of a host.
         far: approximates sums of gradients between hosts; None: they are exact.
+        on_host: whether ranks compute in the host's memory: sums then go through receive buffers,
+            and an optimizer that is not fused steps one parameter after the other.
     """
 
     axes: Mapping[str, int]
@@ -53,6 +55,7 @@ class PaperRun:
     precision: str
     per_host: int = 8
     far: FarMethod | None = None
+    on_host: bool = False
 
     def together(self, axis: str) -> int:
         """Return how many ranks of an axis lie on one host."""

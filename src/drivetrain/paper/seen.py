@@ -123,12 +123,16 @@ class SeenModel:
             repeated = name == BLOCK
             last = place == len(spans) - 1
             work = UnitWork(look, look.operations[operations.start : operations.stop], head=last)
-            parameters = {n: cut for n, cut in work.parameters().items() if n not in owned}
+            read = work.parameters()
+            parameters = {n: cut for n, cut in read.items() if n not in owned}
+            tied = {n: cut for n, cut in read.items() if n in owned}
             owned |= set(parameters)
             yield PaperUnit(
                 name, work.forward(fused=fused), work.saved(kept, fused=fused),
                 _counts(look, parameters), enters=enters, repeated=repeated,
                 heads=self.heads if repeated else 0, tensors=len(parameters),
+                longest=max((prod(look.tensors[n].facts.shape) for n in parameters), default=0),
+                borrowed=sum(count for count, _ in _counts(look, tied)),
             )  # fmt: skip
 
 
@@ -189,11 +193,14 @@ def _logits(look: Look) -> int:
 
 
 def with_loss(unit: PaperUnit, logits: float, width: int) -> PaperUnit:
-    """Return the last unit with a cross entropy, which computes and keeps numbers of 4 bytes."""
+    """Return the last unit with a cross entropy, which computes and keeps numbers of 4 bytes.
+
+    The logits stay as well: a script holds the model's output until backward has ended.
+    """
     forward, back = LOSS_PASSES[width]
     loss = MemoryPass(forward * logits, back * logits, 6, "features", kind=LOSS)
-    kept = Saved(4 * logits, "features")
-    return replace(unit, forward=(*unit.forward, loss), saved=(*unit.saved, kept))
+    kept = Saved(4 * logits, "features"), Saved(width * logits, "features")
+    return replace(unit, forward=(*unit.forward, loss), saved=(*unit.saved, *kept))
 
 
 # --- between two looks ---

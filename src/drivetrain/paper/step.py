@@ -13,6 +13,9 @@ from drivetrain.paper.work import Collective, Operation, TierCopy
 COMPUTE = "compute"
 """The lane of kernels; every axis has a lane of its own, named like the axis."""
 
+LENT, ARRIVALS = "lent", "receive buffers"
+"""Kinds of held bytes that all units use in turn: buffers of gradients and of messages."""
+
 
 @dataclass(slots=True)
 class PaperTask:

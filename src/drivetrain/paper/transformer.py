@@ -124,7 +124,8 @@ class GptShape:
         last = replace(
             last,
             forward=(*last.forward, loss),
-            saved=(*last.saved, Saved(4 * logits, "features")),
+            # Megatron-LM's loss writes the gradient over the softmax.
+            saved=(*last.saved, Saved(4 * logits, "features", gradients=1)),
         )
         return [first, *[block] * self.layers, last]
 
@@ -174,7 +175,7 @@ class GptShape:
         stream, wide = 2 * tokens * self.hidden, 2 * tokens * self.inner
         return (
             Saved(2 * stream, "tokens"),
-            Saved((3 if self.gated else 2) * wide, "features"),
+            *[Saved(wide, "features")] * (3 if self.gated else 2),
             Saved(stream / 2, "tokens"),
         )
 
@@ -214,4 +215,5 @@ class GptShape:
             (Saved(2 * stream, "tokens"),),
             ((own, True), (2 * self.hidden, False)),
             repeated=False,
+            borrowed=self.vocab * self.hidden - own,
         )

@@ -168,11 +168,14 @@ class Saved:
         nbytes: on one rank, were nothing divided.
         divided: ``features`` (shared by tensor parallelism) or ``tokens``.
         core: kept by attention between queries and keys; selective recomputation drops it.
+        gradients: tensors of its size that backward has at a time besides: gradients of an
+            operation's output and input; 1 where a kernel writes one over the other.
     """
 
     nbytes: float
     divided: Direction = ""
     core: bool = False
+    gradients: int = 2
 
 
 Recompute: TypeAlias = Literal["none", "selective", "full"]
@@ -193,6 +196,8 @@ class PaperUnit:
         recompute: what is computed again in backward.
         heads: of attention; ranks that share the unit must divide them.
         tensors: number of parameters, which some optimizers step one by one; 0: not known.
+        longest: elements of the largest parameter; 0: not known.
+        borrowed: elements of tied parameters that it reads, and that belong to an earlier unit.
         back: the operations of backward, where they do not follow from those of forward.
     """
 
@@ -205,6 +210,8 @@ class PaperUnit:
     recompute: Recompute = "none"
     heads: int = 0
     tensors: int = 0
+    longest: int = 0
+    borrowed: int = 0
     back: tuple[Operation, ...] | None = None
 
     @cached_property
@@ -227,9 +234,9 @@ class PaperUnit:
         return (*self.again, *self.backward)
 
     @cached_property
-    def largest(self) -> float:
-        """Bytes of the largest activation, which backward needs once more for its gradient."""
-        return max((each.nbytes for each in self.saved), default=0.0)
+    def passing(self) -> float:
+        """Most bytes of gradients of activations that backward has at a time."""
+        return max((each.nbytes * each.gradients for each in self.saved), default=0.0)
 
     @property
     def backward(self) -> tuple[Operation, ...]:

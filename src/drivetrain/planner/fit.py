@@ -50,12 +50,11 @@ def fits(task: Task, prediction: Prediction) -> bool:
 
 def remedies(predictor: Predictor, planned: PlannedLayout) -> list[str]:
     """Return changes of a layout, each of which alone makes it fit; the smallest of each kind."""
-    room = room_of(predictor.task)
     found: list[str] = []
     for change in _changes(planned):
         key = next(iter(change))
         if not any(line.startswith(f"{key}=") for line in found) and _fits(
-            predictor, {**planned.keys, **change}, room
+            predictor, {**planned.keys, **change}
         ):
             found.append(",".join(f"{key}={value}" for key, value in change.items()))
     return [*found, more_hosts(predictor.task, planned.precision)]
@@ -80,22 +79,27 @@ def _changes(planned: PlannedLayout) -> Iterator[dict[str, str]]:
             yield {key: str(value) for key, value in keys.items()}
 
 
-def _fits(predictor: Predictor, keys: dict[str, str], room: float) -> bool:
+def _fits(predictor: Predictor, keys: dict[str, str]) -> bool:
+    """Whether a layout fits; its bound, which is quicker to compute, is asked first."""
+    task = predictor.task
     try:
-        return predictor.bound(layout_of(keys)).nbytes * FRAGMENTS <= room
+        planned = layout_of(keys)
+        if predictor.bound(planned).nbytes * FRAGMENTS > room_of(task):
+            return False
+        return fits(task, predictor.predict(planned))
     except ConfigError:
         return False
 
 
 def more_hosts(task: Task, precision: str) -> str:
     """Return the fewest hosts, in steps of two, on which some layout fits, with that layout."""
-    room, factor = room_of(task), 2
+    factor = 2
     while factor <= MOST_HOSTS:
         larger = replace(task, hosts=task.hosts * factor, batch=task.batch * factor)
         predictor = Predictor(larger)
         for keys in candidates(larger, precision):
             least = keys["micro_batch"] == "1" and keys["recompute"] == RECOMPUTE[-1]
-            if least and _fits(predictor, keys, room):
+            if least and _fits(predictor, keys):
                 text = ",".join(f"{key}={value}" for key, value in keys.items())
                 return f"{larger.hosts} hosts (with a batch of {larger.batch}: {text})"
         factor *= 2

@@ -154,7 +154,7 @@ class _Sample:
                 for now, then in zip(self.sent, before.sent, strict=True)
             ],
             parts={
-                name: later(seconds, before.parts.get(name, 0.0))
+                name: max(0.0, later(seconds, before.parts.get(name, 0.0)))
                 for name, seconds in self.parts.items()
             },
         )
@@ -281,7 +281,8 @@ class Predictor:
     def _run(self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int) -> PaperRun:
         run = PaperRun(axes, micro_batches, planned.precision, self.task.per_host)
         hosts = axes["dp"] // run.together("dp")
-        return replace(run, far=far_method(planned.links, hosts))
+        on_host = not self.task.hardware.host.runs_ahead
+        return replace(run, far=far_method(planned.links, hosts), on_host=on_host)
 
     def prices(self, planned: PlannedLayout, axes: Mapping[str, int]) -> HardwarePrices:
         """Return the prices for ranks laid out on these axes."""

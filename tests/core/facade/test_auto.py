@@ -108,7 +108,7 @@ def test_a_small_memory_takes_more_than_replicas(tmp_path):
     whole = 16 * sum(p.numel() for p in model.parameters())
     accelerator = Accelerator(
         cpu=True,
-        strategy={"name": "auto", "hardware": small_memory(tmp_path, 0.72 * whole / 2**30)},
+        strategy={"name": "auto", "hardware": small_memory(tmp_path, 1.2 * whole / 2**30)},
     )
     loader = DataLoader(TensorDataset(torch.ones(8, 256)), batch_size=2)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)

@@ -56,7 +56,7 @@ def seen(name):
 
 
 def kept_by_autograd(model, inputs):
-    """Return the bytes of the distinct tensors that a forward and a cross entropy keep."""
+    """Return the bytes of the distinct tensors between a forward, a loss, and their backward."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -71,6 +71,7 @@ def kept_by_autograd(model, inputs):
         loss = nn.functional.cross_entropy(
             logits.flatten(0, -2), torch.zeros(logits.numel() // logits.shape[-1]).long()
         )
+    kept[logits.untyped_storage().data_ptr()] = (logits.nbytes, logits)  # a script holds them
     total = sum(nbytes for nbytes, _ in kept.values())
     assert loss.requires_grad  # the tensors live until here
     return total

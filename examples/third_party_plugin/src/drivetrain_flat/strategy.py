@@ -139,7 +139,7 @@ class Flat(Strategy[FlatConfig]):
         nbytes = sum(unit.elements for unit in units) * run.bytes.gradient
         message = Collective("dp", "all_reduce", nbytes)  # beside nothing
         *computed, update = step.tasks
-        average = PaperTask("average", (message,))
+        average = PaperTask("average", (message,), during=nbytes)  # in a flat copy
         return PaperStep([*computed, average, update], step.held, run.axes)
 
     @contextmanager
