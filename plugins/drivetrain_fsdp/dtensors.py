@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.sharding.flat import FlatTensor
 from drivetrain.sharding.placement import Placement, Ranks
+from drivetrain.sharding.shard import FlatTensor
 from drivetrain.sharding.slot import ParameterSlot
 
 

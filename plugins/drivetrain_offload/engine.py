@@ -24,11 +24,10 @@ from torch.optim import Optimizer
 
 from drivetrain.cost import ModelSpec
 from drivetrain.sharding.estimate import Estimate
-from drivetrain.sharding.flat import FlatTensor
 from drivetrain.sharding.home import BoundOptimizer, Held, OnDevice
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.options import OffloadOptions, ShardedConfig
-from drivetrain.sharding.shard import ShardHome
+from drivetrain.sharding.shard import FlatTensor, ShardHome
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.store import Pending, ShardStep

@@ -13,10 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
-from drivetrain.sharding.flat import FlatTensor
 from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.options import OffloadOptions
-from drivetrain.sharding.shard import make_placeholder
+from drivetrain.sharding.shard import FlatTensor, make_placeholder
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.store import ShardSpec, ShardStepper, SteppingStore

@@ -21,10 +21,9 @@ from drivetrain.collectives.handles import Tensors, copy_all
 from drivetrain.errors import UsageError
 from drivetrain.runtime.precision import Precision
 from drivetrain.sharding.channels import GradientChannels, GradientKind
-from drivetrain.sharding.flat import FlatTensor
 from drivetrain.sharding.layout import offsets_in_bytes
 from drivetrain.sharding.placement import Ranks
-from drivetrain.sharding.shard import make_placeholder
+from drivetrain.sharding.shard import FlatTensor, make_placeholder
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 

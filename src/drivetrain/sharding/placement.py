@@ -16,9 +16,9 @@ from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.overlap import check_apart
 from drivetrain.parts.replicate import replicate
 from drivetrain.runtime.mesh import Axis
-from drivetrain.sharding.flat import FlatTensor
 from drivetrain.sharding.home import Home
 from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.shard import FlatTensor
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.strategy import Run

@@ -19,9 +19,9 @@ from drivetrain.collectives.handles import Finished
 from drivetrain.errors import CollectiveError, StorageError
 from drivetrain.heap import offer
 from drivetrain.parts.guard import Guard, guard, unguard
-from drivetrain.sharding.flat import FlatTensor, WholeValues
 from drivetrain.sharding.layout import UnitLayout, stretches_of
 from drivetrain.sharding.near import NearPart
+from drivetrain.sharding.shard import FlatTensor, WholeValues
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.store import Pending
 

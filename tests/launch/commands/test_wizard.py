@@ -373,6 +373,7 @@ TYPED = {
     "strategy.optimizer": ["cpu", "nvme"],
     "strategy.path": ["", "/mnt/nvme"],
     "strategy.hardware": ["", "h200", "measured.yaml"],
+    "strategy.every": [1, 30],
     "strategy.spoons": [1, 9],
 }
 
