@@ -98,7 +98,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
             parameters=True,
             keeps=config.until != "forward",
             ahead=config.ahead,
-            group=(config.shard_size or run.per_host) if hybrid else 0,
+            group=(config.shard_size or run.together("dp")) if hybrid else 0,
             fused=config.fused,
             lent=config.lent_buffers,
             stored=stored_in(config),

@@ -151,6 +151,15 @@ def _around(keys: Mapping[str, str]) -> tuple[str, type[Strategy[Any]]] | None:
     holders = _holders()
     known = {key for _, kind in holders for key in kind.layout_keys}
     if unknown := sorted(set(keys) - known):
+        if elsewhere := sorted(set(unknown) & _inner_keys()):
+            fitting = ", ".join(
+                name for name, kind in _inner_kinds() if elsewhere[0] in kind.layout_keys
+            )
+            raise ConfigError(
+                f"--layout: expected {elsewhere[0]} beside a data_parallel strategy with such a "
+                f"key, {fitting}, found another strategy; change data_parallel, or leave "
+                f"{elsewhere[0]} out"
+            )
         every = sorted({*OWN, *known, *_inner_keys()})
         raise ConfigError(
             f"--layout: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(every)}"
@@ -174,10 +183,14 @@ def _holders() -> list[tuple[str, type[Strategy[Any]]]]:
     return [(name, kind) for name, kind in found if kind.inner_option and kind.layout_keys]
 
 
-def _inner_keys() -> set[str]:
+def _inner_kinds() -> list[tuple[str, type[Strategy[Any]]]]:
     registry = strategies()
-    kinds = (registry.load(name) for name in registry.names)
-    return {key for kind in kinds if not kind.inner_option for key in kind.layout_keys}
+    found = ((name, registry.load(name)) for name in registry.names)
+    return [(name, kind) for name, kind in found if not kind.inner_option]
+
+
+def _inner_keys() -> set[str]:
+    return {key for _, kind in _inner_kinds() for key in kind.layout_keys}
 
 
 def _configured(name: str, values: Mapping[str, Any]) -> tuple[type[Strategy[Any]], Any]:
