@@ -38,7 +38,7 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     ]
     part = held[1] - held[0]
     route = Route(far)
-    if run.links.active:
+    if run.links.in_channels:
         route = Route(far, HostLevels(alone(near), far), run.links)
     exchanged, kept = _exchanges(config, model, route)
     share = part / whole if whole else 0.0

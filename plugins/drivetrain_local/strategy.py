@@ -64,7 +64,7 @@ class Local(Worker):
     def _connect_workers(self) -> Communicator:
         """Connect the workers, by the methods of the run for slow links."""
         run, far = self.run, self._far
-        if self._alone or not run.links.active:
+        if self._alone or not run.links.in_channels:
             return connect(far, run.traffic, run.world.device, run.world.timeout)
         return LinkedCommunicator(
             far,

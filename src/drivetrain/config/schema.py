@@ -215,7 +215,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FarConfig:
-    """The methods for gradients and parameters between hosts."""
+    """The methods for gradients, parameters and activations between hosts."""
 
     gradients: str = option(
         "exact",
@@ -226,11 +226,16 @@ class FarConfig:
         help="Method for parameters between hosts, where they are divided: exact, or an installed "
         "one such as bf16 or int8.",
     )
+    activations: Literal["exact", "bf16"] = option(
+        "exact",
+        help="Method for activations, and their gradients, between pipeline stages on different "
+        "hosts: exact, or rounded to bf16.",
+    )
     warmup_steps: int = option(
         0, help="Sums of gradients that are exact before the method begins.", minimum=0
     )
     options: dict[str, int | float | bool | str] = mapping(
-        help="Options of the two methods, such as block of int8."
+        help="Options of the methods for gradients and parameters, such as block of int8."
     )
 
 

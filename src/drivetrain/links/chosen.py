@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 from drivetrain.collectives.stretch import StretchParts
 from drivetrain.config.schema import LinksConfig
@@ -12,8 +12,11 @@ from drivetrain.links.compressor import Compressor, Honesty
 from drivetrain.registry import compressors
 from drivetrain.runtime.mesh import Axis
 
-EXACT = "exact"
+EXACT: Final = "exact"
 """The word for no method: all is sent as it is."""
+
+BF16: Final = "bf16"
+"""The method for activations: each number is rounded to bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,15 @@ class LinkMethods:
         gradients: sums gradients; None: exactly.
         parameters: gathers parameters; None: exactly.
         warmup: sums of gradients, of each channel, that are exact before the method begins.
-        names: of the two methods.
+        names: of these two methods.
+        activations: ``BF16`` rounds what stages of a pipeline send each other; or ``exact``.
     """
 
     gradients: Compressor[Any] | None = None
     parameters: Compressor[Any] | None = None
     warmup: int = 0
     names: tuple[str, str] = (EXACT, EXACT)
+    activations: str = EXACT
 
     @classmethod
     def configured(cls, config: LinksConfig) -> "LinkMethods":
@@ -55,17 +60,29 @@ class LinkMethods:
             made.get("parameters"),
             far.warmup_steps,
             (far.gradients, far.parameters),
+            far.activations,
         )
 
     @property
     def active(self) -> bool:
         """Whether anything is approximate."""
+        return self.in_channels or self.rounds_activations
+
+    @property
+    def in_channels(self) -> bool:
+        """Whether sums of gradients or gathers of parameters are approximate."""
         return self.gradients is not None or self.parameters is not None
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether stages of a pipeline on different hosts send each other rounded numbers."""
+        return self.activations == BF16
 
     @property
     def honesty(self) -> Honesty:
         """How far training may be from exact training, at most."""
         used = [each.honesty_of(use) for use, each in self._methods.items() if each is not None]
+        used += [Honesty.ROUNDING] if self.rounds_activations else []
         return max(used, key=list(Honesty).index, default=Honesty.EXACT)
 
     @property
@@ -79,13 +96,19 @@ class LinkMethods:
 
     @property
     def used_for(self) -> list[str]:
-        """The uses with a method: ``gradients`` and ``parameters``, or one of them."""
-        return [use for use, method in self._methods.items() if method is not None]
+        """The uses with a method, of ``gradients``, ``parameters`` and ``activations``."""
+        used = [use for use, method in self._methods.items() if method is not None]
+        return [*used, "activations"] if self.rounds_activations else used
 
     def name_for(self, use: str) -> str:
-        """Return the name of the method for gradients or for parameters."""
+        """Return the name of the method for gradients, parameters or activations."""
         gradients, parameters = self.names
-        return gradients if use == "gradients" else parameters
+        names = {"gradients": gradients, "parameters": parameters, "activations": self.activations}
+        return names[use]
+
+    def with_exact_activations(self) -> "LinkMethods":
+        """Return the same methods for gradients and parameters alone."""
+        return replace(self, activations=EXACT)
 
     def describe(self, channels: frozenset[str] = frozenset()) -> str:
         """Return a line for the log: each use, its method and how honest the method is.
@@ -98,6 +121,10 @@ class LinkMethods:
             sent = "updates" if use == "parameters" and "updates" in channels else use
             note = "" if method is None else f" ({method.honesty_of(sent)})"
             said.append(f"{use} {self.name_for(use)}{note}")
+        if self.rounds_activations:
+            said.append(f"activations {self.activations} ({Honesty.ROUNDING})")
+        elif "activations" in channels:
+            said.append(f"activations {EXACT}")
         warm = f", after {self.warmup} exact steps" if self.warmup and self.gradients else ""
         return f"between hosts: {', '.join(said)}{warm}"
 
@@ -113,7 +140,7 @@ class LinkMethods:
             for use, method in methods.items()
             if method is not None
         ]
-        names = [f"links.far.{use}: {self.name_for(use)}" for use in methods]
+        names = [f"links.far.{use}: {self.name_for(use)}" for use in (*methods, "activations")]
         return [*names, f"links.far.warmup_steps: {self.warmup}", *options]
 
     # --- bytes between hosts; None where nothing is approximate ---

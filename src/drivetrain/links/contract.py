@@ -17,8 +17,9 @@ class OverLinks:
         """Return the kinds of tensors that the strategy sends by channels.
 
         Returns:
-            Some of ``gradients``, ``parameters`` (their values, each time that they are used) and
-            ``updates`` (of parameters that all ranks hold), which a link may then approximate.
+            Some of ``gradients``, ``parameters`` (their values, each time that they are used),
+            ``updates`` (of parameters that all ranks hold) and ``activations`` (between stages),
+            which a link may then approximate.
         """
         return frozenset()
 

@@ -316,7 +316,7 @@ def hosts_apart(mesh: Mesh, name: str, world: World, links: LinkMethods) -> int 
     Raises:
         ConfigError: hosts hold different numbers of ranks of the axis, or not in a row.
     """
-    if not links.active or not mesh[name].spans_hosts:
+    if not links.in_channels or not mesh[name].spans_hosts:
         return None
     return mesh.per_host(name, world)
 
@@ -357,7 +357,7 @@ def levels_of_replicas(axis: Axis, links: LinkMethods) -> HostLevels | None:
     Raises:
         ConfigError: several of the ranks share a host.
     """
-    if not links.active or not axis.spans_hosts:
+    if not links.in_channels or not axis.spans_hosts:
         return None
     if len(set(axis.hosts)) < axis.size:
         raise ConfigError(

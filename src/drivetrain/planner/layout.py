@@ -11,9 +11,9 @@ import yaml
 from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
-from drivetrain.links.chosen import EXACT
+from drivetrain.links.chosen import BF16, EXACT
 from drivetrain.paper.run import BYTES
-from drivetrain.planner.far import check_far
+from drivetrain.planner.far import methods_of
 from drivetrain.registry import strategies
 from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import Strategy, find_strategy
@@ -26,6 +26,7 @@ OWN = {
     "precision": "bf16",
     "data_parallel": "",
     "links": EXACT,
+    "activations": EXACT,
 }
 """Keys that every layout has, with their defaults; dp 0 takes the ranks that are left."""
 
@@ -44,6 +45,7 @@ class PlannedLayout:
         recompute: none, selective or full.
         precision: fp16, bf16 or no.
         links: the method that sums gradients between hosts.
+        activations: the method for activations between stages on different hosts.
         keys: as ``--layout`` takes them.
     """
 
@@ -56,6 +58,7 @@ class PlannedLayout:
     recompute: str
     precision: str
     links: str
+    activations: str
     keys: Mapping[str, str]
 
     def yaml(self) -> str:
@@ -122,11 +125,16 @@ def layout_of(keys: Mapping[str, str]) -> PlannedLayout:
         raise ConfigError(
             f"--layout: expected a precision of {', '.join(BYTES)}, found {own['precision']!r}"
         )
-    if own["links"] != EXACT:
-        check_far(kind, config, own["links"], Precision.of(own["precision"]))
+    if own["activations"] not in (EXACT, BF16):
+        raise ConfigError(
+            f"--layout: expected activations of {EXACT}, {BF16}, found {own['activations']!r}"
+        )
+    methods = methods_of(own["links"], rounds_activations=own["activations"] == BF16)
+    kind.check_links(config, methods, Precision.of(own["precision"]))
     return PlannedLayout(
         name, kind, config, values, _count(own, "dp", 0), _count(own, "micro_batch", 1),
-        own["recompute"], own["precision"], own["links"], {**keys, "data_parallel": inner_name},
+        own["recompute"], own["precision"], own["links"], own["activations"],
+        {**keys, "data_parallel": inner_name},
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import HardwarePrices, axis_places
+from drivetrain.links.chosen import EXACT
 from drivetrain.paper.bounds import PaperBound, UnitCosts
 from drivetrain.paper.lanes import PlayedStep, play
 from drivetrain.paper.model import PaperModel
@@ -281,8 +282,12 @@ class Predictor:
     def _run(self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int) -> PaperRun:
         run = PaperRun(axes, micro_batches, planned.precision, self.task.per_host)
         hosts = axes["dp"] // run.together("dp")
-        on_host = not self.task.hardware.host.runs_ahead
-        return replace(run, far=far_method(planned.links, hosts), on_host=on_host)
+        return replace(
+            run,
+            far=far_method(planned.links, hosts),
+            on_host=not self.task.hardware.host.runs_ahead,
+            rounds_activations=planned.activations != EXACT,
+        )
 
     def prices(self, planned: PlannedLayout, axes: Mapping[str, int]) -> HardwarePrices:
         """Return the prices for ranks laid out on these axes."""

@@ -166,6 +166,28 @@ class Mesh(Mapping[str, Axis]):
             )
         )
 
+    def name_links(self, name: str) -> None:
+        """Name the two kinds of links on an axis whose ranks send to one another directly.
+
+        ``NAME.near`` are the ranks of the axis on this rank's host, wherever they stand in the
+        line; ``NAME.far`` are all of them. On one host there is one kind of link, and nothing is
+        named.
+        """
+        axis = self[name]
+        if not axis.spans_hosts:
+            return
+        here = [at for at, host in enumerate(axis.hosts) if host == axis.hosts[axis.rank]]
+        self._part(
+            Axis(
+                name=f"{name}.near",
+                size=len(here),
+                rank=here.index(axis.rank),
+                ranks=tuple(axis.ranks[at] for at in here),
+                hosts=tuple(axis.hosts[at] for at in here),
+            )
+        )
+        self._part(replace(axis, name=f"{name}.far"))
+
     def inside(self, name: str, group: Axis) -> "Mesh":
         """Return the mesh of one group of neighbors on an axis, for a strategy inside of the group.
 

@@ -119,3 +119,40 @@ def test_stretches_are_cut_and_joined_in_terms_of_parameters():
         ("a", 13, 13, 20),
         ("b", 0, 20, 41),
     ]
+
+
+def test_activations_are_exact_or_rounded_and_said_with_their_class():
+    links = chosen(gradients="int8", activations="bf16")
+    assert links.used_for == ["gradients", "activations"]
+    assert links.honesty is Honesty.THEORY
+    rounding = chosen(activations="bf16")
+    assert rounding.active
+    assert not rounding.in_channels
+    assert rounding.honesty is Honesty.ROUNDING
+    said = "between hosts: gradients exact, parameters exact, activations "
+    assert rounding.describe() == f"{said}bf16 (rounding)"
+    assert chosen().describe(frozenset({"activations"})) == f"{said}exact"
+    assert set(rounding.facts()) ^ set(chosen().facts()) == {
+        "links.far.activations: exact", "links.far.activations: bf16"
+    }  # fmt: skip
+    assert not rounding.with_exact_activations().active
+
+
+@pytest.mark.parametrize("name", ["plain", "ddp", "zero2", "fsdp", "local"])
+def test_strategies_without_stages_refuse_to_round_activations(name):
+    kind, options = find_strategy(name)
+    with pytest.raises(ConfigError, match=r"sends no activations .* found 'bf16'; leave it out"):
+        kind.check_links(options, chosen(activations="bf16"), Precision.of("no"))
+
+
+def test_the_dry_run_takes_rounded_activations_with_a_pipeline_alone(capsys):
+    words = ["launch", "--dry-run", "--cpu", "--nproc-per-node", "1", "--nnodes", "2"]
+    words += ["--rdzv-endpoint", "h:1", "--set", "links.far.activations=bf16"]
+    assert run([*words, "--strategy", "megatron", "--set", "strategy.pp=2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "activations bf16 (rounding)" in said
+    assert "activations over pp between hosts depends on the batch" in said
+    assert run([*words, "--strategy", "ddp"]) == ConfigError.exit_code
+    assert "sends no activations" in capsys.readouterr().err
+    assert run([*words[:-1], "links.far.activations=int8"]) == ConfigError.exit_code
+    assert "links.far.activations" in capsys.readouterr().err
