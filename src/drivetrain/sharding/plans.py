@@ -1,4 +1,4 @@
-"""The answers of strategies over units to plans: how ranks share state, and which stores keep it."""
+"""What plans ask strategies over units: how ranks share state, and which stores keep it."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, get_args
