@@ -12,5 +12,8 @@ pipeline are no channel: the strategy that has the stages rounds them itself.
 ``encoded.py``     sums and gathers of such messages, with error feedback
 ``linked.py``      the communicator whose channels between hosts are approximate
 ``chosen.py``      the methods of a run
+``automatic.py``   the methods of a run that leaves the choice to drivetrain
+``rule.py``        the rule by which these are chosen
+``figures.py``     what the rule needs to know: the rate between hosts, the time of encodings
 =================  ============================================================================
 """

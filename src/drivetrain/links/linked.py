@@ -167,7 +167,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
         method, near = self._links.parameters, self._collecting
         if method is None:
             return exact
-        held = describe()[near.rank :: near.size]
+        held = self._links.approximated("parameters", describe()[near.rank :: near.size])
         if not method.approximates(held):
             return exact
         gathering = method.gathering(self._far, held, updates=updates)
@@ -183,6 +183,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
 
     def _reduction(self, stretches: StretchParts, *, everywhere: bool) -> FarReduction | None:
         method = self._links.gradients
+        stretches = self._links.approximated("gradients", stretches)
         if method is None or not method.approximates(stretches):
             return None
         return method.reduction(self._far, stretches, everywhere=everywhere)
