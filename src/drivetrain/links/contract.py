@@ -6,6 +6,7 @@ import torch
 
 from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import LinkMethods
+from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 
 
@@ -27,6 +28,14 @@ class OverLinks:
     def steps_apart(self) -> bool:
         """Whether ranks of ``dp`` take steps by themselves: then their norms and weights differ."""
         return False
+
+    @property
+    def steps_with(self) -> Axis | None:
+        """The ranks that wait for each other at every step; None means all ranks.
+
+        Nobody waits for the other ranks at a step, so no rank learns there what they have found.
+        """
+        return None
 
     @classmethod
     def check_links(cls, config: Any, links: LinkMethods, precision: Precision) -> None:
