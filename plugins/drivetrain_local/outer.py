@@ -42,7 +42,7 @@ class OuterExchange:
     Attributes:
         due: the step after which its result is taken.
         among: the workers that take part.
-        gradients: the sum of the workers' outer gradients, once the handles are done.
+        gradients: the mean of the workers' outer gradients, once the handles are done.
         handles: of the sums.
     """
 
@@ -146,12 +146,13 @@ class OuterSteps:
         return [*outer, *momentum, *(self.buffers if fragment == 0 else ())]
 
     def _launch(self, fragment: int, among: Communicator) -> OuterExchange:
-        """Start to add up the outer gradients of some workers."""
+        """Start to take the mean of the outer gradients of some workers."""
         flight = OuterExchange(self.steps + self._options.delay, among, {}, handles := [])
         names = self._names()
         for members in self._by_dtype(fragment):
             pieces = [(self.state[p][OUTER].to(wide(p.dtype)) - p).reshape(-1) for p in members]
-            flat = torch.cat(pieces)
+            # A sum of shares of the mean: so no later reader needs to know how many workers it had.
+            flat = torch.cat(pieces).div_(among.size)
             if among is self._workers:
                 channel = self._channel(fragment, [(names[id(p)], p) for p in members], flat)
                 handles.append(channel(flat))
@@ -177,9 +178,8 @@ class OuterSteps:
             self._options.outer_lr,
             self._options.keep,
         )
-        for parameter, summed in flight.gradients.items():
+        for parameter, mean in flight.gradients.items():
             state = self.state[parameter]
-            mean = summed / flight.among.size
             velocity = self._momentum(parameter).to(mean.dtype).mul_(momentum).add_(mean)
             state[MOMENTUM].copy_(velocity)
             outer = state[OUTER].to(mean.dtype).sub_(mean.add_(velocity, alpha=momentum), alpha=lr)
@@ -200,8 +200,8 @@ class OuterSteps:
         """Put the outer state among the optimizer's, as of this moment."""
         for flight in self._flights.values():
             flight.wait()
-            for parameter, summed in flight.gradients.items():
-                self.state[parameter][UNDER_WAY] = summed
+            for parameter, mean in flight.gradients.items():
+                self.state[parameter][UNDER_WAY] = mean
         for parameter, state in self.state.items():
             self.optimizer.state[parameter].update(state)
 
@@ -227,11 +227,11 @@ class OuterSteps:
         flying = {p: state[UNDER_WAY] for p, state in self.state.items() if UNDER_WAY in state}
         self.hidden()
         names = self._names()
-        for parameter, summed in flying.items():
+        for parameter, mean in flying.items():
             fragment = self._fragments[names[id(parameter)]]
             begun = OuterExchange(self._due(fragment), self._workers, {})
             flight = self._flights.setdefault(fragment, begun)
-            flight.gradients[parameter] = summed.to(wide(parameter.dtype))
+            flight.gradients[parameter] = mean.to(wide(parameter.dtype))
 
     def resume(self, steps: int) -> None:
         """Go on counting; exchanges that a checkpoint was taken in the middle of end in time."""

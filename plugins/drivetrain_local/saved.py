@@ -78,14 +78,16 @@ class WorkerReader:
         reader: of the checkpoint.
         saved: the workers in it.
         worker: which one to be; None to be the mean of all.
+        outer: whether the reader goes on with the outer state; a worker without others has none.
 
     Attributes:
         partial: whether weights that the checkpoint lacks keep their values.
     """
 
-    def __init__(self, reader: Reader, saved: int, worker: int | None) -> None:
+    def __init__(self, reader: Reader, saved: int, worker: int | None, *, outer: bool) -> None:
         self.partial = reader.partial
         self._reader = reader
+        self._outer = outer
         self._sources: dict[tuple[str, str], list[str]] = {}
         chosen = range(saved) if worker is None else [worker]
         for name, state in reader.keys():  # noqa: SIM118 - no dict
@@ -100,11 +102,13 @@ class WorkerReader:
                 # In place of the outer weights, which came as the weights of the checkpoint.
                 sources = self._sources.setdefault((name, ""), [])
                 self._sources[name, ""] = [*(each for each in sources if each), state]
-            self._sources[name, f"{index}.{OUTER}"] = [""]
+            if self._outer:
+                self._sources[name, f"{index}.{OUTER}"] = [""]
         elif not state:
             self._sources.setdefault((name, ""), [""])
         elif key in _SHARED:
-            self._sources[name, plain] = [state]
+            if self._outer:
+                self._sources[name, plain] = [state]
         elif (int(number) if marked else 0) in workers:
             self._sources.setdefault((name, plain), []).append(state)
 

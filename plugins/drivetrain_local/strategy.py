@@ -271,9 +271,10 @@ class Local(Worker):
 
     def _view(self, reader: Reader) -> Reader:
         saved = saved_workers(reader)
-        if not saved or self._alone:
+        if not saved:
             return reader
-        return WorkerReader(reader, saved, self._far.rank if saved == self._far.size else None)
+        worker = self._far.rank if saved == self._far.size else None
+        return WorkerReader(reader, saved, worker, outer=not self._alone)
 
     def progress(self) -> Mapping[str, int]:
         """Return the steps of each optimizer, beside the counts of the strategy inside."""

@@ -105,6 +105,55 @@ def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder):
     two.close()
 
 
+@pytest.mark.ranks(4, timeout=120)
+def test_an_exchange_under_way_ends_with_another_number_of_workers(monkeypatch, folder):
+    rounds = Rounds(every=4, delay=3, keep=0.5)
+    four = Training(local(rounds))
+    four.run(0, 5)  # the exchange after step 4 ends after step 7
+    four.accelerator.save_state(folder)
+    four.run(5, 7)
+    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    two = Training({**local(rounds), "workers": "hosts"})
+    two.accelerator.load_state(folder)
+    two.run(5, 7)
+    for name, value in two.outer().items():
+        torch.testing.assert_close(value, four.outer()[name], rtol=1e-12, atol=1e-12)
+    four.close()
+    two.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
+def test_one_worker_goes_on_from_the_mean_of_all(folder, rounds):
+    two = Training(local(rounds))
+    two.run(0, 6)
+    two.accelerator.save_state(folder)
+
+    def mean(value):
+        return two.accelerator.reduce(value, "mean")
+
+    weights = {name: mean(value) for name, value in two.own().items()}
+    moments = {
+        key: mean(two.optimizer.state[two.model.last.weight][key])
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    one = Training({**local(rounds), "workers": "hosts"})  # a worker of two ranks
+    one.accelerator.load_state(folder)
+    for name, value in one.own().items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-12, atol=1e-12)
+    state = dict(one.optimizer.state[one.model.last.weight])
+    assert state.pop("step") == 6
+    assert set(state) == set(moments), "an optimizer by itself has no outer state"
+    for key, value in state.items():
+        torch.testing.assert_close(value, moments[key], rtol=1e-12, atol=1e-12)
+    one.run(6, 7)
+    one.accelerator.save_state(folder, overwrite=True)
+    two.accelerator.load_state(folder)
+    check_same_bits(two.own(), one.own())
+    two.close()
+    one.close()
+
+
 @pytest.mark.ranks(2)
 def test_other_strategies_read_the_outer_weights(folder):
     saved = Training(local(STREAMING))
