@@ -50,7 +50,7 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     if config.late_s:
         in_round += _agreement(config, near, far)
     sent = {key: -(-count // config.every) for key, count in in_round.items()}
-    under_way = part * -(-config.delay * config.fragments // config.every) // config.fragments
+    under_way = round(part * config.under_way)
     return Cost(
         held={**cost.held, "outer": 2 * part + under_way + round(kept * share)},
         sent=_joined(cost.sent, sent),

@@ -85,6 +85,11 @@ class LocalOptions:
                 "a late worker takes the result of an exchange at once; leave one of them out"
             )
 
+    @property
+    def under_way(self) -> float:
+        """The share of the model whose exchanges are under way at a time, at most."""
+        return -(-self.delay * self.fragments // self.every) / self.fragments
+
     def strategy_inside(self) -> tuple[type[Strategy[Any]], Any]:
         """Return the class of the strategy inside of a worker, and its options.
 

@@ -5,13 +5,19 @@ from dataclasses import replace
 
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
-from drivetrain.paper.work import Collective, PaperUnit
+from drivetrain.paper.work import Collective, Operation, PaperUnit
 from drivetrain_local.options import AXIS, LocalOptions
 
 _FAR = f"{AXIS}.far"
 
 _STATES = 2
 """Outer weights and momentum."""
+
+_BESIDE = 2
+"""Outer gradients of a fragment, one by one and in one tensor, when its exchange starts."""
+
+_BYTES = 4
+"""Outer weights, their momentum and outer gradients are of the optimizer's tensors, in fp32."""
 
 
 def local_step(config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
@@ -26,17 +32,30 @@ def local_step(config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) 
     worker = min(run.per_host, ranks) if config.workers == "hosts" else 1
     workers = -(-ranks // worker)
     kind, options = config.strategy_inside()
-    inside = kind.step(options, units, replace(run, axes={**run.axes, AXIS: worker}))
+    inside = kind.step(options, units, replace(run, axes={**run.axes, AXIS: worker}, far=None))
     if workers == 1:
         return inside
     # This rank exchanges the elements of which it keeps the optimizer's state.
     elements = inside.held[0].get("optimizer", 0.0) / run.bytes.optimizer
-    nbytes = elements * run.bytes.gradient
-    message = Collective(_FAR, "all_reduce", nbytes / config.every)
+    nbytes = elements * _BYTES
     # Without a delay the step waits for the exchange; with one the exchange is beside the step.
-    exchange = PaperTask("outer step", (message,), _FAR if config.delay else COMPUTE)
+    lane = _FAR if config.delay else COMPUTE
+    operations = _exchange(nbytes / config.every, workers, run)
+    exchange = PaperTask("outer step", operations, lane)
+    exchange.during = _BESIDE * nbytes / config.fragments
+    held = {"outer": (_STATES + config.under_way) * nbytes}
+    if run.far:
+        held["errors of links"] = run.far.held * nbytes
     return PaperStep(
         [*inside.tasks, exchange],
-        [{**kinds, "outer": _STATES * nbytes} for kinds in inside.held],
+        [{**kinds, **held} for kinds in inside.held],
         {**inside.axes, AXIS: worker, _FAR: workers},
     )
+
+
+def _exchange(nbytes: float, workers: int, run: PaperRun) -> tuple[Operation, ...]:
+    """Return the operations by which a rank gets the sum over workers of so many bytes."""
+    if run.far is None:
+        return (Collective(_FAR, "all_reduce", nbytes),)
+    ((_, operations),) = run.far.messages(AXIS, nbytes, 1, workers, divided=False)
+    return operations

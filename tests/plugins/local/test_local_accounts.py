@@ -1,6 +1,6 @@
 """The promise of bytes of local steps: a round's messages, memory, and methods for slow links."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import ClassVar
 
 import pytest
@@ -13,6 +13,7 @@ from drivetrain.config import NestedStrategy
 from drivetrain.cost import ModelSpec
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.work import PaperUnit
+from drivetrain.planner.far import far_method
 from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain_local import Local, LocalOptions
 from local_workers import Rounds
@@ -102,13 +103,40 @@ def test_bytes_between_hosts(monkeypatch, late_s):
 
 def test_a_step_on_paper():
     units = [PaperUnit("layer", (), (), ((1000, False),))]
-    run = PaperRun({"dp": 4}, micro_batches=1, precision="no", per_host=2)
-    for inner, share in (("ddp", 1), ("zero2", 2)):
+    for precision, inner, share in (("no", "ddp", 1), ("fp16", "ddp", 1), ("bf16", "zero2", 2)):
+        run = PaperRun({"dp": 4}, micro_batches=1, precision=precision, per_host=2)
         options = LocalOptions(every=10, inner=NestedStrategy(inner))
         step = Local.step(options, units, run)
         # 2 (K-1)/K of the rank's part of 4 bytes each, a tenth per step
         assert step.sent()[0]["dp.far", "all_reduce"] == 4 * 1000 / share / 10
         assert step.held[0]["outer"] == 2 * 4 * 1000 / share
+        # Where the exchange starts, outer gradients are there one by one, and side by side.
+        assert step.tasks[-1].during == 2 * 4 * 1000 / share
+        streaming = replace(options, fragments=5, delay=4, keep=0.5)
+        step = Local.step(streaming, units, run)
+        assert step.held[0]["outer"] == pytest.approx((2 + 2 / 5) * 4 * 1000 / share)
+        assert step.tasks[-1].during == 2 * 4 * 1000 / share / 5
+
+
+SIDE = 4096
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("method", ["exact", "bf16", "int8", "topk", "powersgd"])
+def test_a_step_on_paper_agrees_with_the_cost(monkeypatch, method):
+    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank()))
+    run = Run(Rounds(every=4, fragments=2, delay=3), workers="hosts", gradients=method)
+    strategy = run.accelerator.strategy_of(run.model)
+    layer = nn.Linear(SIDE, SIDE, bias=False, device="meta")
+    cost = Local.cost(strategy.config, ModelSpec.of(layer, states=2), strategy.run)
+    paper = PaperRun({"dp": 2}, 1, precision="no", per_host=1, far=far_method(method, 2))
+    step = Local.step(strategy.config, [PaperUnit("layer", (), (), ((SIDE**2, False),))], paper)
+    promised = sum(count for (axis, _), count in cost.sent.items() if axis == "dp.far")
+    drawn = sum(count for (axis, _), count in step.sent()[0].items() if axis == "dp.far")
+    held = step.held[0]["outer"] + step.held[0].get("errors of links", 0)
+    assert drawn == pytest.approx(promised, rel=1e-3)
+    assert held == pytest.approx(cost.held["outer"], rel=1e-3)
+    run.accelerator.free_memory()
 
 
 @pytest.mark.ranks(2, timeout=180)
