@@ -102,7 +102,7 @@ class OuterSteps:
     @torch.no_grad()
     def before_step(self, *_: Any) -> None:
         """Remember where the workers start from."""
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             if parameter not in self.state:
                 self.state[parameter] = {OUTER: parameter.detach().clone()}
 
@@ -148,14 +148,12 @@ class OuterSteps:
     def _launch(self, fragment: int, among: Communicator) -> OuterExchange:
         """Start to take the mean of the outer gradients of some workers."""
         flight = OuterExchange(self.steps + self._options.delay, among, {}, handles := [])
-        names = self._names()
         for members in self._by_dtype(fragment):
             pieces = [(self.state[p][OUTER].to(wide(p.dtype)) - p).reshape(-1) for p in members]
             # A sum of shares of the mean: so no later reader needs to know how many workers it had.
             flat = torch.cat(pieces).div_(among.size)
             if among is self._workers:
-                channel = self._channel(fragment, [(names[id(p)], p) for p in members], flat)
-                handles.append(channel(flat))
+                handles.append(self._channel(fragment, members)(flat))
             else:  # methods for slow links keep errors for a sum of all workers: this one is exact
                 handles.append(among.all_reduce(flat, label="outer gradients"))
             for parameter, piece in zip(
@@ -219,7 +217,7 @@ class OuterSteps:
         """Take outer state of a checkpoint out of the optimizer's state, in place of the old."""
         self.state.clear()
         self._flights.clear()
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             inner = self.optimizer.state.get(parameter, {})
             found = {key: inner[key] for key in (OUTER, MOMENTUM, UNDER_WAY) if key in inner}
             if found:
@@ -252,7 +250,8 @@ class OuterSteps:
 
     # --- what is exchanged ---
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the tensors that the optimizer steps, perhaps this rank's parts of parameters."""
         for group in self.optimizer.param_groups:
             yield from (each for each in group["params"] if each.requires_grad)
 
@@ -260,20 +259,25 @@ class OuterSteps:
         """Return the tensors of a fragment, those of each dtype together, alike on all workers."""
         names = self._names()
         found: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             if self._fragments[names[id(parameter)]] == fragment:
                 found.setdefault(parameter.dtype, []).append(parameter)
         return list(found.values())
 
-    def _channel(
-        self, fragment: int, members: Sequence[tuple[str, nn.Parameter]], flat: Tensor
-    ) -> SumChannel:
+    def open_channels(self) -> None:
+        """Make the channels of all exchanges, which then take over what a checkpoint has kept."""
+        for fragment in range(self._options.fragments):
+            for members in self._by_dtype(fragment):
+                self._channel(fragment, members)
+
+    def _channel(self, fragment: int, members: Sequence[nn.Parameter]) -> SumChannel:
         """Return the channel of a fragment's sums; errors of a method are kept in the channel."""
+        names = self._names()
         rows, edge = [], 0
-        for name, parameter in members:
-            rows.append(ParameterRow(name, tuple(parameter.shape), 0, edge))
+        for parameter in members:
+            rows.append(ParameterRow(names[id(parameter)], tuple(parameter.shape), 0, edge))
             edge += parameter.numel()
-        stretch = Stretch.of(edge, flat.dtype, rows)
+        stretch = Stretch.of(edge, wide(members[0].dtype), rows)
         key = (fragment, stretch)
         if key not in self._channels:
             self._channels[key] = self._workers.gradients_summed(stretch, "outer gradients")

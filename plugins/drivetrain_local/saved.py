@@ -9,6 +9,7 @@ which strategies of other kinds leave alone::
     weight, 0.exp_avg@1           of the second worker's
     weight, 0.local@1             the second worker's own weights
     weight, 0.outer_momentum@     of the outer weights
+    weight, links.error.int4.1.0@ what a method for slow links keeps, see ``kept``
 
 Another number of workers goes on from the mean of all saved workers: none of their steps is lost.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.parts.saved_state import OWN_MARK
+from drivetrain.parts.saved_state import LINKS, OWN_MARK
 from drivetrain.shards import Part, Reader, Shard
 from drivetrain_local.outer import MOMENTUM, OUTER, UNDER_WAY
 
@@ -95,6 +96,8 @@ class WorkerReader:
 
     def _sort(self, name: str, state: str, workers: Iterable[int]) -> None:
         """Note which of this worker's tensors a saved tensor is a source of."""
+        if state.startswith(LINKS):  # about sums that the strategy inside does not take
+            return
         plain, marked, number = state.partition(OWN_MARK)
         index, _, key = plain.partition(".")
         if key == LOCAL:

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import AdamW
 
 from drivetrain import Accelerator
@@ -19,9 +20,10 @@ def local(rounds, inner="ddp"):
 class Training:
     """A model under some strategy, and its steps."""
 
-    def __init__(self, strategy):
-        self.accelerator = Accelerator(strategy=strategy, cpu=True)
-        model = Blocks()
+    def __init__(self, strategy, links=None, model=None):
+        config = {"strategy": strategy, "links": {"far": links or {}}}
+        self.accelerator = Accelerator(config=config, cpu=True)
+        model = model or Blocks()
         self.model, self.optimizer = self.accelerator.prepare(
             model, AdamW(model.parameters(), lr=0.01)
         )
@@ -152,6 +154,69 @@ def test_one_worker_goes_on_from_the_mean_of_all(folder, rounds):
     check_same_bits(two.own(), one.own())
     two.close()
     one.close()
+
+
+class Wide(nn.Module):
+    """A layer with a matrix that methods for slow links approximate, in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(5, 64)
+        self.wide = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 3)
+
+    def forward(self, inputs):
+        return self.last(torch.tanh(self.wide(self.first(inputs.float()))))
+
+
+def errors_of(training):
+    """Return the sums of all workers' errors of the matrix, as a checkpoint gets them."""
+    found = torch.zeros(64 * 64)
+    for shard in training.accelerator.strategy_of(training.model).shards():
+        if shard.name == "wide.weight" and shard.state.startswith("links.error."):
+            first = int(shard.state.removesuffix("@").rpartition(".")[2])
+            found[first : first + len(shard.tensor)] += shard.tensor
+    return training.accelerator.reduce(found, "sum")
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("method", ["int4", "topk", "powersgd"])
+def test_kept_errors_go_on_bit_for_bit(folder, method):
+    links, rounds = {"gradients": method}, Rounds(every=2, fragments=2, delay=1)
+    straight = Training(local(rounds), links, Wide())
+    straight.run(0, 5)
+    straight.accelerator.save_state(folder)
+    assert errors_of(straight).abs().sum() > 0
+    straight.run(5, 9)
+    resumed = Training(local(rounds), links, Wide())
+    resumed.run(20, 24)  # other errors, which the checkpoint replaces
+    resumed.accelerator.load_state(folder)
+    resumed.run(5, 9)
+    check_same_bits(resumed.outer(), straight.outer())
+    check_same_bits(resumed.own(), straight.own())
+    straight.close()
+    resumed.close()
+
+
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("inner", ["ddp", "zero1"])
+def test_kept_errors_with_other_workers(monkeypatch, folder, inner):
+    links = {"gradients": "int4"}
+    four = Training(local(Rounds(every=2)), links, Wide())
+    four.run(0, 5)
+    four.accelerator.save_state(folder)
+    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    two = Training({**local(Rounds(every=2), inner), "workers": "hosts"}, links, Wide())
+    two.accelerator.load_state(folder)
+    before, after = errors_of(four), errors_of(two)
+    # A strategy that divides parameters goes on without errors.
+    expected = before if inner == "ddp" else torch.zeros_like(before)
+    torch.testing.assert_close(after, expected)
+    assert before.abs().sum() > 0
+    two.run(5, 7)
+    four.close()
+    two.close()
 
 
 @pytest.mark.ranks(2)
