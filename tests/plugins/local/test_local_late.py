@@ -15,8 +15,8 @@ from local_workers import Blocks, ByHand, Rounds, batch, fragment_of, loss_of
 
 EXACT = 1e-12
 
-LATE_S = 8.0
-"""Long enough for workers that were at the same line a moment ago, on a machine with much to do."""
+LATE_S = 60.0
+"""More than a test takes: a clock of the test's own says when a wait is over."""
 
 
 def sgd(model):
@@ -73,6 +73,35 @@ def meet(text):
         wait_for(f"{text}/{rank}")
 
 
+class Clock:
+    """The clock by which workers wait for late ones: it stands still, or jumps if some ranks wait.
+
+    So a test says who is late; it neither takes the time of a wait nor depends on it.
+    """
+
+    def __init__(self, monkeypatch):
+        self._now = 0.0
+        self.stop()
+        monkeypatch.setattr("drivetrain_local.quorum.time", self)
+
+    def stop(self, moment="a wait without end"):
+        """Let the next wait last until all workers are there."""
+        self._moment, self._ranks = moment, ()
+
+    def jump(self, moment, *ranks):
+        """Let the next wait be over when these ranks are in it."""
+        self._moment, self._ranks = moment, ranks
+
+    def monotonic(self):
+        say(f"{self._moment}/{dist.get_rank()}")
+        if self._ranks and store().check([f"test/{self._moment}/{rank}" for rank in self._ranks]):
+            self._now += 2 * LATE_S
+        return self._now
+
+    def sleep(self, seconds):
+        time.sleep(0.02)
+
+
 def check_equal(found, expected):
     assert list(found) == list(expected)
     for name, value in found.items():
@@ -87,21 +116,22 @@ def check_same_on_all_ranks(state):
 
 
 @pytest.mark.ranks(3, timeout=120)
-def test_a_late_worker_is_left_out_of_one_round():
+def test_a_late_worker_is_left_out_of_one_round(monkeypatch):
+    clock = Clock(monkeypatch)
     rounds = Rounds(every=2)
     training = Training(rounds)
     training.run(0, 1)
     if training.rank == 1:
         wait_for("the others have exchanged")
+    clock.jump("two of three wait", 0, 2)
     training.run(1, 2)
     say("the others have exchanged")
+    clock.stop()
     assert training.missed == (training.rank == 1)
     by_hand = ByHand(3, 1, rounds, sgd, present={2: [0, 2]})
     by_hand.train(2)
     check_equal(training.own(), by_hand.outer)
-    training.run(2, 3)
-    meet("in time")
-    training.run(3, 7)
+    training.run(2, 7)
     assert training.missed == (training.rank == 1), "in later rounds it takes part"
     check_equal(training.outer(), by_hand.train(5))
     check_same_on_all_ranks(training.outer())
@@ -109,21 +139,23 @@ def test_a_late_worker_is_left_out_of_one_round():
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_a_worker_that_is_rounds_behind_joins_again():
+def test_a_worker_that_is_rounds_behind_joins_again(monkeypatch):
+    clock = Clock(monkeypatch)
     training = Training(Rounds(every=2))
     if training.rank == 0:
-        training.run(0, 4)  # two rounds alone
+        clock.jump("alone", 0)
+        training.run(0, 4)  # two rounds
         say("two rounds")
-        training.run(4, 5)
-        meet("third round")
-        training.run(5, 8)  # together, and then alone
+        clock.stop("third round")
+        training.run(4, 6)  # together
+        clock.jump("alone", 0)
+        training.run(6, 8)
         say("four rounds")
     else:
         training.run(0, 1)
         wait_for("two rounds")
         training.run(1, 3)
-        meet("third round")
-        time.sleep(3)  # a worker that is behind takes part only where another one waits
+        wait_for("third round/0")  # a worker that is behind takes part only where another one waits
         training.run(3, 5)
         wait_for("four rounds")
         training.run(5, 8)  # takes the fourth; a fifth is opened by nobody
@@ -165,14 +197,16 @@ def rounds_behind():
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3"])
 def test_a_late_host_of_two_ranks_and_fragments(monkeypatch, inner):
     monkeypatch.setenv("GROUP_RANK", str(dist.get_rank() // 2))
+    clock = Clock(monkeypatch)
     rounds = Rounds(every=4, fragments=2)
     training = Training(rounds, inner, "hosts")
     training.run(0, 3)
     if training.rank >= 2:
         wait_for("the other host has exchanged")
+    clock.jump("one of two hosts waits", 0)
     training.run(3, 4)
     say("the other host has exchanged")
-    meet("in time")
+    clock.stop()
     training.run(4, 9)
     assert training.missed == (training.rank >= 2)
     by_hand = ByHand(2, 2, rounds, sgd, fragment_of, present={4: [0]})
@@ -199,14 +233,17 @@ def test_the_others_do_not_wait_longer():
 
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("inner", ["ddp", "zero1"])
-def test_a_checkpoint_in_the_middle_of_the_next_round(tmp_path, inner):
+def test_a_checkpoint_in_the_middle_of_the_next_round(monkeypatch, tmp_path, inner):
+    clock = Clock(monkeypatch)
     folder = str(tmp_path / "checkpoint")
     straight = Training(Rounds(every=4), inner)
     straight.run(0, 3)
     if straight.rank == 1:
         wait_for("the other has exchanged")
+    clock.jump("one of two waits", 0)
     straight.run(3, 4)
     say("the other has exchanged")
+    clock.stop()
     straight.run(4, 6)
     straight.accelerator.save_state(folder)
     straight.run(6, 11)
