@@ -98,19 +98,30 @@ def test_fragments_without_delay():
 
 
 @pytest.mark.ranks(2)
-def test_each_optimizer_has_rounds_of_its_own():
-    # One round: Muon rounds to bf16, so later steps enlarge the last bits.
+@pytest.mark.parametrize("steps", [4, 12], ids=["one round", "three rounds"])
+def test_muloco(steps):
+    """Muon for matrices, and AdamW for everything else: each optimizer has rounds of its own."""
     rounds = Rounds(every=4)
     accelerator = accelerator_of(rounds, workers="ranks")
     model, by_hand = Blocks(), ByHand(2, 1, rounds, two_of)
     model, *optimizers = accelerator.prepare(model, *two_of(model).optimizers)
-    for step in range(4):
+    for step in range(steps):
         accelerator.backward(loss_of(model, batch(step, accelerator.process_index)))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    check_equal(accelerator.get_state_dict(model), by_hand.train(4))
+    found, expected = accelerator.get_state_dict(model), by_hand.train(steps)
+    if steps == 4:
+        check_equal(found, expected)
+    else:
+        # Muon computes in bf16, which makes last bits of the first round larger.
+        moved = distance(expected, Blocks().state_dict())
+        assert distance(found, expected) < 2**-8 * moved, distance(found, expected) / moved
     accelerator.free_memory()
+
+
+def distance(one, other):
+    return torch.cat([(one[name] - other[name]).flatten() for name in one]).norm()
 
 
 class Both:
