@@ -26,7 +26,7 @@ handed.py            the outer state that late workers take
 fragments.py         the parts of a model that are exchanged in turn
 whole.py             whole outer weights on every rank
 saved.py             the state of all workers in one checkpoint
-kept.py              what methods for slow links keep, in that checkpoint
+kept.py              errors that methods for slow links keep, in that checkpoint
 cost.py              bytes held and sent
 paper.py             the mean step of a round, on paper
 ==================== ================================================================

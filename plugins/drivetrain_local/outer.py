@@ -13,7 +13,7 @@ All workers compute the same o and m from the same d, bit by bit, so neither is 
 worker that came late to an exchange takes both from the store, see ``late``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from drivetrain.collectives.channels import SumChannel
 from drivetrain.collectives.handles import Finished
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.parts.replicate import replicate
+from drivetrain.shards import TensorFacts
 from drivetrain_local.fragments import is_exchanged, steps_since
 from drivetrain_local.late import LateWorkers
 from drivetrain_local.options import LocalOptions
@@ -102,7 +103,7 @@ class OuterSteps:
     @torch.no_grad()
     def before_step(self, *_: Any) -> None:
         """Remember where the workers start from."""
-        for parameter in self.parameters():
+        for parameter in self._parameters():
             if parameter not in self.state:
                 self.state[parameter] = {OUTER: parameter.detach().clone()}
 
@@ -214,10 +215,13 @@ class OuterSteps:
             state.pop(UNDER_WAY, None)
 
     def taken_over(self) -> None:
-        """Take outer state of a checkpoint out of the optimizer's state, in place of the old."""
+        """Take outer state of a checkpoint out of the optimizer's state, in place of the old.
+
+        Afterwards the channels of all exchanges are there, to go on with errors of the checkpoint.
+        """
         self.state.clear()
         self._flights.clear()
-        for parameter in self.parameters():
+        for parameter in self._parameters():
             inner = self.optimizer.state.get(parameter, {})
             found = {key: inner[key] for key in (OUTER, MOMENTUM, UNDER_WAY) if key in inner}
             if found:
@@ -230,6 +234,9 @@ class OuterSteps:
             begun = OuterExchange(self._due(fragment), self._workers, {})
             flight = self._flights.setdefault(fragment, begun)
             flight.gradients[parameter] = mean.to(wide(parameter.dtype))
+        for fragment in range(self._options.fragments):
+            for members in self._by_dtype(fragment):
+                self._channel(fragment, members)
 
     def resume(self, steps: int) -> None:
         """Go on counting; exchanges that a checkpoint was taken in the middle of end in time."""
@@ -250,8 +257,15 @@ class OuterSteps:
 
     # --- what is exchanged ---
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the tensors that the optimizer steps, perhaps this rank's parts of parameters."""
+    def stepped_whole(self, facts: Iterable[TensorFacts]) -> Iterator[str]:
+        """Yield the names of parameters of which this rank's optimizer steps all elements."""
+        shapes = {one.name: one.shape for one in facts}
+        names = self._names()
+        for parameter in self._parameters():
+            if shapes.get(names[id(parameter)]) == tuple(parameter.shape):
+                yield names[id(parameter)]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self.optimizer.param_groups:
             yield from (each for each in group["params"] if each.requires_grad)
 
@@ -259,16 +273,10 @@ class OuterSteps:
         """Return the tensors of a fragment, those of each dtype together, alike on all workers."""
         names = self._names()
         found: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self.parameters():
+        for parameter in self._parameters():
             if self._fragments[names[id(parameter)]] == fragment:
                 found.setdefault(parameter.dtype, []).append(parameter)
         return list(found.values())
-
-    def open_channels(self) -> None:
-        """Make the channels of all exchanges, which then take over what a checkpoint has kept."""
-        for fragment in range(self._options.fragments):
-            for members in self._by_dtype(fragment):
-                self._channel(fragment, members)
 
     def _channel(self, fragment: int, members: Sequence[nn.Parameter]) -> SumChannel:
         """Return the channel of a fragment's sums; errors of a method are kept in the channel."""

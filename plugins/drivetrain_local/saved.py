@@ -9,7 +9,7 @@ which strategies of other kinds leave alone::
     weight, 0.exp_avg@1           of the second worker's
     weight, 0.local@1             the second worker's own weights
     weight, 0.outer_momentum@     of the outer weights
-    weight, links.error.int4.1.0@ what a method for slow links keeps, see ``kept``
+    weight, links.error.int4.1.0@ of a method for slow links, see ``kept``
 
 Another number of workers goes on from the mean of all saved workers: none of their steps is lost.
 """

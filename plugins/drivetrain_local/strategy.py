@@ -16,7 +16,6 @@ from drivetrain.collectives import connect
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.links.compressor import Honesty
-from drivetrain.links.kept import take_kept
 from drivetrain.log import get_logger
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
@@ -28,7 +27,7 @@ from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run
 from drivetrain_local.cost import estimate
 from drivetrain_local.fragments import fragment_of_each
-from drivetrain_local.kept import KeptReader, marked
+from drivetrain_local.kept import go_on_with_kept, marked
 from drivetrain_local.line import WorkerLine
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import OuterSteps
@@ -260,15 +259,13 @@ class Local(Worker):
             yield from shards_of_worker(
                 self._inner.shards(), self._optimizer_of_each(), self._far.rank
             )
-        if self._ranks.rank == 0:  # a rank with whole parameters keeps the same as this one
+        if self._ranks.rank == 0:  # the others keep the same errors of whole parameters
             yield from marked(self._workers.kept(), self._stepped_whole())
 
     def _stepped_whole(self) -> set[str]:
         """Return the names of parameters that this rank's optimizers step as a whole."""
-        shapes = {one.name: one.shape for one in self._inner.state_facts(self._model)}
-        held = self._held()
-        stepped = ((held[id(p)], tuple(p.shape)) for o in self._outer for p in o.parameters())
-        return {name for name, shape in stepped if shapes.get(name) == shape}
+        facts = self._inner.state_facts(self._model)
+        return {name for outer in self._outer for name in outer.stepped_whole(facts)}
 
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes."""
@@ -279,16 +276,13 @@ class Local(Worker):
         self._inner.load(self._view(reader))
         for outer in self._outer:
             outer.taken_over()
-            outer.open_channels()
-        kept = KeptReader(reader, self._stepped_whole())
-        take_kept([self._workers], kept, self.run.links.name_for("gradients"))
+        method = self.run.links.name_for("gradients")
+        go_on_with_kept(self._workers, reader, self._stepped_whole(), method)
 
     def _view(self, reader: Reader) -> Reader:
         saved = saved_workers(reader)
-        if not saved:
-            return reader
         worker = self._far.rank if saved == self._far.size else None
-        return WorkerReader(reader, saved, worker, outer=not self._alone)
+        return WorkerReader(reader, saved, worker, outer=not self._alone) if saved else reader
 
     def progress(self) -> Mapping[str, int]:
         """Return the steps of each optimizer, beside the counts of the strategy inside."""

@@ -207,12 +207,15 @@ def test_kept_errors_with_other_workers(monkeypatch, folder, inner):
     four.run(0, 5)
     four.accelerator.save_state(folder)
     monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    said = []
+    monkeypatch.setattr("drivetrain_local.kept.logger.announce", said.append)
     two = Training({**local(Rounds(every=2), inner), "workers": "hosts"}, links, Wide())
     two.accelerator.load_state(folder)
     before, after = errors_of(four), errors_of(two)
     # A strategy that divides parameters goes on without errors.
     expected = before if inner == "ddp" else torch.zeros_like(before)
     torch.testing.assert_close(after, expected)
+    assert [line.count("left out") for line in said] == ([1] if inner == "zero1" else [])
     assert before.abs().sum() > 0
     two.run(5, 7)
     four.close()
