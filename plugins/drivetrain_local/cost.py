@@ -12,7 +12,7 @@ from drivetrain.strategy import Run
 from drivetrain_local.fragments import fragment_of_each
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import wide
-from drivetrain_local.worker import alone, run_inside
+from drivetrain_local.worker import alone, links_of_workers, run_inside
 
 Sent = Counter[tuple[str, str]]
 
@@ -39,7 +39,7 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     part = held[1] - held[0]
     route = Route(far)
     if run.links.active:
-        route = Route(far, HostLevels(alone(near), far), run.links)
+        route = Route(far, HostLevels(alone(near), far), links_of_workers(run))
     exchanged, kept = _exchanges(config, model, route)
     share = part / whole if whole else 0.0
     in_round = Sent({key: round(count * share) for key, count in exchanged.items()})

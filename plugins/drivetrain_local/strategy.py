@@ -33,7 +33,7 @@ from drivetrain_local.outer import OuterSteps
 from drivetrain_local.paper import local_step
 from drivetrain_local.saved import WorkerReader, saved_workers, shards_of_worker
 from drivetrain_local.whole import JoinedWeights
-from drivetrain_local.worker import Worker, alone
+from drivetrain_local.worker import Worker, alone, links_of_workers
 
 logger = get_logger(__name__)
 
@@ -71,8 +71,8 @@ class Local(Worker):
             HostLevels(alone(self._near), far),
             lambda axis: connect(axis, run.traffic, run.world.device, run.world.timeout),
             run.traffic,
-            run.world.timeout,
-            run.links,
+            run.world,
+            links_of_workers(run),
         )
 
     @property

@@ -305,3 +305,8 @@ class RunConfig:
     )
     data: DataConfig = section(DataConfig, help="How loaders are divided over the ranks.")
     launch: LaunchConfig = section(LaunchConfig, help="How the processes are started.")
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether a step with a gradient that is not finite is left out, and the run goes on."""
+        return self.on_nonfinite == "skip"

@@ -10,6 +10,9 @@ again, and the channel sends what the method makes of them.
 ``codec.py``       methods that turn numbers into bytes: their messages
 ``encoded.py``     sums and gathers of such messages, with error feedback
 ``linked.py``      the communicator whose channels between hosts are approximate
+``warmed.py``      one of its channels: exact at first, and able to take a step back
+``parked.py``      what channels that were given up leave to those that come
+``kept.py``        checkpoints of errors, factors and counts
 ``chosen.py``      the methods of a run
 =================  ============================================================================
 """

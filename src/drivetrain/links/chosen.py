@@ -25,20 +25,26 @@ class LinkMethods:
         parameters: gathers parameters; None: exactly.
         warmup: sums of gradients, of each channel, that are exact before the method begins.
         names: of the two methods.
+        undoable: whether steps may be skipped; then sums keep their state of before a step, too.
     """
 
     gradients: Compressor[Any] | None = None
     parameters: Compressor[Any] | None = None
     warmup: int = 0
     names: tuple[str, str] = (EXACT, EXACT)
+    undoable: bool = False
 
     @classmethod
-    def configured(cls, config: LinksConfig) -> "LinkMethods":
+    def configured(cls, config: LinksConfig, *, undoable: bool = False) -> "LinkMethods":
         """Return the methods that a configuration names.
+
+        Args:
+            config: names them.
+            undoable: whether steps may be skipped.
 
         Raises:
             ConfigError: a method is not installed, cannot do what it is named for, or does not
-                know an option; or the user allows no method as far from exact training.
+                know an option.
         """
         far = config.far
         kinds = {
@@ -55,6 +61,7 @@ class LinkMethods:
             made.get("parameters"),
             far.warmup_steps,
             (far.gradients, far.parameters),
+            undoable=undoable,
         )
 
     @property
@@ -130,7 +137,8 @@ class LinkMethods:
         """Return the bytes that a rank keeps from one sum to the next."""
         if self.gradients is None or not self.gradients.approximates(stretches):
             return 0
-        return self.gradients.held(far, stretches, everywhere=everywhere)
+        held = self.gradients.held(far, stretches, everywhere=everywhere)
+        return 2 * held if self.undoable else held
 
     def gathered(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]] | None:
         """Return the bytes that a rank sends in one gather of parameters."""
