@@ -25,7 +25,7 @@ from drivetrain.collectives import Route
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.links.linked import route_linked, route_of_replicas
 from drivetrain.log import get_logger
-from drivetrain.paper.data_parallel import Sharing, data_parallel_step
+from drivetrain.paper.data_parallel import data_parallel_step
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
@@ -41,7 +41,7 @@ from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.optimizers import Fragments
 from drivetrain.sharding.placement import Ranks
-from drivetrain.sharding.plans import OffloadInPlans, stored_in
+from drivetrain.sharding.plans import OffloadInPlans, sharing_of
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.strategy import ShardedStrategy
@@ -92,18 +92,8 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
             ConfigError: state lies in a store.
         """
         hybrid = config.sharding == "hybrid"
-        sharing = Sharing(
-            optimizer=True,
-            gradients=config.reduces_each,
-            parameters=True,
-            keeps=config.until != "forward",
-            ahead=config.ahead,
-            group=(config.shard_size or run.per_host) if hybrid else 0,
-            fused=config.fused,
-            lent=config.lent_buffers,
-            stored=stored_in(config),
-        )
-        return data_parallel_step(units, run, sharing)
+        group = (config.shard_size or run.together("dp")) if hybrid else 0
+        return data_parallel_step(units, run, sharing_of(config, group=group))
 
     @classmethod
     def forms(cls, world: World) -> Sequence[Form]:

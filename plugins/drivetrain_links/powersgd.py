@@ -365,6 +365,12 @@ class PowerSgd(Compressor[PowerSgdOptions]):
         return _FP32 * (plan.errors + plan.qs)
 
     @override
+    def rehearse(self, matrix: Tensor) -> None:
+        q = torch.randn(matrix.shape[1], self.config.rank, device=matrix.device)
+        p = torch.linalg.qr(matrix @ q).Q
+        matrix.sub_(p @ (matrix.T @ p).T)
+
+    @override
     def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
         return LowRankGather(far, self._plan(stretches))
 

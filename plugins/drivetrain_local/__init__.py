@@ -19,6 +19,10 @@ options.py           the knobs
 strategy.py          ``Local``: the contract
 worker.py            what the strategy inside of a worker does alone
 outer.py             the outer steps: DiLoCo, and Streaming DiLoCo
+line.py              the communicators between workers
+late.py              exchanges that leave out late workers
+quorum.py            the agreement on who takes part in an exchange
+handed.py            the outer state that late workers take
 fragments.py         the parts of a model that are exchanged in turn
 whole.py             whole outer weights on every rank
 saved.py             the state of all workers in one checkpoint

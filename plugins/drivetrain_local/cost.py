@@ -4,12 +4,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
 from drivetrain.collectives import Route
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
-from drivetrain.runtime.mesh import HostLevels
+from drivetrain.runtime.mesh import Axis, HostLevels
 from drivetrain.strategy import Run
 from drivetrain_local.fragments import fragment_of_each
+from drivetrain_local.late import told_numbers
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import wide
 from drivetrain_local.worker import alone, links_of_workers, run_inside
@@ -38,12 +41,14 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     ]
     part = held[1] - held[0]
     route = Route(far)
-    if run.links.active:
+    if run.links.in_channels:
         route = Route(far, HostLevels(alone(near), far), links_of_workers(run))
     exchanged, kept = _exchanges(config, model, route)
     share = part / whole if whole else 0.0
     in_round = Sent({key: round(count * share) for key, count in exchanged.items()})
     in_round += route.broadcast(sum(spec.nbytes for spec in model.buffers))
+    if config.late_s:
+        in_round += _agreement(config, near, far)
     sent = {key: -(-count // config.every) for key, count in in_round.items()}
     under_way = part * -(-config.delay * config.fragments // config.every) // config.fragments
     return Cost(
@@ -51,6 +56,12 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
         sent=_joined(cost.sent, sent),
         uncounted=cost.uncounted,
     )
+
+
+def _agreement(config: LocalOptions, near: Axis, far: Axis) -> Sent:
+    """Return the bytes by which the ranks of a worker learn who takes part, in a round."""
+    told = Route(near).broadcast(told_numbers(far.size) * torch.int64.itemsize)
+    return Sent({key: count * config.fragments for key, count in told.items()})
 
 
 def _exchanges(config: LocalOptions, model: ModelSpec, route: Route) -> tuple[Sent, int]:

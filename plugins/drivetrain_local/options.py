@@ -56,12 +56,18 @@ class LocalOptions:
         minimum=0.0,
         maximum=1.0,
     )
+    late_s: float = option(
+        0.0,
+        help="seconds that workers wait for a late one at an exchange; 0 waits as any collective",
+        minimum=0.0,
+    )
 
     def check(self) -> None:
         """Refuse options that contradict each other.
 
         Raises:
-            ConfigError: a round is too short for the parts, or for the delay.
+            ConfigError: a round is too short for the parts, or for the delay; late workers are
+                left out beside training.
         """
         if self.fragments > self.every:
             raise ConfigError(
@@ -72,6 +78,11 @@ class LocalOptions:
             raise ConfigError(
                 f"strategy.delay: expected fewer steps than the {self.every} of a round (every), "
                 f"found {self.delay}; an exchange must end before the next one begins"
+            )
+        if self.late_s and self.delay:
+            raise ConfigError(
+                f"strategy.late_s: expected no strategy.delay beside it, found {self.delay} steps: "
+                "a late worker takes the result of an exchange at once; leave one of them out"
             )
 
     def strategy_inside(self) -> tuple[type[Strategy[Any]], Any]:

@@ -9,11 +9,13 @@ for outer weights o, a worker's weights w, K workers::
                       o <- o - lr (d + momentum m)            Nesterov's momentum
                       w <- keep w + (1 - keep) o
 
-All workers compute the same o and m from the same d, bit by bit, so neither is ever sent.
+All workers compute the same o and m from the same d, bit by bit, so neither is ever sent; only a
+worker that came late to an exchange takes both from the store, see ``late``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from drivetrain.collectives.handles import Finished
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.parts.replicate import replicate
 from drivetrain_local.fragments import is_exchanged, steps_since
+from drivetrain_local.late import LateWorkers
 from drivetrain_local.options import LocalOptions
 
 OUTER, MOMENTUM, UNDER_WAY = "outer", "outer_momentum", "outer_gradient"
@@ -38,11 +41,13 @@ class OuterExchange:
 
     Attributes:
         due: the step after which its result is taken.
+        among: the workers that take part.
         gradients: the sum of the workers' outer gradients, once the handles are done.
         handles: of the sums.
     """
 
     due: int
+    among: Communicator
     gradients: dict[nn.Parameter, Tensor]
     handles: Sequence[Handle] = (Finished(),)
 
@@ -61,11 +66,13 @@ class OuterSteps:
         workers: the ranks at this rank's place of each worker.
         names: gives the name of each tensor, by identity.
         fragments: gives the fragment of a parameter, by name.
+        late: for each fragment, the exchanges that leave out late workers; none to wait for all.
 
     Attributes:
         steps: that the optimizer has taken.
         state: of each tensor, by key: outer weights and momentum.
         buffers: those of the first worker replace the others' at the end of a round.
+        late: as given.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class OuterSteps:
         workers: Communicator,
         names: Callable[[], Mapping[int, str]],
         fragments: Mapping[str, int],
+        late: Sequence[LateWorkers] = (),
     ) -> None:
         self.optimizer = optimizer
         self.steps = 0
@@ -84,6 +92,8 @@ class OuterSteps:
         self._workers = workers
         self._names = names
         self._fragments = fragments
+        self.late = late
+        self._round_buffers: list[Tensor] = []
         self._flights: dict[int, OuterExchange] = {}
         self._channels: dict[tuple[int, Stretch], SumChannel] = {}
 
@@ -103,19 +113,50 @@ class OuterSteps:
         for fragment in range(self._options.fragments):
             if is_exchanged(self._options, fragment, self.steps):
                 self.land(fragment)  # what a checkpoint of other options has left
-                self._flights[fragment] = self._launch(fragment)
+                self._exchange(fragment)
             if fragment in self._flights and self._flights[fragment].due <= self.steps:
                 self.land(fragment)
 
-    def _launch(self, fragment: int) -> OuterExchange:
-        """Start to add up the workers' outer gradients."""
-        flight = OuterExchange(self.steps + self._options.delay, {}, handles := [])
+    def _exchange(self, fragment: int) -> None:
+        """Exchange with the workers that take part."""
+        if not self.late:
+            self._flights[fragment] = self._launch(fragment, self._workers)
+            return
+        outer = partial(self._outer_state, fragment)
+        late = self.late[fragment]
+        if late.exchange(partial(self._step_among, fragment), outer):
+            for members in self._by_dtype(fragment):
+                for parameter in members:
+                    parameter.copy_(self.state[parameter][OUTER])
+        if fragment == 0 and late.idle:  # buffers belong to the outer weights that readers see
+            for buffer, kept in zip(self.buffers, self._round_buffers, strict=True):
+                buffer.copy_(kept)
+        elif fragment == 0:
+            self._round_buffers = [buffer.detach().clone() for buffer in self.buffers]
+
+    def _step_among(self, fragment: int, among: Communicator) -> None:
+        self._flights[fragment] = self._launch(fragment, among)
+        self.land(fragment)
+
+    def _outer_state(self, fragment: int) -> Sequence[Tensor]:
+        """Return all tensors that an exchange changes: a late worker needs no others."""
+        members = [parameter for each in self._by_dtype(fragment) for parameter in each]
+        outer = [self.state[parameter][OUTER] for parameter in members]
+        momentum = [self._momentum(parameter) for parameter in members]
+        return [*outer, *momentum, *(self.buffers if fragment == 0 else ())]
+
+    def _launch(self, fragment: int, among: Communicator) -> OuterExchange:
+        """Start to add up the outer gradients of some workers."""
+        flight = OuterExchange(self.steps + self._options.delay, among, {}, handles := [])
         names = self._names()
         for members in self._by_dtype(fragment):
             pieces = [(self.state[p][OUTER].to(wide(p.dtype)) - p).reshape(-1) for p in members]
             flat = torch.cat(pieces)
-            channel = self._channel(fragment, [(names[id(p)], p) for p in members], flat)
-            handles.append(channel(flat))
+            if among is self._workers:
+                channel = self._channel(fragment, [(names[id(p)], p) for p in members], flat)
+                handles.append(channel(flat))
+            else:  # methods for slow links keep errors for a sum of all workers: this one is exact
+                handles.append(among.all_reduce(flat, label="outer gradients"))
             for parameter, piece in zip(
                 members, flat.split_with_sizes([*map(len, pieces)]), strict=True
             ):
@@ -130,7 +171,7 @@ class OuterSteps:
             return
         flight.wait()
         if fragment == 0:
-            replicate(self.buffers, self._workers, "buffers of the first worker")
+            replicate(self.buffers, flight.among, "buffers of the first worker")
         momentum, lr, keep = (
             self._options.outer_momentum,
             self._options.outer_lr,
@@ -138,15 +179,20 @@ class OuterSteps:
         )
         for parameter, summed in flight.gradients.items():
             state = self.state[parameter]
-            mean = summed / self._workers.size
-            if MOMENTUM not in state:
-                state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
-            velocity = state[MOMENTUM].to(mean.dtype).mul_(momentum).add_(mean)
+            mean = summed / flight.among.size
+            velocity = self._momentum(parameter).to(mean.dtype).mul_(momentum).add_(mean)
             state[MOMENTUM].copy_(velocity)
             outer = state[OUTER].to(mean.dtype).sub_(mean.add_(velocity, alpha=momentum), alpha=lr)
             state[OUTER].copy_(outer)
             # Not a sum of shares: without a share kept, all workers get the same bits.
             parameter.copy_(torch.lerp(outer, parameter.to(outer.dtype), keep) if keep else outer)
+
+    def _momentum(self, parameter: nn.Parameter) -> Tensor:
+        """Return the outer momentum of a parameter, zeros before its first outer step."""
+        state = self.state[parameter]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
+        return state[MOMENTUM]
 
     # --- state for checkpoints, and for readers of whole weights ---
 
@@ -183,7 +229,8 @@ class OuterSteps:
         names = self._names()
         for parameter, summed in flying.items():
             fragment = self._fragments[names[id(parameter)]]
-            flight = self._flights.setdefault(fragment, OuterExchange(self._due(fragment), {}))
+            begun = OuterExchange(self._due(fragment), self._workers, {})
+            flight = self._flights.setdefault(fragment, begun)
             flight.gradients[parameter] = summed.to(wide(parameter.dtype))
 
     def resume(self, steps: int) -> None:

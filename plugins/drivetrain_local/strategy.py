@@ -12,28 +12,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.collectives import Communicator, connect
+from drivetrain.collectives import connect
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.links.compressor import Honesty
-from drivetrain.links.linked import LinkedCommunicator
 from drivetrain.log import get_logger
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.replicate import replicate
-from drivetrain.runtime.mesh import HostLevels
+from drivetrain.runtime.mesh import Axis
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run
 from drivetrain_local.cost import estimate
 from drivetrain_local.fragments import fragment_of_each
+from drivetrain_local.line import WorkerLine
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import OuterSteps
 from drivetrain_local.paper import local_step
 from drivetrain_local.saved import WorkerReader, saved_workers, shards_of_worker
 from drivetrain_local.whole import JoinedWeights
-from drivetrain_local.worker import Worker, alone, links_of_workers
+from drivetrain_local.worker import Worker
 
 logger = get_logger(__name__)
 
@@ -58,27 +58,24 @@ class Local(Worker):
         self._closing.callback(self._inner.close)
         self._ranks = connect(self._near, run.traffic, run.world.device, run.world.timeout)
         self._closing.callback(self._ranks.close)
-        self._workers = self._connect_workers()
-        self._closing.callback(self._workers.close)
+        self._line = WorkerLine(config, run, self._near, self._far, self._ranks)
+        self._closing.callback(self._line.close)
+        self._workers = self._line.everyone
 
-    def _connect_workers(self) -> Communicator:
-        """Connect the workers, by the methods of the run for slow links."""
-        run, far = self.run, self._far
-        if self._alone or not run.links.active:
-            return connect(far, run.traffic, run.world.device, run.world.timeout)
-        return LinkedCommunicator(
-            far,
-            HostLevels(alone(self._near), far),
-            lambda axis: connect(axis, run.traffic, run.world.device, run.world.timeout),
-            run.traffic,
-            run.world,
-            links_of_workers(run),
-        )
+    @property
+    def missed(self) -> int:
+        """How many exchanges were without this worker, because it came late."""
+        return sum(late.missed for outer in self._outer for late in outer.late)
 
     @property
     def steps_apart(self) -> bool:
         """Whether there is more than one worker."""
         return not self._alone
+
+    @property
+    def steps_with(self) -> Axis | None:
+        """The ranks of the worker, where the workers do not wait for late ones."""
+        return self._near if self.config.late_s and not self._alone else None
 
     @classmethod
     def cost(cls, config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
@@ -125,9 +122,17 @@ class Local(Worker):
 
     def _around(self, optimizers: Sequence[Optimizer], take: Callable[[], Prepared]) -> Prepared:
         """Put outer steps around optimizers that the strategy inside takes."""
+        first = len(self._outer)
         made = [
-            OuterSteps(each, self.config, self._workers, self._held, self._fragments)
-            for each in optimizers
+            OuterSteps(
+                each,
+                self.config,
+                self._workers,
+                self._held,
+                self._fragments,
+                self._line.late(index),
+            )
+            for index, each in enumerate(optimizers, first)
         ]
         if made and not self._outer:
             made[0].buffers = list(self._model.buffers())

@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from drivetrain.building import WeightSource
+from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
@@ -59,7 +61,16 @@ class Worker(Strategy[LocalOptions]):
 
     @classmethod
     def check_options(cls, config: LocalOptions, precision: Precision) -> None:
-        """Let the strategy inside refuse options and dtypes."""
+        """Refuse late workers with a loss scale; let the strategy inside refuse the rest.
+
+        Raises:
+            ConfigError: a loss scale needs all ranks at each step, and workers may be late.
+        """
+        if config.late_s and precision.compute == torch.float16:
+            raise ConfigError(
+                "strategy.late_s: expected precision: bf16 or no, found fp16, whose loss scale all "
+                "ranks agree on at each step; change one of them"
+            )
         kind, options = config.strategy_inside()
         kind.check_options(options, precision)
 

@@ -85,15 +85,26 @@ class DataParallelCell(Strategy[MegatronConfig]):
 
     @classmethod
     def channels(cls, config: MegatronConfig) -> frozenset[str]:
-        """Return the kinds of tensors that the data-parallel strategy sends by channels."""
+        """Return those of the data-parallel strategy, and activations with a pipeline."""
         kind, options = data_parallel(config)
-        return kind.channels(options)
+        found = kind.channels(options)
+        return found | {"activations"} if config.pp > 1 else found
 
     @classmethod
     def check_links(cls, config: MegatronConfig, links: LinkMethods, precision: Precision) -> None:
-        """Let the data-parallel strategy refuse methods for slow links."""
+        """Let the data-parallel strategy refuse methods for gradients and parameters.
+
+        Raises:
+            ConfigError: the same, or activations shall be rounded and there is no pipeline.
+        """
+        if links.rounds_activations and config.pp == 1:
+            raise ConfigError(
+                "expected links.far.activations: exact without a pipeline, which alone sends "
+                f"activations between hosts, found {links.activations!r} and pp: 1; leave it out, "
+                "or set pp above 1"
+            )
         kind, options = data_parallel(config)
-        kind.check_links(options, links, precision)
+        kind.check_links(options, links.with_exact_activations(), precision)
 
     @property
     def _is_one_rank(self) -> bool:

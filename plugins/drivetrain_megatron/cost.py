@@ -11,7 +11,9 @@ Exact, where ``ModelSpec.module`` is given:
 - with ``ModelSpec.inputs``, bytes over ``tp`` and ``pp`` of a model of repeated blocks that trains
   all its parameters, without autocast and recomputation, with one input per group of layers, whose
   only loss is a cross entropy of as many targets as there are tokens. The formulas are in
-  ``volumes``. Clipping adds one number per axis; the check of equal batches, twice, 16 bytes.
+  ``volumes``. Of a pipeline over hosts, messages between stages count as ``pp.near`` inside of a
+  host and as ``pp.far`` between hosts. Clipping adds one number per axis; the check of equal
+  batches, twice, 16 bytes.
 
 Estimates otherwise:
 
@@ -47,6 +49,7 @@ from drivetrain_megatron.plan.model import ModelPlan
 from drivetrain_megatron.recording.phases import block_order, recording_of
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.structure import TensorMeta
+from drivetrain_megatron.stage_links import StageLinks
 from drivetrain_megatron.tensor.linear import features_of, is_linear
 from drivetrain_megatron.volumes import Activation, RanksOfAxis
 
@@ -149,6 +152,7 @@ class StepVolumes:
     ) -> None:
         self._config, self._model, self._layout, self._run = config, model, layout, run
         self._line = RanksOfAxis(config.tp, run.mesh["tp"].rank)
+        self._links = StageLinks.of(run)
 
     def sent(self) -> Sent:
         """Return the bytes by (axis, operation)."""
@@ -159,9 +163,11 @@ class StepVolumes:
                 found = self._of_layers(self._layout.plan, forward) + self._of_gradients()
                 total.update({("tp", op): nbytes * times for op, nbytes in found.items()})
             if self._layout.pipeline is not None:
-                total["pp", "send"] += times * self._over_cuts(self._layout.pipeline, forward)
+                crossing = self._over_cuts(self._layout.pipeline, forward)
+                total.update({(link, "send"): n * times for link, n in crossing.items()})
         if self._layout.pipeline is not None:
-            total["pp", "send"] += self._of_ties(self._layout.pipeline)
+            tied = self._of_ties(self._layout.pipeline)
+            total.update({(link, "send"): nbytes for link, nbytes in tied.items()})
             total["pp", "broadcast"] += self._of_losses(self._layout.pipeline, counts[0][0])
         return total
 
@@ -262,35 +268,43 @@ class StepVolumes:
 
     # --- pipeline parallelism ---
 
-    def _over_cuts(self, pipeline: Pipelined, forward: Forward) -> int:
-        """Return the bytes of one micro-batch's outputs and gradients that this rank sends."""
-        total = 0
+    def _over_cuts(self, pipeline: Pipelined, forward: Forward) -> Counter[str]:
+        """Return the bytes that this rank sends over each link for one micro-batch.
+
+        They are of outputs, to the next stage, and of gradients, to the stage before.
+        """
+        total: Counter[str] = Counter()
         for stage, bound in enumerate(pipeline.cut.bounds[1:-1]):
             before, after = pipeline.holder(stage), pipeline.holder(stage + 1)
-            for meta, nbytes in self._carried(forward.leaving[bound - 1]):
-                if before != after:
-                    total += nbytes * (before == pipeline.rank)
-                    total += nbytes * (after == pipeline.rank and meta.requires_grad)
+            if before == after:
+                continue
+            link = self._links.name(before, after)
+            for meta, numel in self._carried(forward.leaving[bound - 1]):
+                nbytes = numel * self._links.wire_dtype(before, after, meta.dtype).itemsize
+                total[link] += nbytes * (before == pipeline.rank)
+                total[link] += nbytes * (after == pipeline.rank and meta.requires_grad)
         return total
 
     def _carried(self, metas: Sequence[TensorMeta]) -> Iterator[tuple[TensorMeta, int]]:
-        """Yield the tensors that cross a cut, with the bytes of this rank's share."""
+        """Yield the tensors that cross a cut, with the number of elements of this rank's share."""
         is_sharded = self._config.sequence_parallel and self._config.tp > 1
         for meta in metas:
-            nbytes = torch.Size(meta.shape).numel() * meta.dtype.itemsize
+            numel = torch.Size(meta.shape).numel()
             if is_sharded and meta.dtype.is_floating_point and len(meta.shape) > 1:
                 is_sharded = False  # the first one
-                nbytes = _of_shape(meta.shape, meta.dtype).shard(self._line).nbytes
-            yield meta, nbytes
+                numel = _of_shape(meta.shape, meta.dtype).shard(self._line).numel
+            yield meta, numel
 
-    def _of_ties(self, pipeline: Pipelined) -> int:
-        """Return the bytes of values to copies, and of a copy's gradient to its owner."""
-        total = 0
+    def _of_ties(self, pipeline: Pipelined) -> Counter[str]:
+        """Return the bytes of values to copies, and of a copy's gradient to its owner, by link."""
+        total: Counter[str] = Counter()
         specs = {spec.name: spec for spec in self._model.parameters}
         for tie, owner, others in pipeline.lent():
             spec = self._layout.local(specs[tie.name])
-            total += spec.nbytes * len(others) * (owner == pipeline.rank)
-            total += spec.nbytes * (pipeline.rank in others and spec.trainable)
+            for other in others:
+                link = self._links.name(owner, other)
+                total[link] += spec.nbytes * (owner == pipeline.rank)
+                total[link] += spec.nbytes * (other == pipeline.rank and spec.trainable)
         return total
 
     def _of_losses(self, pipeline: Pipelined, forward: Forward) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.cost import ModelSpec
-from drivetrain.paper.data_parallel import Sharing, data_parallel_step
+from drivetrain.paper.data_parallel import data_parallel_step
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
@@ -36,7 +36,7 @@ from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.optimizers import Fragments
 from drivetrain.sharding.placement import Ranks
-from drivetrain.sharding.plans import stored_in
+from drivetrain.sharding.plans import sharing_of
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.strategy import ShardedStrategy
@@ -66,18 +66,8 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
     @classmethod
     def step(cls, config: ConfigT, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
         """Draw the step of this stage: see the top of this file."""
-        sharing = Sharing(
-            optimizer=True,
-            gradients=config.reduces_each,
-            parameters=config.divides_parameters,
-            keeps=config.until != "forward",
-            ahead=config.ahead,
-            fused=config.fused,
-            lent=config.lent_buffers,
-            bucket=0 if config.divides_parameters else config.sizes.bucket_bytes,
-            stored=stored_in(config),
-        )
-        return data_parallel_step(units, run, sharing)
+        bucket = 0 if config.divides_parameters else config.sizes.bucket_bytes
+        return data_parallel_step(units, run, sharing_of(config, bucket=bucket))
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make everything that a step needs, once; parameters become views of units."""

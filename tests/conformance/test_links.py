@@ -1,6 +1,7 @@
 """Every method for slow links under the strategies that send by channels: values, bytes, memory."""
 
 import os
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from drivetrain import Accelerator
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import RankMismatchError
+from drivetrain.facade import settings
 from drivetrain.links.codec import SMALLEST
 from drivetrain.registry import compressors, strategies
 from drivetrain.strategy import find_strategy
@@ -344,3 +347,96 @@ def test_every_method_over_two_hosts_with_two_ranks_each(monkeypatch, method):
     host_of_each_rank(monkeypatch, 2)
     for strategy in [*strategies_with("gradients"), "fsdp hybrid"]:
         check(strategy, 4, gradients=method)
+
+
+@pytest.mark.ranks(2, timeout=300)
+def test_auto_chooses_within_what_is_allowed_and_costs_count_its_bytes(monkeypatch):
+    host_of_each_rank(monkeypatch, 1)
+    expected = [
+        ("ddp", "theory", 1.0, ("topk", "exact")),
+        ("ddp", "rounding", 1.0, ("bf16", "exact")),
+        ("ddp", "theory", 1e9, ("exact", "exact")),
+        ("zero2", "rounding", 1.0, ("bf16", "bf16")),
+        ("zero3", "rounding", 1.0, ("bf16", "bf16")),
+        ("zero3", "exact", 1.0, ("exact", "exact")),
+        ("plain", "theory", 1.0, ("exact", "exact")),
+    ]
+    said: list[str] = []
+    monkeypatch.setattr(settings.logger, "announce", said.append)
+    for strategy, allow, rate, names in expected:
+        accelerator = automatic(strategy, allow, rate)
+        each, _ = trained(accelerator, 1)
+        held = accelerator.strategy_of(each)
+        assert held.run.links.names == names, f"{strategy}, {allow}, {rate}"
+        assert held.run.links.auto is None
+        check_sent(accelerator, each)
+        accelerator.free_memory()
+    begin = "between hosts, auto, rounding at most, 0.125 MB/s as links.mbit_per_s says: gradients "
+    lines = [line for line in said if line.startswith(begin)]
+    assert len(lines) == 3
+    assert all("bf16 (rounding), for 2 of 8 parameters (8,192 numbers)" in line for line in lines)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_auto_measures_the_link_that_nobody_has_declared(monkeypatch):
+    host_of_each_rank(monkeypatch, 1)
+    said: list[str] = []
+    monkeypatch.setattr(settings.logger, "announce", said.append)
+    accelerator = automatic("ddp", "theory", 0.0)
+    each, _ = trained(accelerator, 1)
+    assert accelerator.strategy_of(each).run.links.auto is None
+    (line,) = [line for line in said if "MB/s measured now: gradients" in line]
+    # All ranks, whatever each of them has measured, have chosen the same for the same reason.
+    assert len(set(gather_facts(line, str, doing="the lines of all ranks"))) == 1
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_auto_leaves_tensors_exact_for_which_a_method_does_not_pay(monkeypatch):
+    host_of_each_rank(monkeypatch, 1)
+    monkeypatch.setitem(globals(), "model", lopsided)
+    said: list[str] = []
+    monkeypatch.setattr(settings.logger, "announce", said.append)
+    # bf16 saves 0.26 s of the large matrix at 1 Mbit/s, 0.07 s of the small one.
+    monkeypatch.setattr(compressors().load("bf16"), "rehearse", lambda *_: time.sleep(0.12))
+    accelerator = automatic("ddp", "rounding", 1.0)
+    each, _ = trained(accelerator, 1)
+    sent = check_sent(accelerator, each)
+    accelerator.free_memory()
+    accelerator = accelerator_of("ddp", gradients="bf16")
+    each, _ = trained(accelerator, 1)
+    all_encoded = check_sent(accelerator, each)
+    accelerator.free_memory()
+    said_of = "gradients bf16 (rounding), for 1 of 4 parameters (16,384 numbers)"
+    assert any(said_of in line for line in said)
+    if int(os.environ["RANK"]) == 0:
+        # Rank 0 sends the small matrix to rank 1, which sums it, with 4 bytes a number, not 2.
+        more = {key: sent[key] - all_encoded[key] for key in sent if sent[key] != all_encoded[key]}
+        assert more == {("dp.far", "all_to_all"): 2 * WIDTH * WIDTH}
+
+
+def lopsided() -> nn.Sequential:
+    """Return a model of a small and a large matrix."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4 * WIDTH))
+
+
+def automatic(strategy: str, allow: str, mbit_per_s: float) -> Accelerator:
+    links = {"far": "auto", "allow": allow, "mbit_per_s": mbit_per_s}
+    return Accelerator(config={"strategy": strategy, "links": links}, cpu=True)
+
+
+def check_sent(accelerator: Accelerator, each: nn.Module) -> Mapping[tuple[str, str], int]:
+    """Compare the bytes of a step with the promise; return the promise."""
+    held = accelerator.strategy_of(each)
+    promised = type(held).cost(held.config, ModelSpec.of(model(), states=1), held.run).sent
+    before = accelerator.traffic.sent()
+    (optimizer,) = accelerator._prepared.optimizers
+    optimizer.zero_grad()
+    accelerator.backward(loss_of(each, batch(7, accelerator.process_index)))
+    optimizer.step()
+    after = accelerator.traffic.sent()
+    if accelerator.is_main_process:
+        sent = {key: count - before.get(key, 0) for key, count in after.items()}
+        assert {key: count for key, count in sent.items() if count} == promised
+    return promised

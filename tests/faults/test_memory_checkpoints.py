@@ -73,7 +73,7 @@ def test_a_newer_checkpoint_in_storage_counts(trainings, clean):
 @pytest.mark.parametrize("end", ["failure", "SIGTERM", "SIGKILL"])
 def test_nothing_is_left_in_memory_after_any_end(trainings, end):
     wait = f"{WAIT}; step == 4 and Path(name, 'waits').touch()"
-    faults = {"start": TOLD, "step": wait, "update": "step > 3 and __import__('time').sleep(0.3)"}
+    faults = {"start": TOLD, "step": wait, "update": "step > 3 and __import__('time').sleep(1)"}
     if end == "failure":
         faults["update"] = "step == 5 and rank == 1 and 1 / 0"
     with trainings.start("run", *MEMORY, faults=faults, every=NEVER) as training:

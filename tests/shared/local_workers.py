@@ -71,6 +71,7 @@ class ByHand:
         make: makes the optimizer of a worker.
         fragment_of: the fragment of a parameter, by name.
         clip: largest norm of a worker's gradients.
+        present: who takes part in the exchanges after so many steps; all where nothing is said.
     """
 
     workers: int
@@ -79,6 +80,7 @@ class ByHand:
     make: Callable[[nn.Module], Optimizer]
     fragment_of: Callable[[str], int] = lambda name: 0
     clip: float | None = None
+    present: Mapping[int, Sequence[int]] = field(default_factory=dict)
     models: Sequence[nn.Module] = field(init=False)
     steps: int = 0
 
@@ -98,7 +100,9 @@ class ByHand:
                 place = fragment * self.rounds.every // self.rounds.fragments
                 ago = (self.steps - place) % self.rounds.every
                 if ago == 0:
-                    self.sent[fragment] = self.outer_gradients(fragment)
+                    everyone = range(self.workers)
+                    workers = self.present.get(self.steps, everyone)
+                    self.sent[fragment] = self.outer_gradients(fragment, workers)
                 if ago == self.rounds.delay and fragment in self.sent:
                     self.outer_step(self.sent.pop(fragment))
         return copy.deepcopy(self.outer)
@@ -114,10 +118,10 @@ class ByHand:
         self.optimizers[worker].zero_grad()
 
     @torch.no_grad()
-    def outer_gradients(self, fragment: int) -> dict[str, Tensor]:
-        named = [dict(model.named_parameters()) for model in self.models]
+    def outer_gradients(self, fragment: int, workers: Sequence[int]) -> dict[str, Tensor]:
+        named = [dict(self.models[worker].named_parameters()) for worker in workers]
         return {
-            name: sum(outer - each[name] for each in named) / self.workers
+            name: sum(outer - each[name] for each in named) / len(workers)
             for name, outer in self.outer.items()
             if self.fragment_of(name) == fragment
         }

@@ -11,6 +11,7 @@ import click
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.hardware.description import Hardware
+from drivetrain.hardware.sizes import size_text
 from drivetrain.paper.transformer import GptShape
 from drivetrain_launch.commands.options import complete_file
 from drivetrain_launch.forecast.plan_text import explained, file_of, found_rows
@@ -252,8 +253,11 @@ def _search(task: "Task", precision: str) -> "Found":
 
 def show_found(task: "Task", found: "Found") -> None:
     """Print the best layouts, the reasons of the others' defeat, and the numbers left out."""
+    from drivetrain.planner.fit import room_of
+
     unit = "tokens/s" if task.model.seq > 1 else "samples/s"
-    columns = ["layout", "step", unit, "MFU", "memory", "idle", "why not first"]
+    memory = f"memory of {size_text(round(room_of(task)))}"
+    columns = ["layout", "step", unit, "MFU", memory, "between hosts", "idle", "why not first"]
     title = (
         f"{task.model.parameters / 1e9:.3g} B parameters, batch {task.batch}, {task.ranks} x "
         f"{task.hardware.name}: {found.tried:,} layouts tried"

@@ -1,10 +1,12 @@
 """``launch --dry-run``: the resolved configuration, the mesh, and the cost on a rank."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from drivetrain.config.resolve import Resolved
-from drivetrain.cost import Cost
+from drivetrain.cost import Cost, ModelSpec
 from drivetrain.hardware.sizes import size_text
+from drivetrain.links.automatic import Sender, choose_links
 from drivetrain.strategy import Run, find_strategy
 from drivetrain.telemetry.link import bytes_between_hosts
 from drivetrain_launch.forecast.host_order import ranks_of
@@ -28,9 +30,13 @@ def preview(resolved: Resolved, listed: Sequence[RemoteHost] = ()) -> None:
     """
     run, shape = _planned(resolved, listed)
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
-    cost = kind.cost(options, example_model(), run)
+    model = example_model()
+    run, lines = foresee_links(resolved, run, model)
+    cost = kind.cost(options, model, run)
     show_configuration(resolved, every=False)
     note = run.links.note(kind.channels(options))
+    for line in lines:
+        print(f"{line}\n")
     show_table(
         f"Mesh: {run.mesh} ({shape}){note}",
         ("axis", "size", "ranks of the first line", "crosses hosts"),
@@ -58,6 +64,28 @@ def _planned(resolved: Resolved, listed: Sequence[RemoteHost]) -> tuple[Run, str
     available = 0 if settings.device == "cpu" else accelerators()
     ranks = local_ranks(settings, accelerators=available, cores=cores())
     return plan(resolved, ranks), f"{settings.nnodes} x {ranks} ranks"
+
+
+def foresee_links(resolved: Resolved, run: Run, model: ModelSpec) -> tuple[Run, list[str]]:
+    """Return the run with the methods that ``links.far: auto`` would choose here, and the reasons.
+
+    The rate of the link must be declared, and the time of encodings is this host's. Where ranks
+    compute on accelerators nothing is timed: the run then stays open, and its traffic exact.
+    """
+    auto, settings = run.links.auto, resolved.run.launch
+    if auto is None or not run.world.spans_hosts:
+        return run, []
+    on_cpu = settings.device == "cpu" or not accelerators()
+    if not auto.mbit_per_s or not on_cpu:
+        missing = "the encodings on the accelerators" if auto.mbit_per_s else "links.mbit_per_s"
+        return run, [
+            f"links.far: auto cannot be foreseen without {missing}: all bytes below are those of "
+            "exact traffic; a line at prepare() names the methods, which can be pinned then"
+        ]
+    kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+    sender = Sender(kind, options, run.precision)
+    links, lines = choose_links(run.links, sender, model.parameters, run.world)
+    return replace(run, links=links), [f"{line}, as encoded on this host" for line in lines]
 
 
 def show_placement(cost: Cost, run: Run) -> None:

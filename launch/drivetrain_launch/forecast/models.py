@@ -115,7 +115,13 @@ def of_transformers(path: Path) -> nn.Module:
             f"{path}: expected transformers to be installed, found {error}; pip install "
             "transformers"
         ) from error
-    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}: expected a configuration of transformers in JSON, found {error}; give the "
+            "config.json of a model"
+        ) from error
     kind = facts.pop("model_type", None)
     if kind is None:
         raise ConfigError(

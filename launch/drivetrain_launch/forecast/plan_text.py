@@ -56,6 +56,7 @@ def explained(predictor: "Predictor", prediction: "Prediction") -> Iterator[str]
             yield f"  on the {tier}, of a rank: {size_text(round(there))}"
     for (axis, operation), nbytes in prediction.sent.items():
         yield f"  sent   {operation} over {axis}: {size_text(round(nbytes))}"
+    yield f"  a host sends to others: {size_text(round(prediction.leaving))}"
     if needed > room:
         yield f"would fit with any of: {'; '.join(remedies(predictor, prediction.planned))}"
 
@@ -70,6 +71,7 @@ def found_rows(found: "Found") -> Sequence[Sequence[str]]:
             f"{each.tokens_per_second:,.0f}",
             f"{each.mfu:.1%}",
             size_text(round(each.needed())),
+            size_text(round(each.leaving)),
             f"{each.idle:.1%}",
             each.against(best),
         ]

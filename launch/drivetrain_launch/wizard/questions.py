@@ -23,6 +23,7 @@ from drivetrain.config import (
 )
 from drivetrain.config.document import COMMENT_COLUMNS, put
 from drivetrain.config.resolve import Resolved, resolve
+from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import DEVICES, device_bytes, parameter_count
 from drivetrain.registry import Registry
@@ -38,7 +39,14 @@ STRATEGY, FACTS = "strategy.", "facts."
 STRATEGY_KEY = "strategy.name"
 RANKS_KEY, HOSTS_KEY = "launch.nproc_per_node", "launch.nnodes"
 ENDPOINT_KEY, DEVICE_KEY = "launch.rdzv_endpoint", "launch.device"
+FAR_KEY, ALLOW_KEY = "links.far", "links.allow"
 MEMORY, MODEL, NEED = "facts.memory", "facts.model", "facts.need"
+
+EXACT, AUTO = "exact", "auto"
+"""The values of ``links.far`` without approximations, and with those that ``prepare()`` chooses."""
+
+ALLOW_KNOB = next(knob for knob in options_of(LinksConfig) if knob.question)
+"""The one question about links: how far training may be from exact training."""
 
 NEEDS: Mapping[str, str] = {
     "nothing": "nothing yet",
@@ -121,6 +129,11 @@ class Wizard:
         self.answers[question.key] = value
         if question.key == HOSTS_KEY and value == 1:
             self.answers.pop(ENDPOINT_KEY, None)
+        if question.key == ALLOW_KEY:
+            self.answers[FAR_KEY] = AUTO if value != ALLOW_KNOB.default else EXACT
+        elif not self._asks_for_approximations:
+            self.answers.pop(ALLOW_KEY, None)
+            self.answers.pop(FAR_KEY, None)
         self._position += 1
 
     def back(self) -> None:
@@ -214,6 +227,14 @@ class Wizard:
             default=self.answers.get(NEED, next(iter(NEEDS))),
             choices=tuple(AnswerChoice(need, title) for need, title in NEEDS.items()),
         )
+
+        if self._asks_for_approximations:
+            yield _question(ALLOW_KNOB, ALLOW_KEY, self.answers.get(ALLOW_KEY, ALLOW_KNOB.default))
+
+    @property
+    def _asks_for_approximations(self) -> bool:
+        """Whether a link between hosts hurts, so that approximations could help."""
+        return self.answers.get(NEED) == "link" and self.answers.get(HOSTS_KEY, 1) != 1
 
     def _strategy_question(self) -> Question:
         proposal = self._proposal()

@@ -141,12 +141,16 @@ class PipelineStep:
     Attributes:
         steps: of every stage of the schedule, each for all micro-batches.
         schedule: see there.
-        message: the activation between two stages.
+        message: the activation between two stages on one host.
+        far: the same between two hosts.
+        together: ranks of the pipeline on one host.
     """
 
     steps: Sequence[PaperStep]
     schedule: Schedule
     message: Collective
+    far: Collective
+    together: int
 
     def merged(self) -> PaperStep:
         """Return one step of all ranks of the pipeline."""
@@ -201,13 +205,13 @@ class PipelineStep:
             return
         if not forward and not source.kind.returns:
             return
+        here, there = source.stage % count, neighbor % count
+        crosses = here // self.together != there // self.together
+        message = self.far if crosses else self.message
         self.arrived[source] = len(self.tasks)
         self.tasks.append(
-            PaperTask(
-                f"send {source}", (self.message,), "pp", (self.ended[source],),
-                source.stage % count,
-            )
-        )  # fmt: skip
+            PaperTask(f"send {source}", (message,), "pp", (self.ended[source],), here)
+        )
 
     def _emit(
         self,
@@ -279,8 +283,11 @@ def cell_step(config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun)
         each = run.bytes.parameter + run.bytes.gradient
         copies = sum(unit.borrowed for unit in stages[-1]) * each
         steps[-1].held = [{**steps[-1].held[0], "tied copies": copies}]
-    message = Collective("pp", "send", max(unit.enters for unit in parts))
-    return PipelineStep(steps, schedule, message).merged()
+    activation = max(unit.enters for unit in parts)
+    near, far = (
+        Collective("pp", "send", nbytes) for nbytes in (activation, run.between_hosts(activation))
+    )
+    return PipelineStep(steps, schedule, near, far, run.together("pp")).merged()
 
 
 def cell_bound(

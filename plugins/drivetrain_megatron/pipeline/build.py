@@ -32,6 +32,7 @@ from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.recording.calls import ExampleInputs
 from drivetrain_megatron.recording.phases import Recording, block_order, recording_of
+from drivetrain_megatron.stage_links import announce_idle_rounding
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.linear import defer_no_more, defer_weights
 from drivetrain_megatron.tensor.weight_grad import WeightGradients
@@ -61,6 +62,7 @@ class PipelineBuilder:
         self._replicas = connect(run.mesh["dp"], run.traffic, run.world.device, run.world.timeout)
         self._stages = config.pp * config.chunks
         self._link = Link.of(run, self._stages)
+        announce_idle_rounding(run)
         self._planned: tuple[Recording, StageCut] | None = None
         self.blocks: Sequence[NamedModule] = ()
         self._split: Split | None = None

@@ -19,15 +19,9 @@ from torch import Tensor, nn
 from drivetrain.building import WeightSource, become
 from drivetrain.errors import UsageError
 from drivetrain.strategy import Strategy
+from drivetrain_megatron.marks import absent_like, is_absent
 from drivetrain_megatron.pipeline.cut import StageCut
-from drivetrain_megatron.pipeline.transfer import (
-    Direction,
-    Link,
-    Message,
-    Meta,
-    absent_like,
-    is_absent,
-)
+from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
 from drivetrain_megatron.recording.phases import Recording, Use
 from drivetrain_megatron.recording.proxy import StageProxy
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError, ConfigError
 from drivetrain.ranges import WAIT, named_range
-from drivetrain.runtime.mesh import Axis
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
+from drivetrain_megatron.marks import converted
+from drivetrain_megatron.stage_links import StageLinks
 
 
 class Direction(IntEnum):
@@ -94,41 +95,28 @@ class Meta(NamedTuple):
     dtype: torch.dtype
 
 
-_ABSENT = 0x7FFD
-"""Two bytes; repeated over an element, a NaN of every floating point format of torch whose payload
-no computation makes."""
-
-
-def absent_like(tensor: Tensor) -> Tensor:
-    """Return a message in a tensor's size for a gradient that backward does not make.
-
-    A gradient of zeros would not do: in one process a parameter without a gradient is left alone,
-    one with zeros decays.
-    """
-    message = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-    _first_element(message).fill_(_ABSENT)
-    return message
-
-
-def is_absent(message: Tensor) -> bool:
-    """Whether a message stands for no gradient. On a GPU this waits until the message is there."""
-    pieces = _first_element(message.detach())
-    return bool(pieces.numel()) and bool((pieces == _ABSENT).all())
-
-
-def _first_element(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor's first element, in pieces of two bytes."""
-    return tensor.reshape(-1)[:1].view(torch.int16)
-
-
 class Arrival:
-    """Tensors on their way to this rank, with a receive under way for each."""
+    """Tensors on their way to this rank, with a receive under way for each.
+
+    Args:
+        message: their address.
+        tensors: where they arrive, in the dtypes in which they are sent.
+        dtypes: in which the stage wants them.
+        works: the receives.
+        link: this rank's end of the pipeline.
+    """
 
     def __init__(
-        self, message: Message, tensors: Sequence[Tensor], works: Sequence[Any], link: "Link"
+        self,
+        message: Message,
+        tensors: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        works: Sequence[Any],
+        link: "Link",
     ) -> None:
         self._message = message
-        self._tensors = tuple(tensors)
+        self._tensors = tensors
+        self._dtypes = dtypes
         self._works = works
         self._link = link
 
@@ -140,7 +128,10 @@ class Arrival:
         """
         for work in self._works:
             self._link.finish(work, self._message)
-        return self._tensors
+        return tuple(
+            tensor if tensor.dtype == dtype else converted(tensor, dtype)
+            for tensor, dtype in zip(self._tensors, self._dtypes, strict=True)
+        )
 
 
 class Link:
@@ -149,19 +140,21 @@ class Link:
     The axis has a started group unless its size is 1. One message may take until the timeout.
 
     Args:
+        links: between the ranks of the axis.
         groups: one for every stream, by ``stream_of``; none where tags tell the streams apart.
     """
 
     def __init__(
         self,
-        axis: Axis,
+        links: StageLinks,
         traffic: Traffic,
         device: torch.device,
         timeout: timedelta,
         stages: int,
         groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        self._axis = axis
+        axis = self._axis = links.axis
+        self._links = links
         self._traffic = traffic
         self._device = device
         self._timeout = timeout
@@ -180,7 +173,7 @@ class Link:
             ConfigError: gloo, which cannot send from a GPU's memory, shall carry a GPU's tensors.
         """
         axis, device = run.mesh["pp"], run.world.device
-        here = (axis, run.traffic, device, run.world.timeout, stages)
+        here = (StageLinks.of(run), run.traffic, device, run.world.timeout, stages)
         if axis.size == 1 or device.type == "cpu":
             return cls(*here)
         if str(dist.get_backend(axis.group)) == "gloo":
@@ -217,7 +210,10 @@ class Link:
         self._forget_sent()
         for tensor in tensors:
             whole = tensor.detach().contiguous()
-            self._traffic.add(self._axis.name, "send", whole.nbytes)
+            dtype = self._wire_dtype(message, whole.dtype)
+            if dtype != whole.dtype:
+                whole = converted(whole, dtype)
+            self._traffic.add(self._link_name(message), "send", whole.nbytes)
             if whole.numel():
                 with self._telling(message):
                     work = self._group_of(message).send(
@@ -228,8 +224,13 @@ class Link:
     def receive(self, message: Message, metas: Sequence[Meta]) -> Arrival:
         """Start to receive tensors."""
         if self._rank_of(message.source) == self._axis.rank:
-            return Arrival(message, self._here.pop(message), (), self)
-        tensors = [torch.empty(m.shape, dtype=m.dtype, device=self._device) for m in metas]
+            here = self._here.pop(message)
+            return Arrival(message, here, [tensor.dtype for tensor in here], (), self)
+        dtypes = [meta.dtype for meta in metas]
+        tensors = [
+            torch.empty(m.shape, dtype=self._wire_dtype(message, m.dtype), device=self._device)
+            for m in metas
+        ]
         with self._telling(message):
             group = self._group_of(message)
             works = [
@@ -237,7 +238,7 @@ class Link:
                 for tensor in tensors
                 if tensor.numel()
             ]
-        return Arrival(message, tensors, works, self)
+        return Arrival(message, tensors, dtypes, works, self)
 
     def is_here(self, message: Message) -> bool:
         """Whether a message from one of this rank's own stages waits."""
@@ -266,7 +267,7 @@ class Link:
                 work.wait()  # the device waits, and this process goes on; NCCL watches the time
             else:
                 work.wait(self._timeout)
-        self._traffic.waited(self._axis.name, time.perf_counter() - start)
+        self._traffic.waited(self._link_name(message), time.perf_counter() - start)
 
     @contextmanager
     def _telling(self, message: Message) -> Iterator[None]:
@@ -300,6 +301,16 @@ class Link:
     def reset(self) -> None:
         """Forget messages that an exception left on their way."""
         self._here.clear()
+
+    def _link_name(self, message: Message) -> str:
+        return self._links.name(self._rank_of(message.source), self._rank_of(message.stage))
+
+    def _wire_dtype(self, message: Message, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a message: values and gradients of shared parameters keep theirs."""
+        if message.direction is Direction.TIED:
+            return dtype
+        ends = self._rank_of(message.source), self._rank_of(message.stage)
+        return self._links.wire_dtype(*ends, dtype)
 
     def _group_of(self, message: Message) -> dist.ProcessGroup:
         return self._groups[stream_of(message)] if self._groups else self._whole_group

@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.dropout.chain import Dropout
+from drivetrain_megatron.marks import absent_like, is_absent
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.other_stages import SharedParameters
 from drivetrain_megatron.pipeline.stages import Stage
-from drivetrain_megatron.pipeline.transfer import Meta, absent_like, is_absent
+from drivetrain_megatron.pipeline.transfer import Meta
 from drivetrain_megatron.tensor.weight_grad import WeightGradients
 
 LossOf = Callable[[Any, Any], Tensor]

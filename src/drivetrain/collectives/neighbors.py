@@ -49,6 +49,7 @@ class Neighbors:
         self.left = (axis.rank - 1) % axis.size
         self.timeout = timeout
         self._group = group
+        self._places = axis.places or range(axis.size)
         self._first_tag = len(Tag) * next(axis.streams)
         self._lane = 0
 
@@ -57,12 +58,13 @@ class Neighbors:
 
         It must live and stay as it is until waited for.
         """
-        return self._group.send([piece], self.right if to is None else to, self.number(tag))
+        to = self.right if to is None else to
+        return self._group.send([piece], self._places[to], self.number(tag))
 
     def receive(self, piece: Tensor, tag: Tag, source: int | None = None) -> Any:
         """Start to fill a tensor from the left, or from another rank of the axis."""
         source = self.left if source is None else source
-        return self._group.recv([piece], source, self.number(tag))
+        return self._group.recv([piece], self._places[source], self.number(tag))
 
     def number(self, tag: Tag) -> int:
         """Return the backend's tag, below 2**31."""
@@ -100,5 +102,6 @@ class Neighbors:
         for neighbor in (self.left, self.right):
             token = torch.empty(1, dtype=torch.uint8, device="cpu")
             with suppress(RuntimeError):
-                receive = self._group.recv([token], neighbor, self.number(Tag.ALARM))
+                place, tag = self._places[neighbor], self.number(Tag.ALARM)
+                receive = self._group.recv([token], place, tag)
                 receive.wait(timedelta(milliseconds=1))

@@ -31,6 +31,12 @@ ORIGINS_KEY = "resolved_from"
 STRATEGY = "strategy"
 """The key of the strategy: its name alone, or a section of its name and options."""
 
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    STRATEGY: ("name",),
+    "links.far": ("gradients", "parameters"),
+}
+"""Sections that one word may stand for: the word is then the value of these keys of the section."""
+
 YAML_INDENT = 2
 """Columns by which the writer of YAML indents a nested mapping."""
 
@@ -148,16 +154,34 @@ def read_sets(assignments: Iterable[str]) -> Layer:
             )
         node = _compose(text, Path("--set " + key))
         value = None if node is None else _construct(node)
-        if key == STRATEGY and isinstance(value, str):
-            key += ".name"
-        for other, before, origin in entries:
-            if other == key and before != value:
-                raise ConfigError(
-                    f"{key}: '{origin.text}' and '--set {assignment}' contradict each other; keep "
-                    "one"
-                )
-        entries.append((key, value, ValueOrigin("command line", f"--set {assignment}")))
+        for dotted in _keys_of_word(key) if isinstance(value, str) else (key,):
+            for other, before, origin in entries:
+                if other == dotted and before != value:
+                    raise ConfigError(
+                        f"{dotted}: '{origin.text}' and '--set {assignment}' contradict each "
+                        "other; keep one"
+                    )
+            entries.append((dotted, value, ValueOrigin("command line", f"--set {assignment}")))
     return Layer.of(entries)
+
+
+def with_words_as_sections(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values in which no word stands for a section any more."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, str) and dotted in _WORDS:
+            found[key] = dict.fromkeys(_WORDS[dotted], value)
+        elif isinstance(value, Mapping) and any(word.startswith(f"{dotted}.") for word in _WORDS):
+            found[key] = with_words_as_sections(value, f"{dotted}.")
+        else:
+            found[key] = value
+    return found
+
+
+def _keys_of_word(key: str) -> tuple[str, ...]:
+    """Return the keys whose value a word is that stands at a key."""
+    return tuple(f"{key}.{each}" for each in _WORDS[key]) if key in _WORDS else (key,)
 
 
 def dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:

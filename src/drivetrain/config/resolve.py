@@ -14,7 +14,14 @@ from typing import Any, TypeAlias
 
 import pydantic
 
-from drivetrain.config.document import ORIGINS_KEY, STRATEGY, Layer, ValueOrigin, dump_yaml
+from drivetrain.config.document import (
+    ORIGINS_KEY,
+    STRATEGY,
+    Layer,
+    ValueOrigin,
+    dump_yaml,
+    with_words_as_sections,
+)
 from drivetrain.config.option import NestedStrategy, Option, is_union, options_of
 from drivetrain.config.schema import RunConfig
 from drivetrain.errors import ConfigError, UnknownPluginError
@@ -92,9 +99,7 @@ def resolve(*layers: Layer, find_config: FindConfig, complete: bool = True) -> R
 
 def _merge(values: dict[str, Any], origins: dict[str, ValueOrigin], layer: Layer) -> None:
     """Lay one layer over the values; a strategy of another name drops the options below it."""
-    incoming = dict(layer.values)
-    if isinstance(incoming.get(STRATEGY), str):
-        incoming[STRATEGY] = {"name": incoming[STRATEGY]}
+    incoming = with_words_as_sections(layer.values)
     above = incoming.get(STRATEGY)
     below = values.get(STRATEGY)
     if isinstance(above, Mapping) and isinstance(below, dict):

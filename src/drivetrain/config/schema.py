@@ -215,22 +215,28 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FarConfig:
-    """The methods for gradients and parameters between hosts."""
+    """The methods for gradients, parameters and activations between hosts."""
 
     gradients: str = option(
         "exact",
-        help="Method for gradients between hosts: exact, or an installed one such as bf16 or int8.",
+        help="Method for gradients between hosts: exact, an installed one such as bf16 or int8, "
+        "or auto, within links.allow.",
     )
     parameters: str = option(
         "exact",
-        help="Method for parameters between hosts, where they are divided: exact, or an installed "
-        "one such as bf16 or int8.",
+        help="Method for parameters between hosts, where they are divided: exact, an installed "
+        "one such as bf16 or int8, or auto, within links.allow.",
+    )
+    activations: Literal["exact", "bf16"] = option(
+        "exact",
+        help="Method for activations, and their gradients, between pipeline stages on different "
+        "hosts: exact, or rounded to bf16.",
     )
     warmup_steps: int = option(
         0, help="Sums of gradients that are exact before the method begins.", minimum=0
     )
     options: dict[str, int | float | bool | str] = mapping(
-        help="Options of the two methods, such as block of int8."
+        help="Options of the methods for gradients and parameters, such as block of int8."
     )
 
 
@@ -238,7 +244,27 @@ class FarConfig:
 class LinksConfig:
     """The methods for slow links, by the place of the link."""
 
-    far: FarConfig = section(FarConfig, help="Between hosts.")
+    far: FarConfig = section(
+        FarConfig, help="Between hosts. One word, such as auto, is for gradients and parameters."
+    )
+    allow: Literal["exact", "rounding", "theory", "empirical"] = option(
+        "exact",
+        help="How far from exact training a method may be that auto chooses, at most; exact "
+        "chooses none.",
+        question="How far may training be from exact training, to send less between hosts?",
+    )
+    mbit_per_s: float = option(
+        0.0,
+        help="Mbit/s that a host sends to another one, for the choice of auto; 0 takes the "
+        "launcher's measurement, or measures at prepare().",
+        minimum=0,
+    )
+    backward_s: float = option(
+        0.0,
+        help="Seconds of a backward, behind which traffic can hide, for the choice of auto; with 0 "
+        "none hides, and auto takes the permitted method with the least time.",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

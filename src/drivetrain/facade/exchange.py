@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from drivetrain.collectives.digests import refuse_other_operation
 from drivetrain.collectives.meeting import meet, named
+from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
 
 PERIOD_S = 0.5
@@ -40,15 +41,17 @@ class Exchanged:
 
 
 class Exchange:
-    """The exchanges of all ranks, at steps that they all come to.
+    """The exchanges of ranks, at steps that they all come to.
 
     Args:
         world: this process among all processes.
+        ranks: those that exchange, over gloo; None means all.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, ranks: Axis | None = None) -> None:
         self._world = world
-        self._group: dist.ProcessGroup | None = None
+        self._size = world.size if ranks is None else ranks.size
+        self._group = None if ranks is None else ranks.group
         self._left = 1
         self._steps = 0
         self._since = time.monotonic()
@@ -60,7 +63,7 @@ class Exchange:
         return self._left <= 0
 
     def tell(self, *, told: bool, bad: bool) -> Exchanged:
-        """Send facts of this rank, and return those of all ranks together. Collective.
+        """Send facts of this rank, and return those of all the ranks together. Collective.
 
         Raises:
             CollectiveError: a rank does not come, or came to another collective.
@@ -69,7 +72,7 @@ class Exchange:
         seconds = (now - self._since) / max(1, self._steps)
         self._since, self._steps = now, 0
         mine = _packed(told, bad, seconds)
-        words = [mine] if self._world.size == 1 else self._gathered(mine)
+        words = [mine] if self._size == 1 else self._gathered(mine)
         slowest = max(word & ((1 << _TIME_BITS) - 1) for word in words) / _MICROSECONDS
         self._left = max(1, int(PERIOD_S / max(slowest, PERIOD_S / MOST_STEPS, 1e-9)))
         return Exchanged(any(word & _TOLD for word in words), any(word & _BAD for word in words))
@@ -78,7 +81,7 @@ class Exchange:
         if self._group is None:
             self._group = self._common_group()
         word = torch.tensor([mine], dtype=torch.int64, device="cpu")
-        words = word.new_empty(self._world.size, 1)
+        words = word.new_empty(self._size, 1)
         doing = "optimizer.step(), where ranks exchange what they found"
         with named(doing, self._group) as wait:
             work = dist.all_gather(list(words.unbind()), word, group=self._group, async_op=True)
@@ -94,6 +97,25 @@ class Exchange:
             return dist.group.WORLD
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._world.timeout)
         return group
+
+
+class StepExchanges:
+    """The exchanges of all ranks, and of groups that step by themselves.
+
+    Args:
+        world: this process among all processes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._made: dict[tuple[int, ...], Exchange] = {}
+
+    def among(self, ranks: Axis | None) -> Exchange:
+        """Return the exchange of some ranks; None means all."""
+        key = () if ranks is None else ranks.ranks
+        if key not in self._made:
+            self._made[key] = Exchange(self._world, ranks)
+        return self._made[key]
 
 
 def _packed(told: bool, bad: bool, seconds: float) -> int:

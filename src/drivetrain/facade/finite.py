@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.errors import NonFiniteError
+from drivetrain.errors import ConfigError, NonFiniteError
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.log import get_logger
+from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.scaler import LossScaler
 
 logger = get_logger(__name__)
@@ -108,6 +109,22 @@ class FiniteCheck:
         if self._on_cpu:
             self._evaluate(entries)
 
+    def check_policy(self, ranks: Axis | None) -> None:
+        """Refuse a policy for which all ranks must leave out the same steps.
+
+        Args:
+            ranks: those that come to each step together; None means all.
+
+        Raises:
+            ConfigError: the policy lets ranks leave out steps that others take.
+        """
+        if ranks is not None and self._policy in ("skip", "rollback"):
+            raise ConfigError(
+                f"on_nonfinite: expected stop or ignore where ranks do not wait for each other at "
+                f"a step, found {self._policy}: they could not leave out the same steps; change "
+                "it, or let the strategy wait for all ranks"
+            )
+
     def must_tell(self, entries: Sequence[PreparedModel]) -> bool:
         """Whether ranks must tell each other in this step, whatever that costs."""
         alone = self._on_cpu and self._runs.default.world.size == 1
@@ -128,14 +145,18 @@ class FiniteCheck:
         self._evaluate(entries)
         return bool(self._found)
 
-    def act(self, entries: Sequence[PreparedModel]) -> None:
+    def act(self, entries: Sequence[PreparedModel], ranks: Axis | None = None) -> None:
         """Do as the policy says, on every rank: the step is not taken. Collective.
 
+        Args:
+            entries: the models of the step.
+            ranks: those that come to the step together; None means all.
+
         Raises:
-            NonFiniteError: on every rank: names step, ranks, micro-batch or parameter.
+            NonFiniteError: on every one of the ranks: names step, ranks, micro-batch or parameter.
         """
         self._evaluate(entries)
-        where = self._said()
+        where = self._said(ranks)
         self.forget()
         if self._policy == "stop":
             raise _error(where, "on_nonfinite: stop ends the run")
@@ -173,12 +194,13 @@ class FiniteCheck:
         if self._policy == "stop" and (where := self._said()):
             raise _error(where, "nothing was saved")
 
-    def _said(self) -> str:
-        """Return the findings of all ranks in words. Collective."""
-        everyone = gather_facts(
-            self._found, str, doing="the exchange of numbers that are not finite"
-        )
-        return "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone) if each)
+    def _said(self, ranks: Axis | None = None) -> str:
+        """Return the findings of all the ranks in words. Collective."""
+        doing = "the exchange of numbers that are not finite"
+        everyone = gather_facts(self._found, str, doing=doing, group=ranks)
+        numbers = range(len(everyone)) if ranks is None else ranks.ranks
+        found = zip(numbers, everyone, strict=True)
+        return "; ".join(f"rank {rank}: {each}" for rank, each in found if each)
 
     @property
     def _looks(self) -> bool:

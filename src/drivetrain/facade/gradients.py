@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import UsageError
-from drivetrain.facade.exchange import Exchange
+from drivetrain.facade.exchange import StepExchanges
 from drivetrain.facade.finite import FiniteCheck
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.preemption import Preemption
@@ -64,7 +64,7 @@ class WindowGradients:
         self.finite = FiniteCheck(prepared, runs, scaler)
         self.compare_replicas: Callable[[], None] | None = None
         self.garbage = SharedCollections(runs.config.run.collect_garbage_every)
-        self._exchange = Exchange(runs.default.world)
+        self._exchanges = StepExchanges(runs.default.world)
         self._start_window(counted=False)
 
     @contextmanager
@@ -232,14 +232,16 @@ class WindowGradients:
             return True
         self.finite.look(entries)
         bad = self.finite.is_norm_bad(entries)
-        due = self._exchange.is_due()
+        ranks = next((e.strategy.steps_with for e in entries if e.strategy.steps_with), None)
+        self.finite.check_policy(ranks)
+        due = (exchange := self._exchanges.among(ranks)).is_due()
         if not bad and (due or self.finite.must_tell(entries)):
             found = self.finite.found(entries)
-            exchanged = self._exchange.tell(told=self.preemption.heard, bad=found)
+            exchanged = exchange.tell(told=self.preemption.heard and ranks is None, bad=found)
             self.preemption.told = self.preemption.told or exchanged.told
             bad = exchanged.bad
         if bad:
-            self.finite.act(entries)
+            self.finite.act(entries, ranks)
         else:
             self.finite.step_is_good()
         return not bad

@@ -105,7 +105,7 @@ class Preparation:
         )
         values.check()
         given = ModelSpec.of(model).parameters
-        strategy = self._runs.strategy(choice)
+        strategy = self._runs.strategy(choice, given)
         self._constructions.give_values(model, mine, strategy, values)
         if placed:
             place(model, world.device)

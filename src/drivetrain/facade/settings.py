@@ -14,6 +14,7 @@ from drivetrain.checkpoint import Resumption
 from drivetrain.collectives.digests import differing
 from drivetrain.config import Layer, Resolved, ValueOrigin, dump_yaml, read_file, resolve
 from drivetrain.config.document import STRATEGY
+from drivetrain.cost import TensorSpec
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.facade.options import (
@@ -22,6 +23,7 @@ from drivetrain.facade.options import (
     Handlers,
     ProjectConfiguration,
 )
+from drivetrain.links.automatic import Sender, choose_links
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.log import get_logger
 from drivetrain.paper.contract import StrategyPick
@@ -179,8 +181,15 @@ class Runs:
             _write_choice(Path(self._folder), pick)
         return None
 
-    def strategy(self, choice: StrategyChoice | None) -> Strategy[Any]:
-        """Return the strategy of one more model; None takes the default.
+    def strategy(
+        self, choice: StrategyChoice | None, tensors: Sequence[TensorSpec]
+    ) -> Strategy[Any]:
+        """Return the strategy of one more model; None takes the default. Collective.
+
+        Args:
+            choice: of the model.
+            tensors: its parameters, by which methods for slow links are chosen where the
+                configuration leaves it to drivetrain.
 
         Raises:
             ConfigError: its options do not fit together, or not to the run.
@@ -189,14 +198,19 @@ class Runs:
         kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
         kind.check_options(options, run.precision)
         kind.check_links(options, run.links, run.precision)
-        return kind(options, run)
+        sender = Sender(kind, options, run.precision)
+        links, lines = choose_links(run.links, sender, tensors, run.world)
+        for line in lines:
+            logger.announce(line)
+        return kind(options, dataclasses.replace(run, links=links))
 
     def announce_links(self) -> None:
         """Say once which approximations cross between hosts, and how honest each method is."""
         links, told = self.default.links, self._told_of_links
         self._told_of_links = True
-        if links.active and not told:
-            spans = self._world.spans_hosts
+        spans = self._world.spans_hosts
+        open_still = links.auto is not None and not spans  # over hosts, the choice has its own line
+        if (links.active or open_still) and not told:
             alone = "" if spans else "; all ranks are on one host, so that nothing is approximate"
             kind, options = find_strategy(self.config.strategy, self.config.strategy_config)
             logger.announce(f"{links.describe(kind.channels(options))}{alone}")

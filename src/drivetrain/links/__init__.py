@@ -3,7 +3,8 @@
 Between hosts, gradients are summed and parameters are gathered by one rank of each host at a time
 (``drivetrain.collectives.hierarchy``). The option ``links.far`` names a method for each of the two;
 strategies ask their communicator for a *channel*, a sum or gather of the same tensors time and
-again, and the channel sends what the method makes of them.
+again, and the channel sends what the method makes of them. Activations between the stages of a
+pipeline are no channel: the strategy that has the stages rounds them itself.
 
 =================  ============================================================================
 ``compressor.py``  the contract of a method, a plugin of the group ``drivetrain.compressors``
@@ -14,5 +15,8 @@ again, and the channel sends what the method makes of them.
 ``parked.py``      what channels that were given up leave to those that come
 ``kept.py``        checkpoints of errors, factors and counts
 ``chosen.py``      the methods of a run
+``automatic.py``   the methods of a run that leaves the choice to drivetrain
+``rule.py``        the rule by which these are chosen
+``figures.py``     what the rule needs to know: the rate between hosts, the time of encodings
 =================  ============================================================================
 """

@@ -2,18 +2,47 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
 
 from drivetrain.collectives.stretch import StretchParts
 from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.links.compressor import Compressor, Honesty
+from drivetrain.links.rule import MethodOnLink
 from drivetrain.registry import compressors
 from drivetrain.runtime.mesh import Axis
 
-EXACT = "exact"
+EXACT: Final = "exact"
 """The word for no method: all is sent as it is."""
+
+BF16: Final = "bf16"
+"""The method for activations: each number is rounded to bfloat16."""
+
+AUTO = "auto"
+"""The word for a method that ``drivetrain.links.automatic`` chooses at ``prepare()``."""
+
+USES = ("gradients", "parameters")
+"""The keys that name a method, in the order of ``LinkMethods.names``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutomaticLinks:
+    """The choice that a configuration leaves open, and its limits.
+
+    Attributes:
+        uses: the keys that say auto.
+        allow: how far training may be from exact training, at most.
+        mbit_per_s: the declared rate of the link; 0: it is measured.
+        backward_s: declared seconds of a backward.
+        methods: all that are installed, with their options.
+    """
+
+    uses: tuple[str, ...]
+    allow: Honesty
+    mbit_per_s: float
+    backward_s: float
+    methods: Mapping[str, Compressor[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +53,10 @@ class LinkMethods:
         gradients: sums gradients; None: exactly.
         parameters: gathers parameters; None: exactly.
         warmup: sums of gradients, of each channel, that are exact before the method begins.
-        names: of the two methods.
+        names: of these two methods.
+        activations: ``BF16`` rounds what stages of a pipeline send each other; or ``exact``.
+        auto: what is still to be chosen; until then, it is exact.
+        paying: chosen methods by use: these leave tensors exact for which they do not pay.
         undoable: whether steps may be skipped; then sums keep their state of before a step, too.
     """
 
@@ -32,6 +64,9 @@ class LinkMethods:
     parameters: Compressor[Any] | None = None
     warmup: int = 0
     names: tuple[str, str] = (EXACT, EXACT)
+    activations: str = EXACT
+    auto: AutomaticLinks | None = None
+    paying: Mapping[str, MethodOnLink] = field(default_factory=dict)
     undoable: bool = False
 
     @classmethod
@@ -47,32 +82,79 @@ class LinkMethods:
                 know an option.
         """
         far = config.far
+        names = {use: getattr(far, use) for use in USES}
         kinds = {
             use: compressors().load(name)
-            for use, name in (("gradients", far.gradients), ("parameters", far.parameters))
-            if name != EXACT
+            for use, name in names.items()
+            if name not in (EXACT, AUTO)
         }
         for use, kind in kinds.items():
-            _check_use(use, getattr(far, use), kind)
-        _check_options(far.options, kinds, far.gradients, far.parameters)
+            _check_use(use, names[use], kind)
+        open_uses = tuple(use for use in USES if names[use] == AUTO)
+        able = {name: compressors().load(name) for name in compressors().names if open_uses}
+        _check_options(far.options, {**able, **kinds}, far.gradients, far.parameters)
         made = {use: kind(_options_for(kind, far.options)) for use, kind in kinds.items()}
+        auto = AutomaticLinks(
+            uses=open_uses,
+            allow=Honesty(config.allow),
+            mbit_per_s=config.mbit_per_s,
+            backward_s=config.backward_s,
+            methods={name: kind(_options_for(kind, far.options)) for name, kind in able.items()},
+        )
         return cls(
             made.get("gradients"),
             made.get("parameters"),
             far.warmup_steps,
             (far.gradients, far.parameters),
+            far.activations,
+            auto if open_uses else None,
             undoable=undoable,
         )
+
+    def decided(self, chosen: Mapping[str, MethodOnLink]) -> "LinkMethods":
+        """Return the chosen methods in place of ``auto``; a use without one is exact."""
+        taken = [use for use in USES if self.name_for(use) == AUTO]
+        names = {use: EXACT if use in taken else self.name_for(use) for use in USES}
+        names |= {use: each.name for use, each in chosen.items()}
+        methods = {**self._methods, **{use: each.method for use, each in chosen.items()}}
+        return replace(
+            self,
+            gradients=methods["gradients"],
+            parameters=methods["parameters"],
+            names=(names["gradients"], names["parameters"]),
+            auto=None,
+            paying=chosen,
+        )
+
+    def approximated(self, use: str, stretches: StretchParts) -> StretchParts:
+        """Return tensors without the parameters that stay exact, for which a choice does not pay.
+
+        Args:
+            use: ``gradients`` or ``parameters``.
+            stretches: of each rank of the axis between hosts.
+        """
+        return self.paying[use].approximated(stretches) if use in self.paying else stretches
 
     @property
     def active(self) -> bool:
         """Whether anything is approximate."""
+        return self.in_channels or self.rounds_activations
+
+    @property
+    def in_channels(self) -> bool:
+        """Whether sums of gradients or gathers of parameters are approximate."""
         return self.gradients is not None or self.parameters is not None
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether stages of a pipeline on different hosts send each other rounded numbers."""
+        return self.activations == BF16
 
     @property
     def honesty(self) -> Honesty:
         """How far training may be from exact training, at most."""
         used = [each.honesty_of(use) for use, each in self._methods.items() if each is not None]
+        used += [Honesty.ROUNDING] if self.rounds_activations else []
         return max(used, key=list(Honesty).index, default=Honesty.EXACT)
 
     @property
@@ -86,13 +168,19 @@ class LinkMethods:
 
     @property
     def used_for(self) -> list[str]:
-        """The uses with a method: ``gradients`` and ``parameters``, or one of them."""
-        return [use for use, method in self._methods.items() if method is not None]
+        """The uses with a method, of ``gradients``, ``parameters`` and ``activations``."""
+        used = [use for use, method in self._methods.items() if method is not None]
+        return [*used, "activations"] if self.rounds_activations else used
 
     def name_for(self, use: str) -> str:
-        """Return the name of the method for gradients or for parameters."""
+        """Return the name of the method for gradients, parameters or activations."""
         gradients, parameters = self.names
-        return gradients if use == "gradients" else parameters
+        names = {"gradients": gradients, "parameters": parameters, "activations": self.activations}
+        return names[use]
+
+    def with_exact_activations(self) -> "LinkMethods":
+        """Return the same methods for gradients and parameters alone."""
+        return replace(self, activations=EXACT)
 
     def describe(self, channels: frozenset[str] = frozenset()) -> str:
         """Return a line for the log: each use, its method and how honest the method is.
@@ -105,12 +193,17 @@ class LinkMethods:
             sent = "updates" if use == "parameters" and "updates" in channels else use
             note = "" if method is None else f" ({method.honesty_of(sent)})"
             said.append(f"{use} {self.name_for(use)}{note}")
+        if self.rounds_activations:
+            said.append(f"activations {self.activations} ({Honesty.ROUNDING})")
+        elif "activations" in channels:
+            said.append(f"activations {EXACT}")
+        limit = f", {self.auto.allow} at most, chosen at prepare()" if self.auto else ""
         warm = f", after {self.warmup} exact steps" if self.warmup and self.gradients else ""
-        return f"between hosts: {', '.join(said)}{warm}"
+        return f"between hosts: {', '.join(said)}{limit}{warm}"
 
     def note(self, channels: frozenset[str]) -> str:
         """Return the same line for the end of a title; "" if all is exact."""
-        return f"; {self.describe(channels)}" if self.active else ""
+        return f"; {self.describe(channels)}" if self.active or self.auto else ""
 
     def facts(self) -> list[str]:
         """Return a line for each choice, to be compared between ranks."""
@@ -120,7 +213,7 @@ class LinkMethods:
             for use, method in methods.items()
             if method is not None
         ]
-        names = [f"links.far.{use}: {self.name_for(use)}" for use in methods]
+        names = [f"links.far.{use}: {self.name_for(use)}" for use in (*methods, "activations")]
         return [*names, f"links.far.warmup_steps: {self.warmup}", *options]
 
     # --- bytes between hosts; None where nothing is approximate ---
@@ -129,12 +222,14 @@ class LinkMethods:
         self, far: Axis, stretches: StretchParts, *, everywhere: bool
     ) -> Counter[tuple[str, str]] | None:
         """Return the bytes that a rank sends in one sum of gradients."""
+        stretches = self.approximated("gradients", stretches)
         if self.gradients is None or not self.gradients.approximates(stretches):
             return None
         return self.gradients.sent(far, stretches, everywhere=everywhere)
 
     def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
         """Return the bytes that a rank keeps from one sum to the next."""
+        stretches = self.approximated("gradients", stretches)
         if self.gradients is None or not self.gradients.approximates(stretches):
             return 0
         held = self.gradients.held(far, stretches, everywhere=everywhere)
@@ -142,6 +237,7 @@ class LinkMethods:
 
     def gathered(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]] | None:
         """Return the bytes that a rank sends in one gather of parameters."""
+        stretches = self.approximated("parameters", stretches)
         if self.parameters is None or not self.parameters.approximates(stretches):
             return None
         return self.parameters.sent_gathering(far, stretches)

@@ -79,6 +79,14 @@ class Codec(Compressor[MethodConfigT]):
         return _FP32 * (sum(numels) - (0 if everywhere else numels[far.rank]))
 
     @override
+    def rehearse(self, matrix: Tensor) -> None:
+        values = matrix.view(-1)
+        message = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=matrix.device)
+        self.encode(values, message)
+        self.decode(message, values)  # for the error that is kept
+        self.decode(message, values)  # of another host
+
+    @override
     def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
         return EncodedGather(self, far, stretches, updates=updates)
 

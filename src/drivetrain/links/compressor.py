@@ -151,6 +151,14 @@ class Compressor(ABC, Generic[MethodConfigT]):
     def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
         """Return the bytes of errors and factors that a rank keeps between two reductions."""
 
+    @abstractmethod
+    def rehearse(self, matrix: Tensor) -> None:
+        """Do the arithmetic of one sum of a matrix, without messages, to be timed.
+
+        Args:
+            matrix: fp32, 2-D; may be changed.
+        """
+
     def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
         """Return a gather of parameters; asked only of a method with ``parameters`` or ``updates``.
 

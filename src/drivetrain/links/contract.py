@@ -8,6 +8,7 @@ import torch
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import LinkMethods
+from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 
 
@@ -25,8 +26,9 @@ class OverLinks:
         """Return the kinds of tensors that the strategy sends by channels.
 
         Returns:
-            Some of ``gradients``, ``parameters`` (their values, each time that they are used) and
-            ``updates`` (of parameters that all ranks hold), which a link may then approximate.
+            Some of ``gradients``, ``parameters`` (their values, each time that they are used),
+            ``updates`` (of parameters that all ranks hold) and ``activations`` (between stages),
+            which a link may then approximate.
         """
         return frozenset()
 
@@ -34,6 +36,14 @@ class OverLinks:
     def steps_apart(self) -> bool:
         """Whether ranks of ``dp`` take steps by themselves: then their norms and weights differ."""
         return False
+
+    @property
+    def steps_with(self) -> Axis | None:
+        """The ranks that wait for each other at every step; None means all ranks.
+
+        Nobody waits for the other ranks at a step, so no rank learns there what they have found.
+        """
+        return None
 
     def step_decided(self, *, taken: bool) -> None:
         """Note whether optimizers are about to step with the gradients at hand.

@@ -169,7 +169,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
         method, near = self._links.parameters, self._collecting
         if method is None:
             return exact
-        held = describe()[near.rank :: near.size]
+        held = self._links.approximated("parameters", describe()[near.rank :: near.size])
         if not method.approximates(held):
             return exact
         gathering = method.gathering(self._far, held, updates=updates)
@@ -185,6 +185,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
 
     def _reduction(self, stretches: StretchParts, *, everywhere: bool) -> FarReduction | None:
         method = self._links.gradients
+        stretches = self._links.approximated("gradients", stretches)
         if method is None or not method.approximates(stretches):
             return None
         return method.reduction(self._far, stretches, everywhere=everywhere)
@@ -285,7 +286,7 @@ def hosts_apart(mesh: Mesh, name: str, world: World, links: LinkMethods) -> int 
     Raises:
         ConfigError: hosts hold different numbers of ranks of the axis, or not in a row.
     """
-    if not links.active or not mesh[name].spans_hosts:
+    if not links.in_channels or not mesh[name].spans_hosts:
         return None
     return mesh.per_host(name, world)
 
@@ -326,7 +327,7 @@ def levels_of_replicas(axis: Axis, links: LinkMethods) -> HostLevels | None:
     Raises:
         ConfigError: several of the ranks share a host.
     """
-    if not links.active or not axis.spans_hosts:
+    if not links.in_channels or not axis.spans_hosts:
         return None
     if len(set(axis.hosts)) < axis.size:
         raise ConfigError(

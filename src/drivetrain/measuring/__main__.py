@@ -112,7 +112,11 @@ def _plain(figures: DeviceFigures) -> Hardware:
 
 
 def _rings(accelerator: Accelerator, clock: Clock, slowest: float) -> Iterator[RingFigures | None]:
-    """Yield the ring inside of a host and the ring between hosts; None for a line of one rank."""
+    """Yield the ring inside of a host and the ring between hosts; None for a line of one rank.
+
+    The rings between hosts run side by side, one for each rank of a host, and share its link: the
+    rate of the host is that of all of them together.
+    """
     world, mesh = accelerator.world, accelerator.mesh
     levels = mesh.start_levels("dp", world)
     axis = mesh["dp"]
@@ -125,7 +129,9 @@ def _rings(accelerator: Accelerator, clock: Clock, slowest: float) -> Iterator[R
             yield None
             continue
         ranks = connect(each, accelerator.traffic, world.device, world.timeout)
-        yield measure_ring(clock, ranks, slowest)
+        found = measure_ring(clock, ranks, slowest)
+        beside = levels.near.size if levels is not None and each is levels.far else 1
+        yield replace(found, gigabytes_per_second=beside * found.gigabytes_per_second)
         ranks.close()
 
 

@@ -10,6 +10,7 @@ from itertools import groupby
 
 from drivetrain.collectives.arrivals import arrivals_bytes
 from drivetrain.collectives.ring import PIECE_BYTES
+from drivetrain.errors import ConfigError
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import ARRIVALS, COMPUTE, LENT, PaperStep, PaperTask
 from drivetrain.paper.stores import STORE_LANES, Stored
@@ -57,8 +58,18 @@ def data_parallel_step(
         units: in the order of forward.
         run: see there.
         sharing: what is divided; nothing by default.
+
+    Raises:
+        ConfigError: groups do not divide the ranks.
     """
-    return _Drawing(units, run, sharing or Sharing()).step()
+    sharing = sharing or Sharing()
+    ranks = run.axes.get(AXIS, 1)
+    if sharing.group and ranks % sharing.group:
+        raise ConfigError(
+            f"expected groups that divide the {ranks} ranks of {AXIS!r}, found groups of "
+            f"{sharing.group} ranks that share one copy; change shard_group, or the ranks"
+        )
+    return _Drawing(units, run, sharing).step()
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +90,7 @@ class _Drawing:
 
     def __post_init__(self) -> None:
         self.ranks = self.run.axes.get(AXIS, 1)
-        self.group = min(self.sharing.group or self.ranks, self.ranks)
+        self.group = self.sharing.group or self.ranks
         self.near = AXIS if self.group == self.ranks else f"{AXIS}.near"
         self.together = self.run.together(AXIS)
         self.far = self.run.far if self.together < self.ranks else None

@@ -36,6 +36,10 @@ per parameter). An update reads gradient, master and moments and writes master, 
 parameter (28 + 2 with fp16), and reads gradients for the norm."""
 
 
+BF16_BYTES = 2
+"""Bytes of a number in bfloat16."""
+
+
 @dataclass(frozen=True, slots=True)
 class PaperRun:
     """The run of which a step is drawn.
@@ -48,6 +52,8 @@ class PaperRun:
         far: approximates sums of gradients between hosts; None: they are exact.
         on_host: whether ranks compute in the host's memory: sums then go through receive buffers,
             and an optimizer that is not fused steps one parameter after the other.
+        rounds_activations: whether activations between stages on different hosts, and their
+            gradients, are sent in bfloat16.
     """
 
     axes: Mapping[str, int]
@@ -56,6 +62,7 @@ class PaperRun:
     per_host: int = 8
     far: FarMethod | None = None
     on_host: bool = False
+    rounds_activations: bool = False
 
     def together(self, axis: str) -> int:
         """Return how many ranks of an axis lie on one host."""
@@ -65,6 +72,12 @@ class PaperRun:
                 return max(1, min(size, self.per_host // stride))
             stride *= size
         return 1
+
+    def between_hosts(self, activation: float) -> float:
+        """Return the bytes that an activation of so many bytes takes between hosts."""
+        if not self.rounds_activations:
+            return activation
+        return activation * min(1.0, BF16_BYTES / self.bytes.parameter)
 
     @property
     def bytes(self) -> BytesPerElement:

@@ -1,6 +1,6 @@
 """The layouts of a search: every division that installed strategies declare."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from drivetrain.planner.layout import RECOMPUTE
@@ -12,6 +12,17 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 def candidates(task: Task, precision: str) -> Iterator[dict[str, str]]:
     """Yield the keys of every layout that installed strategies declare."""
+    return _divisions(task, precision, MICRO_BATCHES, RECOMPUTE)
+
+
+def least_candidates(task: Task, precision: str) -> Iterator[dict[str, str]]:
+    """Yield the layouts with the fewest activations alone."""
+    return _divisions(task, precision, MICRO_BATCHES[:1], RECOMPUTE[-1:])
+
+
+def _divisions(
+    task: Task, precision: str, micro_batches: Sequence[int], modes: Sequence[str]
+) -> Iterator[dict[str, str]]:
     registry = strategies()
     kinds = {name: registry.load(name) for name in registry.names}
     around: list[Mapping[str, object]] = [{}]
@@ -26,7 +37,7 @@ def candidates(task: Task, precision: str) -> Iterator[dict[str, str]]:
         for keys in kind.layouts(task.model.layers, task.model.heads, task.ranks, task.per_host)
     ]
     for outside, (name, inside), micro_batch, recompute in product(
-        around, inner, MICRO_BATCHES, RECOMPUTE
+        around, inner, micro_batches, modes
     ):
         own = {"micro_batch": micro_batch, "recompute": recompute, "precision": precision}
         keys = {**outside, **inside, **own, "data_parallel": name}

@@ -1,4 +1,4 @@
-"""The method for slow links that a layout names, in the numbers of a step on paper."""
+"""The methods for slow links that a layout names, in the numbers of a step on paper."""
 
 from functools import lru_cache
 
@@ -6,11 +6,9 @@ import torch
 
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.config.schema import FarConfig, LinksConfig
-from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.chosen import BF16, EXACT, LinkMethods
 from drivetrain.paper.far import FarMethod
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.precision import Precision
-from drivetrain.strategy import Strategy
 
 SIDE = 4096
 """Rows and columns of the matrix for which a method tells its bytes: those of large models."""
@@ -41,21 +39,11 @@ def far_method(name: str, hosts: int) -> FarMethod | None:
 
 
 @lru_cache(maxsize=64)
-def methods_of(name: str) -> LinkMethods:
-    """Return the methods of a run whose gradients are summed so.
+def methods_of(gradients: str, *, rounds_activations: bool = False) -> LinkMethods:
+    """Return the methods of a run whose gradients and activations cross hosts so.
 
     Raises:
         ConfigError: see ``far_method``.
     """
-    return LinkMethods.configured(LinksConfig(far=FarConfig(gradients=name)))
-
-
-def check_far(
-    kind: type[Strategy[object]], config: object, name: str, precision: Precision
-) -> None:
-    """Refuse a method that a strategy, or a precision, has no use for.
-
-    Raises:
-        ConfigError: says which one.
-    """
-    kind.check_links(config, methods_of(name), precision)
+    far = FarConfig(gradients=gradients, activations=BF16 if rounds_activations else EXACT)
+    return LinkMethods.configured(LinksConfig(far=far))

@@ -1,17 +1,21 @@
 """Layouts that do not fit into memory: by how much, and the smallest changes that make them fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import GIB
-from drivetrain.planner.candidates import candidates
+from drivetrain.planner.candidates import least_candidates
 from drivetrain.planner.layout import RECOMPUTE, PlannedLayout, layout_of
 from drivetrain.planner.predict import FRAGMENTS, Prediction, Predictor, Task
 from drivetrain.registry import strategies
 
 MOST_HOSTS = 64
 """Times the hosts at hand that are looked at."""
+
+PREDICTED = 12
+"""Layouts on more hosts that are predicted in full, the smallest bounds first."""
 
 
 RESERVED_GIB = 2.0
@@ -80,15 +84,21 @@ def _changes(planned: PlannedLayout) -> Iterator[dict[str, str]]:
 
 
 def _fits(predictor: Predictor, keys: dict[str, str]) -> bool:
-    """Whether a layout fits; its bound, which is quicker to compute, is asked first."""
-    task = predictor.task
     try:
-        planned = layout_of(keys)
-        if predictor.bound(planned).nbytes * FRAGMENTS > room_of(task):
-            return False
-        return fits(task, predictor.predict(planned))
+        return fits(predictor.task, predictor.predict(layout_of(keys)))
     except ConfigError:
         return False
+
+
+def _smallest(predictor: Predictor, layouts: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield the layouts with the least memory of those that fit by their bounds."""
+    bounds: list[tuple[float, dict[str, str]]] = []
+    for keys in layouts:
+        with suppress(ConfigError):
+            nbytes = predictor.bound(layout_of(keys)).nbytes
+            if nbytes * FRAGMENTS <= room_of(predictor.task):
+                bounds.append((nbytes, keys))
+    yield from (keys for _, keys in sorted(bounds, key=lambda each: each[0])[:PREDICTED])
 
 
 def more_hosts(task: Task, precision: str) -> str:
@@ -97,9 +107,8 @@ def more_hosts(task: Task, precision: str) -> str:
     while factor <= MOST_HOSTS:
         larger = replace(task, hosts=task.hosts * factor, batch=task.batch * factor)
         predictor = Predictor(larger)
-        for keys in candidates(larger, precision):
-            least = keys["micro_batch"] == "1" and keys["recompute"] == RECOMPUTE[-1]
-            if least and _fits(predictor, keys):
+        for keys in _smallest(predictor, least_candidates(larger, precision)):
+            if fits(larger, predictor.predict(layout_of(keys))):
                 text = ",".join(f"{key}={value}" for key, value in keys.items())
                 return f"{larger.hosts} hosts (with a batch of {larger.batch}: {text})"
         factor *= 2

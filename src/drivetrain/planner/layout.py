@@ -11,9 +11,9 @@ import yaml
 from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
-from drivetrain.links.chosen import EXACT
+from drivetrain.links.chosen import BF16, EXACT
 from drivetrain.paper.run import BYTES
-from drivetrain.planner.far import check_far
+from drivetrain.planner.far import methods_of
 from drivetrain.registry import strategies
 from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import Strategy, find_strategy
@@ -26,6 +26,7 @@ OWN = {
     "precision": "bf16",
     "data_parallel": "",
     "links": EXACT,
+    "activations": EXACT,
 }
 """Keys that every layout has, with their defaults; dp 0 takes the ranks that are left."""
 
@@ -44,6 +45,7 @@ class PlannedLayout:
         recompute: none, selective or full.
         precision: fp16, bf16 or no.
         links: the method that sums gradients between hosts.
+        activations: the method for activations between stages on different hosts.
         keys: as ``--layout`` takes them.
     """
 
@@ -56,6 +58,7 @@ class PlannedLayout:
     recompute: str
     precision: str
     links: str
+    activations: str
     keys: Mapping[str, str]
 
     def yaml(self) -> str:
@@ -122,11 +125,16 @@ def layout_of(keys: Mapping[str, str]) -> PlannedLayout:
         raise ConfigError(
             f"--layout: expected a precision of {', '.join(BYTES)}, found {own['precision']!r}"
         )
-    if own["links"] != EXACT:
-        check_far(kind, config, own["links"], Precision.of(own["precision"]))
+    if own["activations"] not in (EXACT, BF16):
+        raise ConfigError(
+            f"--layout: expected activations of {EXACT}, {BF16}, found {own['activations']!r}"
+        )
+    methods = methods_of(own["links"], rounds_activations=own["activations"] == BF16)
+    kind.check_links(config, methods, Precision.of(own["precision"]))
     return PlannedLayout(
         name, kind, config, values, _count(own, "dp", 0), _count(own, "micro_batch", 1),
-        own["recompute"], own["precision"], own["links"], {**keys, "data_parallel": inner_name},
+        own["recompute"], own["precision"], own["links"], own["activations"],
+        {**keys, "data_parallel": inner_name},
     )  # fmt: skip
 
 
@@ -151,6 +159,15 @@ def _around(keys: Mapping[str, str]) -> tuple[str, type[Strategy[Any]]] | None:
     holders = _holders()
     known = {key for _, kind in holders for key in kind.layout_keys}
     if unknown := sorted(set(keys) - known):
+        if elsewhere := sorted(set(unknown) & _inner_keys()):
+            fitting = ", ".join(
+                name for name, kind in _inner_kinds() if elsewhere[0] in kind.layout_keys
+            )
+            raise ConfigError(
+                f"--layout: expected {elsewhere[0]} beside a data_parallel strategy with such a "
+                f"key, {fitting}, found another strategy; change data_parallel, or leave "
+                f"{elsewhere[0]} out"
+            )
         every = sorted({*OWN, *known, *_inner_keys()})
         raise ConfigError(
             f"--layout: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(every)}"
@@ -174,10 +191,14 @@ def _holders() -> list[tuple[str, type[Strategy[Any]]]]:
     return [(name, kind) for name, kind in found if kind.inner_option and kind.layout_keys]
 
 
-def _inner_keys() -> set[str]:
+def _inner_kinds() -> list[tuple[str, type[Strategy[Any]]]]:
     registry = strategies()
-    kinds = (registry.load(name) for name in registry.names)
-    return {key for kind in kinds if not kind.inner_option for key in kind.layout_keys}
+    found = ((name, registry.load(name)) for name in registry.names)
+    return [(name, kind) for name, kind in found if not kind.inner_option]
+
+
+def _inner_keys() -> set[str]:
+    return {key for _, kind in _inner_kinds() for key in kind.layout_keys}
 
 
 def _configured(name: str, values: Mapping[str, Any]) -> tuple[type[Strategy[Any]], Any]:

@@ -1,9 +1,9 @@
-"""The parts of a predicted step: the kernels of the busiest stage, and its waits."""
+"""The parts of a predicted step: the busiest stage's kernels and waits, and a host's messages."""
 
 from collections import Counter
 from collections.abc import Mapping
 
-from drivetrain.hardware.prices import HardwarePrices
+from drivetrain.hardware.prices import AxisPlace, HardwarePrices
 from drivetrain.paper.lanes import PlayedStep, PlayedTask
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
 from drivetrain.paper.stores import STORE_LANES
@@ -80,6 +80,19 @@ def _add_work(parts: "Counter[str]", each: PlayedTask, prices: HardwarePrices) -
 
 def _messages(task: PaperTask) -> list[Collective]:
     return [each for each in task.operations if isinstance(each, Collective)]
+
+
+def leaving_hosts(sent: Mapping[tuple[str, str], float], places: Mapping[str, AxisPlace]) -> float:
+    """Return the bytes that a host sends to others: one rank of each line that crosses the host.
+
+    Args:
+        sent: by a rank, by axis and operation.
+        places: how the lines of each axis lie on hosts.
+    """
+    crossing = {name: place for name, place in places.items() if place.spans_hosts}
+    return sum(
+        nbytes * crossing[axis].beside for (axis, _), nbytes in sent.items() if axis in crossing
+    )
 
 
 def difference(parts: Mapping[str, float], others: Mapping[str, float]) -> tuple[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import HardwarePrices, axis_places
+from drivetrain.links.chosen import EXACT
 from drivetrain.paper.bounds import PaperBound, UnitCosts
 from drivetrain.paper.lanes import PlayedStep, play
 from drivetrain.paper.model import PaperModel
@@ -16,7 +17,7 @@ from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.planner.far import far_method
 from drivetrain.planner.layout import PlannedLayout
-from drivetrain.planner.parts import difference, parts_of
+from drivetrain.planner.parts import difference, leaving_hosts, parts_of
 
 TERA = 1e12
 FRAGMENTS = 1.05
@@ -65,6 +66,7 @@ class Prediction:
         peak_bytes: of the worst rank.
         held: bytes between steps on that rank, by kind.
         sent: bytes that a rank sends in a step, by axis and operation.
+        leaving: bytes that a host sends to other hosts in a step.
         idle: share of the step in which the busiest rank does not compute.
         parts: seconds of the busiest rank, by what they are spent for.
         micro_batches: of a step, on each data-parallel rank.
@@ -82,6 +84,7 @@ class Prediction:
     peak_bytes: float
     held: Mapping[str, float]
     sent: Mapping[tuple[str, str], float]
+    leaving: float
     idle: float
     parts: Mapping[str, float]
     micro_batches: int
@@ -120,6 +123,7 @@ class Prediction:
             "held": {kind: round(nbytes) for kind, nbytes in self.held.items()},
             "stored": {tier: round(self.stored_most(tier)) for tier in ("host", "disk")},
             "sent": sent,
+            "between_hosts": round(self.leaving),
             "idle": self.idle,
             "parts": dict(self.parts),
             "micro_batches": self.micro_batches,
@@ -222,6 +226,7 @@ class Predictor:
     ) -> Prediction:
         task, seconds = self.task, sample.seconds
         peak, worst = max((each, index) for index, each in enumerate(sample.peaks))
+        sent = max(sample.sent, key=lambda counts: sum(counts.values()))
         peak_flops = task.hardware.device.teraflops[planned.precision] * TERA  # type: ignore[index]
         return Prediction(
             layout=planned.text(axes["dp"]),
@@ -232,7 +237,8 @@ class Predictor:
             mfu=task.model.model_flops(task.batch) / (seconds * peak_flops * task.ranks),
             peak_bytes=peak,
             held=sample.step.held[worst],
-            sent=max(sample.sent, key=lambda counts: sum(counts.values())),
+            sent=sent,
+            leaving=leaving_hosts(sent, axis_places(sample.step.axes, task.per_host)),
             idle=max(0.0, 1 - sample.busy / seconds),
             parts=sample.parts,
             micro_batches=micro_batches,
@@ -281,8 +287,12 @@ class Predictor:
     def _run(self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int) -> PaperRun:
         run = PaperRun(axes, micro_batches, planned.precision, self.task.per_host)
         hosts = axes["dp"] // run.together("dp")
-        on_host = not self.task.hardware.host.runs_ahead
-        return replace(run, far=far_method(planned.links, hosts), on_host=on_host)
+        return replace(
+            run,
+            far=far_method(planned.links, hosts),
+            on_host=not self.task.hardware.host.runs_ahead,
+            rounds_activations=planned.activations != EXACT,
+        )
 
     def prices(self, planned: PlannedLayout, axes: Mapping[str, int]) -> HardwarePrices:
         """Return the prices for ranks laid out on these axes."""

@@ -37,8 +37,9 @@ def run_settings(planned: PlannedLayout, micro_batches: int) -> dict[str, Any]:
     found["accumulation"] = micro_batches
     if planned.recompute != "none":
         found["recompute"] = {"mode": planned.recompute}
-    if planned.links != EXACT:
-        found["links"] = {"far": {"gradients": planned.links}}
+    methods = {"gradients": planned.links, "activations": planned.activations}
+    if far := {use: name for use, name in methods.items() if name != EXACT}:
+        found["links"] = {"far": far}
     return found
 
 

@@ -86,11 +86,13 @@ def _played(
     best: list[Prediction] = []
     for index, (seconds, planned) in enumerate(sketches):
         enough = len(best) >= PLAYED
-        if enough and seconds >= best[0].step_seconds:
+        if enough and seconds >= judged(best[0]):
             left_out["are slower, by their bound, than the best"] += len(sketches) - index
             break
         if len(best) >= MOST_PLAYED:
-            left_out["promise less than those that were played"] += len(sketches) - index
+            left_out[f"have a later bound than the {MOST_PLAYED} that were played"] += (
+                len(sketches) - index
+            )
             break
         prediction = predictor.predict(planned)
         if not fits(predictor.task, prediction):

@@ -29,6 +29,8 @@ class Axis:
         group: the process group of the line; None when the size is 1 or nothing was started.
         streams: numbers for the senders on the group, to tell their messages apart; every rank must
             take numbers in the same order.
+        places: the index in the group of each of the ranks, where the group has more ranks than
+            the axis; empty where both have the same.
     """
 
     name: str
@@ -38,11 +40,33 @@ class Axis:
     hosts: tuple[str, ...]
     group: dist.ProcessGroup | None = None
     streams: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
+    places: tuple[int, ...] = ()
 
     @property
     def spans_hosts(self) -> bool:
         """Whether the axis crosses a network."""
         return len(set(self.hosts)) > 1
+
+
+def subset(axis: Axis, chosen: Sequence[int], stream: int) -> Axis:
+    """Return some of the ranks of an axis, which send messages on the group of all of them.
+
+    No other rank takes part, and nothing is started.
+
+    Args:
+        axis: all ranks.
+        chosen: their indices on the axis, in ascending order; this rank is among them.
+        stream: the number for the sender on the group, taken by all ranks of the axis.
+    """
+    return replace(
+        axis,
+        size=len(chosen),
+        rank=list(chosen).index(axis.rank),
+        ranks=tuple(axis.ranks[each] for each in chosen),
+        hosts=tuple(axis.hosts[each] for each in chosen),
+        streams=itertools.repeat(stream),
+        places=tuple(chosen),
+    )
 
 
 class HostLevels(NamedTuple):
@@ -165,6 +189,28 @@ class Mesh(Mapping[str, Axis]):
                 hosts=axis.hosts[index::size],
             )
         )
+
+    def name_links(self, name: str) -> None:
+        """Name the two kinds of links on an axis whose ranks send to one another directly.
+
+        ``NAME.near`` are the ranks of the axis on this rank's host, wherever they stand in the
+        line; ``NAME.far`` are all of them. On one host there is one kind of link, and nothing is
+        named.
+        """
+        axis = self[name]
+        if not axis.spans_hosts:
+            return
+        here = [at for at, host in enumerate(axis.hosts) if host == axis.hosts[axis.rank]]
+        self._part(
+            Axis(
+                name=f"{name}.near",
+                size=len(here),
+                rank=here.index(axis.rank),
+                ranks=tuple(axis.ranks[at] for at in here),
+                hosts=tuple(axis.hosts[at] for at in here),
+            )
+        )
+        self._part(replace(axis, name=f"{name}.far"))
 
     def inside(self, name: str, group: Axis) -> "Mesh":
         """Return the mesh of one group of neighbors on an axis, for a strategy inside of the group.

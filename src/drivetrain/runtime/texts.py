@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CPU = torch.device("cpu")
+"""Named everywhere: a script may have set another default device."""
+
 
 def gather_texts(
     text: str, size: int, *, group: dist.ProcessGroup | None = None, device: torch.device | None
@@ -18,8 +21,9 @@ def gather_texts(
         text: of this rank.
         size: number of ranks.
         group: of the ranks; None means all.
-        device: from which the group can send.
+        device: from which the group can send; None: the host.
     """
+    device = device or CPU
     mine = _bytes_of(text)
     lengths = torch.zeros(size, 1, dtype=torch.int64, device=device)
     length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
@@ -46,9 +50,10 @@ def share_text(
         text: of this rank; others than ``source`` may pass any.
         source: global rank whose text is taken.
         group: of the ranks; None means all.
-        device: from which the group can send.
+        device: from which the group can send; None: the host.
     """
-    mine = _bytes_of(text) if dist.get_rank() == source else torch.zeros(0, dtype=torch.uint8)
+    device = device or CPU
+    mine = _bytes_of(text if dist.get_rank() == source else "")
     length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
     dist.broadcast(length, src=source, group=group)
     sent = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
@@ -60,7 +65,9 @@ def share_text(
 
 def _bytes_of(text: str) -> Tensor:
     data = bytearray(text.encode())
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    if not data:
+        return torch.zeros(0, dtype=torch.uint8, device=CPU)
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def _text_of(data: Tensor) -> str:

@@ -1,10 +1,11 @@
-"""The part of strategies over units that plans ask: which stores may keep state, and where."""
+"""What plans ask strategies over units: how ranks share state, and which stores keep it."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, get_args
 
 from drivetrain.errors import ConfigError
 from drivetrain.paper.contract import OnPaper
+from drivetrain.paper.data_parallel import Sharing
 from drivetrain.paper.stores import Stored, Tier
 from drivetrain.sharding.options import UnitsOptions
 
@@ -35,6 +36,31 @@ class OffloadInPlans(OnPaper):
     ) -> Iterable[Mapping[str, Any]]:
         """Return state on the device, in host memory, and on a disk."""
         return ({}, {OFFLOAD: "cpu"}, {OFFLOAD: DISK})
+
+
+def sharing_of(options: UnitsOptions, *, group: int = 0, bucket: int = 0) -> Sharing:
+    """Return how ranks share the state of a model under these options.
+
+    Args:
+        options: of a strategy over units.
+        group: see ``Sharing``.
+        bucket: see ``Sharing``.
+
+    Raises:
+        ConfigError: as ``stored_in`` does.
+    """
+    return Sharing(
+        optimizer=True,
+        gradients=options.reduces_each,
+        parameters=options.divides_parameters,
+        keeps=options.until != "forward",
+        ahead=options.ahead,
+        group=group,
+        fused=options.fused,
+        lent=options.lent_buffers,
+        bucket=bucket,
+        stored=stored_in(options),
+    )
 
 
 def stored_in(options: UnitsOptions) -> Stored:

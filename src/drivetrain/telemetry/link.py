@@ -13,16 +13,18 @@ def bytes_between_hosts(sent: Mapping[tuple[str, str], int], run: Run) -> int:
     """Return the bytes that leave rank 0's host, where messages go around in rings of neighbors.
 
     Of the ranks that a host has on a ring, one sends to another host; a host has several rings
-    where each takes a part of its ranks.
+    where each takes a part of its ranks. The stages of a pipeline are a chain: a rank that sends to
+    a stage on its own host stands for the rank of this host that sends to the next host, as many
+    bytes, or half as many where these are rounded.
 
     Args:
         sent: bytes that one rank sends by (axis, operation), from a ledger or a ``Cost``.
         run: knows the axes.
     """
     total = 0
-    for (name, _), nbytes in sent.items():
+    for (name, operation), nbytes in sent.items():
         try:
-            line = run.mesh.line(name)
+            line = run.mesh[name.partition(".")[0]] if operation == "send" else run.mesh.line(name)
         except KeyError:
             continue  # of another strategy's mesh
         if line.spans_hosts:

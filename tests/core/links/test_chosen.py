@@ -5,12 +5,17 @@ import torch
 
 from drivetrain import Accelerator
 from drivetrain.collectives.stretch import ParameterRow, Stretch
+from drivetrain.config import Layer, read_sets
+from drivetrain.config.resolve import resolve
 from drivetrain.config.schema import FarConfig, LinksConfig
+from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError, UnknownPluginError
+from drivetrain.links.automatic import Sender, choose_links
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.compressor import Honesty
-from drivetrain.registry import compressors
+from drivetrain.registry import compressors, strategies
 from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
 from drivetrain.strategy import find_strategy
 from drivetrain_launch.cli import run
 
@@ -119,3 +124,148 @@ def test_stretches_are_cut_and_joined_in_terms_of_parameters():
         ("a", 13, 13, 20),
         ("b", 0, 20, 41),
     ]
+
+
+def test_activations_are_exact_or_rounded_and_said_with_their_class():
+    links = chosen(gradients="int8", activations="bf16")
+    assert links.used_for == ["gradients", "activations"]
+    assert links.honesty is Honesty.THEORY
+    rounding = chosen(activations="bf16")
+    assert rounding.active
+    assert not rounding.in_channels
+    assert rounding.honesty is Honesty.ROUNDING
+    said = "between hosts: gradients exact, parameters exact, activations "
+    assert rounding.describe() == f"{said}bf16 (rounding)"
+    assert chosen().describe(frozenset({"activations"})) == f"{said}exact"
+    assert set(rounding.facts()) ^ set(chosen().facts()) == {
+        "links.far.activations: exact", "links.far.activations: bf16"
+    }  # fmt: skip
+    assert not rounding.with_exact_activations().active
+
+
+@pytest.mark.parametrize("name", ["plain", "ddp", "zero2", "fsdp", "local"])
+def test_strategies_without_stages_refuse_to_round_activations(name):
+    kind, options = find_strategy(name)
+    with pytest.raises(ConfigError, match=r"sends no activations .* found 'bf16'; leave it out"):
+        kind.check_links(options, chosen(activations="bf16"), Precision.of("no"))
+
+
+def test_the_dry_run_takes_rounded_activations_with_a_pipeline_alone(capsys):
+    words = ["launch", "--dry-run", "--cpu", "--nproc-per-node", "1", "--nnodes", "2"]
+    words += ["--rdzv-endpoint", "h:1", "--set", "links.far.activations=bf16"]
+    assert run([*words, "--strategy", "megatron", "--set", "strategy.pp=2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "activations bf16 (rounding)" in said
+    assert "activations over pp between hosts depends on the batch" in said
+    assert run([*words, "--strategy", "ddp"]) == ConfigError.exit_code
+    assert "sends no activations" in capsys.readouterr().err
+    assert run([*words[:-1], "links.far.activations=int8"]) == ConfigError.exit_code
+    assert "links.far.activations" in capsys.readouterr().err
+
+
+def test_one_word_stands_for_gradients_and_parameters_in_a_file_and_on_the_command_line():
+    find = strategies().find_config
+    for layer in (
+        Layer({"links": {"far": "auto", "allow": "theory"}}),
+        read_sets(["links.far=auto", "links.allow=theory"]),
+        read_sets(["links.far.warmup_steps=3", "links.far=auto", "links.allow=theory"]),
+        read_sets(["links.far=auto", "links.far.warmup_steps=3", "links.allow=theory"]),
+    ):
+        found = resolve(layer, find_config=find).run.links
+        assert (found.far.gradients, found.far.parameters, found.allow) == (
+            "auto",
+            "auto",
+            "theory",
+        )
+    with pytest.raises(ConfigError, match=r"links\.far\.gradients: .*contradict each other"):
+        read_sets(["links.far=auto", "links.far.gradients=int8"])
+    with pytest.raises(ConfigError, match=r"links\.allow: expected 'exact'.*found 'all'"):
+        resolve(read_sets(["links.allow=all"]), find_config=find)
+    below = Layer({"links": {"far": "auto", "allow": "theory"}})
+    above = read_sets(["links.far.parameters=exact"])
+    mixed = resolve(below, above, find_config=find).run.links.far
+    assert (mixed.gradients, mixed.parameters) == ("auto", "exact")
+
+
+def test_auto_is_exact_until_it_is_chosen_and_says_so():
+    links = LinkMethods.configured(LinksConfig(far=FarConfig(gradients="auto"), allow="rounding"))
+    assert not links.active
+    assert links.honesty is Honesty.EXACT
+    said = "between hosts: gradients auto, parameters exact, rounding at most, chosen at prepare()"
+    assert links.describe() == said
+    kind, options = find_strategy("plain")
+    kind.check_links(options, links, Precision.of("no"))
+    with pytest.raises(ConfigError, match=r"found \['blok'\]"):
+        chosen(gradients="auto", options={"blok": 3})
+
+
+SENT = [TensorSpec("weight", (1024, 1024), torch.float32, trainable=True)]
+
+
+def names_for(strategy: str, precision: str = "no", config: object = None, **links: object):
+    """Return the methods that are chosen between two hosts at 1 Mbit/s, and the lines."""
+    links = {"allow": "theory", "mbit_per_s": 1.0, **links}
+    far = FarConfig(gradients="auto", parameters="auto")
+    methods = LinkMethods.configured(LinksConfig(far=far, **links))
+    kind, options = find_strategy(strategy, config)
+    sender = Sender(kind, options, Precision.of(precision))
+    world = World(size=2, local_size=1, hosts=("a", "b"))
+    found, lines = choose_links(methods, sender, SENT, world)
+    assert found.auto is None
+    return found.names, lines
+
+
+def test_auto_considers_only_what_the_strategy_and_the_precision_can_take():
+    (gradients, parameters), (line,) = names_for("ddp")
+    assert gradients in ("topk", "powersgd")
+    assert parameters == "exact"
+    assert line.startswith("between hosts, auto, theory at most, 0.125 MB/s as links.mbit_per_s")
+    assert "exact 33.6 s, bf16 16.8 s + " in line
+    # What methods keep for the next step would have another loss scale.
+    assert names_for("ddp", "fp16")[0] == ("bf16", "exact")
+    # Of values of parameters only bf16 has a proof, or rounds as a dtype does.
+    assert names_for("zero3")[0][1] == "bf16"
+    assert names_for("zero3", allow="empirical")[0][1] == "int8"
+    assert names_for("zero2")[0][1] in ("topk", "powersgd")
+    hooked = find_strategy("ddp")[0].Config(hook="bf16")
+    for names, (line,) in (
+        names_for("ddp", config=hooked),
+        names_for("plain"),
+        names_for("zero2", allow="exact"),
+    ):
+        assert names == ("exact", "exact")
+        assert line.endswith("all exact, since no other method can be taken here")
+
+
+def test_auto_hides_behind_a_declared_backward():
+    assert names_for("ddp", backward_s=40.0)[0] == ("exact", "exact")
+    assert names_for("ddp", backward_s=17.0)[0] == ("bf16", "exact")
+    # Gathers of values hide behind half as long a forward.
+    assert names_for("zero3", backward_s=40.0)[0] == ("exact", "exact")
+    assert names_for("zero3", backward_s=17.0)[0] == ("exact", "bf16")
+
+
+def test_auto_on_one_host_measures_nothing_and_says_that_nothing_is_approximate(capsys):
+    config = {"links": {"far": "auto", "allow": "theory"}}
+    accelerator = Accelerator(config=config, cpu=True)
+    model = torch.nn.Linear(64, 64)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    said = capsys.readouterr().err
+    assert "between hosts: gradients auto, parameters auto, theory at most" in said
+    assert "all ranks are on one host, so that nothing is approximate" in said
+    accelerator.free_memory()
+
+
+def test_the_dry_run_chooses_by_a_declared_rate_and_says_what_it_needs_otherwise(capsys):
+    words = ["launch", "--dry-run", "--cpu", "--nproc-per-node", "1", "--nnodes", "2"]
+    words += ["--rdzv-endpoint", "h:1", "--set", "links.far=auto", "--set", "links.allow=rounding"]
+    assert run(words) == 0
+    said = capsys.readouterr().out
+    assert "links.far: auto cannot be foreseen without links.mbit_per_s" in said
+    assert "all_reduce over dp " in said
+    assert "all_to_all" not in said
+    assert run([*words, "--set", "links.mbit_per_s=100"]) == 0
+    said = capsys.readouterr().out
+    assert "auto, rounding at most, 12.5 MB/s as links.mbit_per_s says: gradients bf16" in said
+    assert "between hosts: gradients bf16 (rounding), parameters exact" in said
+    assert "all_to_all over dp.far" in said

@@ -76,3 +76,42 @@ def test_a_slow_link_is_quicker_with_fewer_bytes():
 def test_a_method_that_cannot_be_is_refused(layout, expected):
     with pytest.raises(ConfigError, match=expected):
         read_layout(layout)
+
+
+def test_a_pipeline_over_hosts_sends_rounded_activations_in_half_the_bytes():
+    """Four stages on two hosts: the link in the middle alone is between hosts."""
+    hardware = load_hardware("a100-80gb")
+    between = hardware.links.between.model_copy(update={"gigabytes_per_second": 0.01})
+    links = hardware.links.model_copy(update={"between": between})
+    shape = GptShape(layers=4, hidden=1024, heads=16, seq=128, vocab=512)
+    task = Task(shape, 8, hardware.model_copy(update={"links": links}), 2, 2)
+    predictor = Predictor(task)
+
+    def predicted(name, precision):
+        layout = f"pp=4,data_parallel=ddp,activations={name},precision={precision}"
+        planned = read_layout(layout)
+        step = predictor.step(planned, *predictor.divisions(planned))
+        return predictor.predict(planned), [sent["pp", "send"] for sent in step.sent()]
+
+    (exact, whole), (rounded, half) = (predicted(name, "no") for name in ("exact", "bf16"))
+    one_way = 8 * 128 * 1024 * 4
+    assert whole == [one_way, 2 * one_way, 2 * one_way, one_way]
+    assert half == [one_way, 1.5 * one_way, 1.5 * one_way, one_way]
+    assert exact.step_seconds > 1.1 * rounded.step_seconds
+    assert run_settings(rounded.planned, 8)["links"] == {"far": {"activations": "bf16"}}
+    assert predictor.bound(rounded.planned).seconds <= rounded.step_seconds * (1 + 1e-9)
+    (_, whole), (_, half) = (predicted(name, "bf16") for name in ("exact", "bf16"))
+    assert whole == half, "two bytes already"
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("pp=2,activations=int8", "expected activations of exact, bf16, found 'int8'"),
+        ("data_parallel=ddp,activations=bf16", "sends no activations"),
+        ("tp=2,activations=bf16", "exact without a pipeline"),
+    ],
+)
+def test_activations_that_cannot_be_rounded_are_refused(layout, expected):
+    with pytest.raises(ConfigError, match=expected):
+        read_layout(layout)

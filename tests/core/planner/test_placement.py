@@ -9,8 +9,10 @@ import yaml
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import hardware_text
 from drivetrain.hardware.description import HostPairs
+from drivetrain.hardware.prices import axis_places
 from drivetrain.measuring.links import host_pairs
 from drivetrain.planner import placement
+from drivetrain.planner.parts import leaving_hosts
 from drivetrain.planner.placement import HostPlacement
 
 GIGA = 1e9
@@ -131,3 +133,10 @@ def test_a_description_without_pairs_is_refused(capsys):
     words = ["--dry-run", "--hosts", "a:1,b:1", "--topology", "h100"]
     assert run(["launch", "--cpu", *words]) == ConfigError.exit_code
     assert "expected rates between hosts, links.pairs, found none" in capsys.readouterr().err
+
+
+def test_bytes_that_leave_a_host_are_those_of_one_rank_of_each_line_over_hosts():
+    places = axis_places({"tp": 4, "dp": 4}, per_host=8)  # 2 hosts, 4 lines of dp across them
+    sent = {("tp", "all_reduce"): 1000.0, ("dp", "all_reduce"): 10.0, ("bus", "read"): 5.0}
+    assert leaving_hosts(sent, places) == 4 * 10.0
+    assert leaving_hosts(sent, axis_places({"tp": 4, "dp": 2}, per_host=8)) == 0

@@ -35,6 +35,21 @@ def test_bytes_are_those_of_a_host_and_not_of_its_inner_links(run):
     assert bytes_between_hosts(sent, run) == 1000 + 600
 
 
+def test_a_stage_inside_of_a_host_stands_for_the_last_one_of_the_host():
+    """Stages 0 and 1 are on one host: stage 0 sends to stage 1 what stage 1 sends to stage 2."""
+    world = World(size=4, local_size=2, hosts=("a", "a", "b", "b"))
+    mesh = Mesh.plan({"pp": 4}, world)
+    mesh.name_links("pp")
+    run = Run(world=world, mesh=mesh, precision=Precision(), accumulation=1, traffic=Traffic())
+    assert bytes_between_hosts({("pp.near", "send"): 1000}, run) == 1000
+    alone = World(size=2, local_size=1, hosts=("a", "b"))
+    mesh = Mesh.plan({"pp": 2}, alone)
+    mesh.name_links("pp")
+    run = Run(world=alone, mesh=mesh, precision=Precision(), accumulation=1, traffic=Traffic())
+    assert bytes_between_hosts({("pp.far", "send"): 700}, run) == 700
+    assert mesh.line("pp.far").spans_hosts
+
+
 def told(run, *, seconds, waiting, megabytes, steps=6):
     lines = []
     load = LinkLoad(run, LINK, lines.append)

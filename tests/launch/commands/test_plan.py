@@ -139,6 +139,8 @@ def test_bounds_are_never_above_the_prediction(layout):
         (("--layout", "micro_batch=3"), "a --batch that dp x micro_batch = 8 x 3 divides"),
         (("--layout", "pp=8,chunks=4,schedule=interleaved"), "as many stages as the model has"),
         (("--layout", "tpp=2"), "unknown key 'tpp'; known: "),
+        (("--layout", "data_parallel=fsdp,shard_group=3"), "groups that divide the 8 ranks"),
+        (("--layout", "data_parallel=zero3,shard_group=8"), "with such a key, fsdp, found"),
         (("--layout", "tp"), "expected KEY=VALUE"),
         (("--layout", "tp=2,tp=4"), "found tp twice"),
         (("--layout", "data_parallel=megatron"), "which holds one itself"),

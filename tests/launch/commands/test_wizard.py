@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from drivetrain.config import RunConfig, options_of, read_file
+from drivetrain.config import Layer, RunConfig, options_of, read_file
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
@@ -323,6 +323,28 @@ def test_slow_link_takes_the_form_that_sends_least_between_hosts(wizard):
     assert (wizard.current.key, wizard.current.default) == ("strategy.hook", "powersgd")
     wizard.answer("powersgd")
     assert wizard.current is None
+
+
+def test_slow_link_asks_how_far_from_exact_training_may_be(wizard):
+    allowed = {**CLUSTER, "links__allow": "theory"}
+    question = proposed(wizard, facts__model="1B", facts__memory="a100", **allowed)
+    wizard.answer(question.default)
+    walk(wizard)
+    assert wizard.values()["links"] == {"allow": "theory", "far": "auto"}
+    assert "far: auto" in wizard.text()
+    found = resolve(Layer(wizard.values()), find_config=strategies().find_config).run.links
+    assert (found.far.gradients, found.far.parameters, found.allow) == ("auto", "auto", "theory")
+    while wizard.current is None or wizard.current.key != NEED:
+        wizard.back()
+    wizard.answer("memory")
+    assert wizard.current.key != "links.allow"
+    assert "links" not in wizard.values()
+
+
+def test_slow_link_inside_of_a_host_asks_nothing_about_honesty(wizard):
+    at(wizard, NEED)
+    wizard.answer("link")
+    assert wizard.current.key != "links.allow"
 
 
 def test_slow_link_divides_inside_of_hosts_what_does_not_fit_whole(wizard):

@@ -42,8 +42,9 @@ def model():
 class Run:
     """Steps of the model under ``local``, with the bytes of each round."""
 
-    def __init__(self, rounds, inner="ddp", workers="ranks", **far):
+    def __init__(self, rounds, inner="ddp", workers="ranks", late_s=0.0, **far):
         strategy = {"name": "local", "inner": inner, "workers": workers, **asdict(rounds)}
+        strategy["late_s"] = late_s
         config = {"strategy": strategy, "links": {"far": far}}
         self.accelerator = Accelerator(config=config, cpu=True)
         self.every, self.delay = rounds.every, rounds.delay
@@ -81,18 +82,21 @@ class Run:
 
 @pytest.mark.ranks(2, timeout=120)
 def test_bytes_of_a_round():
-    for rounds in (Rounds(every=3), Rounds(every=4, fragments=2, delay=1, keep=0.5)):
-        run = Run(rounds)
+    streaming = Rounds(every=4, fragments=2, delay=1, keep=0.5)
+    for rounds, late_s in ((Rounds(every=3), 0), (streaming, 0), (Rounds(every=3), 30)):
+        run = Run(rounds, late_s=late_s)
         run.check_bytes()
         run.accelerator.free_memory()
 
 
 @pytest.mark.ranks(4, timeout=120)
-def test_bytes_between_hosts(monkeypatch):
+@pytest.mark.parametrize("late_s", [0, 30])
+def test_bytes_between_hosts(monkeypatch, late_s):
     monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
-    run = Run(Rounds(every=3), workers="hosts")
+    run = Run(Rounds(every=3), workers="hosts", late_s=late_s)
     promised = run.check_bytes()
-    assert {axis for axis, _ in promised} == {"dp", "dp.far"}
+    told = {"dp.near"} if late_s and run.accelerator.process_index % 2 == 0 else set()
+    assert {axis for axis, _ in promised} == {"dp", "dp.far"} | told
     run.accelerator.free_memory()
 
 

@@ -9,6 +9,7 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta, streams
+from drivetrain_megatron.stage_links import StageLinks
 
 STAGES = 2
 META = (Meta((2,), torch.float32),)
@@ -33,7 +34,7 @@ def test_streams_do_not_wait_for_each_other():
     mesh = Mesh.build({"pp": 2}, world)
     groups = [Tagless(group) for group in mesh.start_again("pp", streams(STAGES), world)]
     device, timeout = torch.device("cpu"), timedelta(seconds=20)
-    link = Link(mesh["pp"], Traffic(), device, timeout, STAGES, groups)
+    link = Link(StageLinks(mesh["pp"]), Traffic(), device, timeout, STAGES, groups)
     inputs, tied = Message.input_of(1, 0), Message(Direction.TIED, 0, 1, 0)
     if world.rank == 0:
         link.send(inputs, [torch.ones(2)])

@@ -1,0 +1,281 @@
+"""Workers that come late to exchanges: the others go on, and all have the same outer weights."""
+
+import random
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from drivetrain import Accelerator, ConfigError
+from local_workers import Blocks, ByHand, Rounds, batch, fragment_of, loss_of
+
+EXACT = 1e-12
+
+LATE_S = 8.0
+"""Long enough for workers that were at the same line a moment ago, on a machine with much to do."""
+
+
+def sgd(model):
+    return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+class Training:
+    """A model under ``local``, and steps of one worker that may be held up between them."""
+
+    def __init__(self, rounds, inner="ddp", workers="ranks", late_s=LATE_S, model=None, links=None):
+        strategy = {"name": "local", "inner": inner, "workers": workers, **asdict(rounds)}
+        config = {"strategy": {**strategy, "late_s": late_s}, "links": {"far": links or {}}}
+        self.accelerator = Accelerator(config=config, cpu=True)
+        model = model or Blocks()
+        self.model, self.optimizer = self.accelerator.prepare(model, sgd(model))
+        self.rank = self.accelerator.process_index
+
+    def run(self, first, last):
+        for step in range(first, last):
+            self.accelerator.backward(loss_of(self.model, batch(step, self.rank)))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def outer(self):
+        return self.accelerator.get_state_dict(self.model)
+
+    def own(self):
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    @property
+    def missed(self):
+        return self.accelerator.strategy_of(self.model).missed
+
+    def close(self):
+        self.accelerator.free_memory()
+
+
+def store():
+    return dist.distributed_c10d._get_default_store()
+
+
+def say(text):
+    store().set(f"test/{text}", "")
+
+
+def wait_for(text):
+    store().wait([f"test/{text}"])
+
+
+def meet(text):
+    """Let all ranks go on from here together."""
+    say(f"{text}/{dist.get_rank()}")
+    for rank in range(dist.get_world_size()):
+        wait_for(f"{text}/{rank}")
+
+
+def check_equal(found, expected):
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=EXACT, atol=EXACT)
+
+
+def check_same_on_all_ranks(state):
+    for name, value in state.items():
+        first = value.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, value), name
+
+
+@pytest.mark.ranks(3, timeout=120)
+def test_a_late_worker_is_left_out_of_one_round():
+    rounds = Rounds(every=2)
+    training = Training(rounds)
+    training.run(0, 1)
+    if training.rank == 1:
+        wait_for("the others have exchanged")
+    training.run(1, 2)
+    say("the others have exchanged")
+    assert training.missed == (training.rank == 1)
+    by_hand = ByHand(3, 1, rounds, sgd, present={2: [0, 2]})
+    by_hand.train(2)
+    check_equal(training.own(), by_hand.outer)
+    training.run(2, 3)
+    meet("in time")
+    training.run(3, 7)
+    assert training.missed == (training.rank == 1), "in later rounds it takes part"
+    check_equal(training.outer(), by_hand.train(5))
+    check_same_on_all_ranks(training.outer())
+    training.close()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_worker_that_is_rounds_behind_joins_again():
+    training = Training(Rounds(every=2))
+    if training.rank == 0:
+        training.run(0, 4)  # two rounds alone
+        say("two rounds")
+        training.run(4, 5)
+        meet("third round")
+        training.run(5, 8)  # together, and then alone
+        say("four rounds")
+    else:
+        training.run(0, 1)
+        wait_for("two rounds")
+        training.run(1, 3)
+        meet("third round")
+        time.sleep(3)  # a worker that is behind takes part only where another one waits
+        training.run(3, 5)
+        wait_for("four rounds")
+        training.run(5, 8)  # takes the fourth; a fifth is opened by nobody
+    assert training.missed == 2 * training.rank
+    by_hand = rounds_behind()
+    check_equal(training.own(), dict(by_hand.models[training.rank].named_parameters()))
+    check_equal(training.outer(), by_hand.outer)
+    check_same_on_all_ranks(training.outer())
+    training.close()
+
+
+def rounds_behind():
+    """Train in one process as the test above does."""
+    by_hand = ByHand(2, 1, Rounds(every=2), sgd)
+
+    def steps(worker, *numbers):
+        for by_hand.steps in numbers:
+            by_hand.inner_step(worker, by_hand.models[worker], 1)
+
+    def exchange(*workers):
+        by_hand.outer_step(by_hand.outer_gradients(0, workers))
+
+    steps(1, 0, 1)
+    steps(0, 0, 1)
+    exchange(0)
+    steps(0, 2, 3)
+    exchange(0)
+    steps(0, 4, 5)
+    steps(1, 2, 3)
+    exchange(0, 1)
+    steps(0, 6, 7)
+    steps(1, 4, 5)
+    exchange(0)
+    steps(1, 6, 7)
+    return by_hand
+
+
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3"])
+def test_a_late_host_of_two_ranks_and_fragments(monkeypatch, inner):
+    monkeypatch.setenv("GROUP_RANK", str(dist.get_rank() // 2))
+    rounds = Rounds(every=4, fragments=2)
+    training = Training(rounds, inner, "hosts")
+    training.run(0, 3)
+    if training.rank >= 2:
+        wait_for("the other host has exchanged")
+    training.run(3, 4)
+    say("the other host has exchanged")
+    meet("in time")
+    training.run(4, 9)
+    assert training.missed == (training.rank >= 2)
+    by_hand = ByHand(2, 2, rounds, sgd, fragment_of, present={4: [0]})
+    check_equal(training.outer(), by_hand.train(9))
+    check_same_on_all_ranks(training.outer())
+    training.close()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_the_others_do_not_wait_longer():
+    training = Training(Rounds(every=2), late_s=0.1)
+    meet("start")
+    start = time.monotonic()
+    if training.rank == 1:
+        wait_for("ten rounds")
+    training.run(0, 20)
+    say("ten rounds")
+    if training.rank == 0:
+        # Ten waits, beside the time of twenty small steps.
+        assert 1.0 <= time.monotonic() - start < 10.0
+    check_same_on_all_ranks(training.outer())
+    training.close()
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("inner", ["ddp", "zero1"])
+def test_a_checkpoint_in_the_middle_of_the_next_round(tmp_path, inner):
+    folder = str(tmp_path / "checkpoint")
+    straight = Training(Rounds(every=4), inner)
+    straight.run(0, 3)
+    if straight.rank == 1:
+        wait_for("the other has exchanged")
+    straight.run(3, 4)
+    say("the other has exchanged")
+    straight.run(4, 6)
+    straight.accelerator.save_state(folder)
+    straight.run(6, 11)
+    assert straight.missed == straight.rank
+    resumed = Training(Rounds(every=4), inner)
+    resumed.run(20, 21)
+    resumed.accelerator.load_state(folder)
+    resumed.run(6, 11)
+    for found, expected in ((resumed.outer(), straight.outer()), (resumed.own(), straight.own())):
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    straight.close()
+    resumed.close()
+
+
+class Normed(nn.Module):
+    """Blocks with statistics of batches at their end, which are buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = Blocks()
+        self.norm = nn.BatchNorm1d(3).double()
+
+    def forward(self, inputs):
+        return self.norm(self.blocks(inputs))
+
+
+@pytest.mark.ranks(3, timeout=120)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("links", [{}, {"gradients": "int4", "options": {"block": 8}}])
+def test_workers_that_come_as_they_like(seed, links):
+    training = Training(Rounds(every=2, fragments=2), late_s=0.02, model=Normed(), links=links)
+    chance = random.Random(10 * seed + training.rank)
+    for step in range(24):
+        time.sleep(chance.choice([0, 0, 0, 0.01, 0.05, 0.2]))
+        training.run(step, step + 1)
+    missed = torch.tensor(training.missed)
+    dist.all_reduce(missed)
+    assert missed > 0
+    check_same_on_all_ranks(training.outer())
+    check_same_on_all_ranks(dict(training.model.named_buffers()))
+    training.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"late_s": 1.0, "every": 4, "delay": 2}, "strategy.late_s: expected no strategy.delay"),
+        ({"late_s": 1e6}, "strategy.late_s: expected less than the"),
+        ({"late_s": -1.0}, "late_s"),
+    ],
+)
+def test_refused_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        accelerator = Accelerator(
+            strategy={"name": "local", "workers": "ranks", **options}, cpu=True
+        )
+        accelerator.prepare(Blocks())
+
+
+@pytest.mark.ranks(2)
+def test_refused_beside_late_workers():
+    strategy = {"name": "local", "workers": "ranks", "late_s": 1.0}
+    with pytest.raises(ConfigError, match="strategy.late_s: expected precision: bf16 or no"):
+        Accelerator(strategy=strategy, mixed_precision="fp16", cpu=True).prepare(Blocks())
+    accelerator = Accelerator(config={"strategy": strategy, "on_nonfinite": "skip"}, cpu=True)
+    model = Blocks()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    accelerator.backward(loss_of(model, batch(0, 0)))
+    with pytest.raises(ConfigError, match="on_nonfinite: expected stop or ignore"):
+        optimizer.step()
+    accelerator.free_memory()
