@@ -97,7 +97,8 @@ class RunCheckpoints:
         save = checkpoint.Save(directory, self._world, overwrite=overwrite)
         with save.abandoned_on_failure():
             chosen = together(self._world, doing, partial(self._entries_to_save, save.draft))
-            entries = share(self._world, chosen)  # hooks often take weights out on rank 0 alone
+            # Hooks often take weights out on rank 0 alone.
+            entries = share(self._world, chosen, dict[int, bool])
             contents = together(
                 self._world, doing, partial(self._contents.of, entries, self.project.iteration)
             )
@@ -131,7 +132,7 @@ class RunCheckpoints:
                 f"{len(self._save_hooks)}; their files go to storage alone: register objects with "
                 "register_for_checkpointing(), or leave checkpoint.local out"
             )
-        if share(self._world, self.background.is_busy):
+        if share(self._world, self.background.is_busy, bool):
             return  # a save in storage goes first; a later step is as good
         self.background.wait()
         self._check_same_step()
@@ -192,7 +193,7 @@ class RunCheckpoints:
         Args:
             input_dir: its directory; None means one of any automatic name.
         """
-        anew = share(self._world, self._resumption.begins_anew)
+        anew = share(self._world, self._resumption.begins_anew, bool)
         if self._memory is not None and input_dir is None and self.project.checkpoints is None:
             return False
         return not anew and self._folder.holds(self.project, input_dir)

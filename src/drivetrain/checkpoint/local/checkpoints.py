@@ -51,7 +51,7 @@ class MemoryCheckpoints:
         homes = self._all_homes()
         if self._saved_at is None:
             mine = int(next_name(self._folder).rpartition("_")[2])
-            self._number = max(gather(self._world, mine, doing="number checkpoints in memory"))
+            self._number = max(gather(self._world, mine, int, doing="number checkpoints in memory"))
             logger.announce(
                 f"checkpoints in memory after each {self._every} optimizer steps; "
                 f"{homes.describe()}"

@@ -37,7 +37,7 @@ class Announcement:
     name: str
     steps: int
     files: Mapping[str, FileRecord]
-    held: frozenset[str]
+    held: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def announced(folder: Path) -> list[Announcement]:
             steps = saved_steps(directory)
         except (CheckpointError, OSError):
             continue
-        held = frozenset(name for name in files if _size(directory / name) == files[name].size)
+        held = tuple(name for name in files if _size(directory / name) == files[name].size)
         found.append(Announcement(directory.name, steps, files, held))
     return found
 
@@ -80,7 +80,7 @@ def announced(folder: Path) -> list[Announcement]:
 def whole_ones(homes: MemoryHomes, world: World) -> list[SpreadCheckpoint]:
     """Return the checkpoints that the memory of all hosts holds whole, newest first. Collective."""
     here = announced(homes.mine.folder) if homes.is_keeper else []
-    told = gather(world, here, doing="announce what is in memory")
+    told = gather(world, here, list[Announcement], doing="announce what is in memory")
     kept = [{_identity(one): one for one in told[home.keeper]} for home in homes.all]
     known = {identity: one for each in kept for identity, one in each.items()}
     spread = [
@@ -88,7 +88,7 @@ def whole_ones(homes: MemoryHomes, world: World) -> list[SpreadCheckpoint]:
             one.name,
             one.steps,
             one.files,
-            tuple(each[key].held if key in each else frozenset() for each in kept),
+            tuple(frozenset(each[key].held if key in each else ()) for each in kept),
         )
         for key, one in known.items()
     ]
@@ -119,7 +119,7 @@ def bring_together(
     directory = homes.mine.folder / found.name
     if hashed:
         damaged = together(world, doing, partial(_damaged, directory, found, homes, world.rank))
-        told = gather(world, damaged, doing=doing)
+        told = gather(world, damaged, list[str], doing=doing)
         found = _without(found, homes, told)
         together(world, doing, partial(_remove, directory, damaged))
         if found.missing:
