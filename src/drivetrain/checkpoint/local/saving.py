@@ -91,7 +91,7 @@ class MemorySave:
             written = together(world, doing, write, group)
             common = share(world, written, dict[str, FileRecord], group)
             together(world, doing, partial(self._spread, common, group), group)
-            together(world, doing, partial(self._on_keeper, self._commit), group)
+            self._commit_everywhere(group)
         return True
 
     @contextmanager
@@ -156,6 +156,14 @@ class MemorySave:
             for name, record in common.items()
         ]
         exchange(transfers, self._world.rank, self._draft, group)
+
+    def _commit_everywhere(self, group: Group) -> None:
+        commits = partial(self._on_keeper, self._commit)
+        try:
+            together(self._world, self._doing, commits, group)
+        except CheckpointError:
+            self._on_keeper(partial(commit.delete, self.target))
+            raise
 
     def _commit(self) -> None:
         commit.commit(self._draft, self.target, self._token, overwrite=False)
