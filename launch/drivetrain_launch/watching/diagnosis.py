@@ -168,7 +168,7 @@ def diagnose(views: Mapping[int, RankView], limit_s: Callable[[str], float]) -> 
 
 
 def _longest(view: RankView, limit_s: Callable[[str], float]) -> OperationView | None:
-    """Return the longest wait of a rank among those that take too long, if any."""
+    """Return the longest wait of a rank, if any takes too long."""
     waits = [each for each in view.operations if each.running]
     late = [each for each in waits if each.running_s >= limit_s(each.place)]
     return max(late, key=lambda each: each.running_s, default=None)
