@@ -1,7 +1,8 @@
 """The launcher's folder in the host's memory: checkpoints there outlive ranks, not the launcher.
 
 A launcher holds a lock on its folder, which the system lets go of however the launcher ends. So the
-next launcher of the same user removes what a killed one has left.
+next launcher of the same user removes what a killed one has left. It also removes a folder that
+stayed since ranks could not read a whole checkpoint in it: users may rescue its files until then.
 """
 
 import fcntl
@@ -20,11 +21,13 @@ PREFIX = "drivetrain-memory-"
 
 @contextmanager
 def memory_folder(root: Path = MEMORY) -> Iterator[Path]:
-    """Context of a new private folder in memory, which is removed at the end.
+    """Context of a new private folder in memory, removed at the end unless ranks ask to keep it.
 
     Raises:
         ConfigError: there is no such file system, or nothing can be made in it.
     """
+    from drivetrain.runtime.world import memory_kept_mark
+
     try:
         _sweep(root)
         folder, lock = _made(root)
@@ -37,7 +40,8 @@ def memory_folder(root: Path = MEMORY) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not memory_kept_mark(folder).exists():
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
@@ -51,7 +55,7 @@ def _made(root: Path) -> tuple[Path, int]:
 
 
 def _sweep(root: Path) -> None:
-    """Remove the folders of launchers that were killed."""
+    """Remove the folders of launchers that have ended."""
     for folder in root.glob(f"{PREFIX}*"):
         facts = folder.lstat()
         if facts.st_uid != os.getuid() or folder.is_symlink() or not folder.is_dir():
