@@ -32,6 +32,7 @@ from drivetrain_launch.commands.options import (
 from drivetrain_launch.hosts.hostfile import RemoteHost
 from drivetrain_launch.hosts.remote import run_hosts
 from drivetrain_launch.hosts.surroundings import KEYS, Surroundings, recognise
+from drivetrain_launch.ranks.failure import RunOver
 from drivetrain_launch.ranks.placement import (
     Endpoint,
     accelerators,
@@ -215,6 +216,9 @@ def launch(
                 return _run(resolved, arguments, private, signals, surroundings, memory)
         except Stopped as stopped:
             return stopped.code
+        except RunOver as over:
+            click.echo(over, err=True)
+            return over.code
 
 
 def check_script(script: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
