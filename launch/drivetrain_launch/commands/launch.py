@@ -157,8 +157,8 @@ def command(
     if text := misplaced(arguments):
         click.echo(text, err=True)
     if listed:
-        endpoint = resolved.run.launch.rdzv_endpoint
-        return run_hosts(remote_job("launch", listed, flags, endpoint=endpoint, script=script))
+        settings = resolved.run.launch
+        return run_hosts(remote_job("launch", listed, flags, launch=settings, script=script))
     words = (AS_ACCELERATE, *arguments) if as_accelerate else arguments
     return launch(resolved, words, surroundings)
 
