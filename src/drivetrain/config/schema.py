@@ -68,6 +68,13 @@ class LaunchConfig:
         minimum=0.1,
         maximum=LONGEST_WAIT_S,
     )
+    grace_s: float = option(
+        30.0,
+        help="Seconds that ranks have to save after SIGTERM, a scheduler's notice, before they are "
+        "killed.",
+        minimum=0,
+        maximum=LONGEST_WAIT_S,
+    )
     on_hang: Literal["report", "stop"] = option(
         "report",
         help="When ranks wait for another one for too long: report says who keeps whom waiting, "
