@@ -121,8 +121,11 @@ def _unpacked(file: Path) -> str:
 def from_file(file: Path) -> Iterator[Pair]:
     """Yield the pairs of a JSON lines file or of a TSV file with a header, such as CSL's.
 
+    The file is UTF-8, perhaps with a byte order mark. Blank lines are skipped.
+
     Raises:
-        UsageError: no such file, no fields for text and title, or a line without one of them.
+        UsageError: no such file, another encoding, no fields for text and title, or a line in which
+            one of them is missing or no text.
     """
     if not file.is_file():
         raise UsageError(f"expected a file of pairs, found no {file}")
@@ -136,13 +139,28 @@ def from_file(file: Path) -> Iterator[Pair]:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with file.open(encoding="utf-8") as lines:
-        header = next(lines, "").rstrip("\n").split("\t") if file.suffix == ".tsv" else []
-        for number, line in enumerate(lines, 2 if header else 1):
-            if header:
-                yield number, dict(zip(header, line.rstrip("\n").split("\t"), strict=False))
-            elif line.strip():
-                yield number, _object(line, f"{file}, line {number}")
+    lines = ((number, line) for number, line in enumerate(_lines(file), 1) if line.strip())
+    if file.suffix != ".tsv":
+        for number, line in lines:
+            yield number, _object(line, f"{file}, line {number}")
+        return
+    _, header = next(lines, (1, ""))
+    names = header.rstrip("\n").split("\t")
+    for number, line in lines:
+        yield number, dict(zip(names, line.rstrip("\n").split("\t"), strict=False))
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """Yield the lines of a file, without a byte order mark."""
+    with file.open(encoding="utf-8-sig") as lines:
+        try:
+            yield from lines
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"{file}: expected text in the encoding UTF-8, found the bytes "
+                f"{error.object[error.start : error.start + 4]!r}; convert it first, for example "
+                f"with 'iconv -f GB18030 -t UTF-8'"
+            ) from error
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
@@ -158,7 +176,11 @@ def _object(line: str, where: str) -> dict[str, Any]:
 def _field(row: dict[str, Any], names: Sequence[str], where: str) -> str:
     for name in names:
         if name in row:
-            return str(row[name]).strip()
+            if not isinstance(row[name], str):
+                raise UsageError(
+                    f"{where}: expected a text as {name}, found {row[name]!r}; remove the line"
+                )
+            return row[name].strip()
     raise UsageError(
         f"{where}: expected a field {' or '.join(names)}, found {', '.join(row) or 'none'}"
     )

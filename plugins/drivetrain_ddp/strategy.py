@@ -48,6 +48,7 @@ class Ddp(Strategy[DdpConfig]):
         self._communicator: Communicator = connect_linked(
             run.mesh, "dp", run.traffic, run.world, run.links
         )
+        self.summing = [self._communicator]
         self._alone = self._communicator.size == 1
         self._closing = ExitStack()  # in the opposite order: hooks go before what they call
         self._closing.callback(self._communicator.close)
@@ -151,7 +152,7 @@ class Ddp(Strategy[DdpConfig]):
         """Load everything on every rank, in place."""
         self._state.load(reader)
         self._reducer.open_channels()
-        take_kept([self._communicator], reader, self.run.links.name_for("gradients"))
+        take_kept(self.summing, reader, self.run.links.name_for("gradients"))
 
     @classmethod
     def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:

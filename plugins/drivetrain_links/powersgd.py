@@ -157,11 +157,9 @@ class LowRankReduction(FarReduction):
         self._far = far
         self._plan = plan
         self._everywhere = everywhere
-        self._ps = torch.empty(plan.ps)
-        self._qs = torch.empty(plan.qs)
+        # The same Q on every rank, without a message.
+        self._qs = torch.randn(plan.qs, generator=torch.Generator().manual_seed(0))
         self._errors = torch.zeros(plan.errors)
-        self._added = False
-        self._begin_anew()
 
     @override
     def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
@@ -171,29 +169,40 @@ class LowRankReduction(FarReduction):
             [each.of(tensors) for each in chosen]
             for chosen, tensors in zip(plan.plain, parts, strict=True)
         ]
+        ps = torch.empty(plan.ps, device=self._qs.device)
+        qs = torch.empty_like(self._qs)  # the factors of before stay, in case the step is bad
 
         def multiply() -> None:
             first()
-            self._multiply(parts)
+            self._multiply(parts, ps)
 
-        ps = self._summed(self._ps, multiply, f"{label}, P")
-        qs = self._summed(self._qs, lambda: self._turn(ps), f"{label}, Q")
+        def turn() -> None:
+            summed.wait()
+            self._turn(parts, ps, qs)
+
+        summed = self._summed(ps, multiply, f"{label}, P")
+        turned = self._summed(qs, turn, f"{label}, Q")
         rest = [far.reduce_parts(plain, label=label)] if any(plan.plain_bytes) else []
         if rest and self._everywhere:
             rest.append(far.gather_parts(plain, label=label, first=rest[0].wait))
-        return Followed(StagedHandle([ps, qs, *rest], ()), lambda: self._finish(parts))
+        sums = StagedHandle([summed, turned, *rest], ())
+        return Followed(sums, lambda: self._finish(parts, ps, qs))
 
     @override
     def feedback(self) -> Iterator[Kept]:
-        edge = 0
-        for each in self._plan.matrices:
-            yield Kept(each.span, self._errors[edge : edge + each.place.numel])
-            edge += each.place.numel
+        numels = [each.place.numel for each in self._plan.matrices]
+        for each, errors in zip(
+            self._plan.matrices, self._errors.split_with_sizes(numels), strict=True
+        ):
+            yield Kept(each.span, errors)
 
     @override
     def factors(self) -> Iterator[tuple[ParameterSpan, Tensor]]:
-        for matrix, (_, q, _) in self._each():
-            yield matrix.span, q
+        rank, edge = self._plan.rank, 0
+        for each in self._plan.matrices:
+            numel = each.columns * rank
+            yield each.span, self._qs[edge : edge + numel].view(each.columns, rank)
+            edge += numel
 
     def _summed(self, factors: Tensor, first: Callable[[], None], label: str) -> Handle:
         """Sum factors over hosts, once ``first`` has made them."""
@@ -201,54 +210,48 @@ class LowRankReduction(FarReduction):
         reduced = self._far.reduce_parts(chunks, label=label, first=first)
         return self._far.gather_parts(chunks, label=label, first=reduced.wait)
 
-    def _multiply(self, parts: Parts) -> None:
+    def _multiply(self, parts: Parts, ps: Tensor) -> None:
         """Make P of this host's gradients and errors; a NaN or infinity spoils all P."""
-        self._added = are_finite(parts)
-        if not self._added:
-            self._ps.fill_(float("nan"))
+        if not are_finite(parts):
+            ps.fill_(float("nan"))
             return
-        for matrix, (p, q, error) in self._each():
-            error.add_(_view(matrix, parts))
+        for matrix, (p, q, error) in self._each(ps, self._qs):
+            # Added up as products: errors change only when the sum is known to be finite.
             torch.mm(error, q, out=p)
+            p.addmm_(_view(matrix, parts).float(), q)
 
-    def _turn(self, ps: Handle) -> None:
+    def _turn(self, parts: Parts, ps: Tensor, qs: Tensor) -> None:
         """Orthogonalise the sum of P, and make Q of it."""
-        ps.wait()
-        if not bool(torch.isfinite(self._ps.sum())):
-            self._qs.fill_(float("nan"))
+        if not bool(torch.isfinite(ps.sum())):
+            qs.fill_(float("nan"))
             return
-        for _, (p, q, error) in self._each():
+        for matrix, (p, q, error) in self._each(ps, qs):
             p.copy_(torch.linalg.qr(p).Q)
             torch.mm(error.T, p, out=q)
+            q.addmm_(_view(matrix, parts).float().T, p)
 
-    def _finish(self, parts: Parts) -> None:
-        finite = bool(torch.isfinite(self._qs.sum()))
-        for matrix, (p, q, error) in self._each():
+    def _finish(self, parts: Parts, ps: Tensor, qs: Tensor) -> None:
+        """Write the sums; keep errors and factors for the next one, unless a gradient is bad."""
+        finite = bool(torch.isfinite(qs.sum()))
+        for matrix, (p, q, error) in self._each(ps, qs):
             gradient = _view(matrix, parts)
-            if finite:
-                approximation = p @ q.T
-                error.sub_(approximation, alpha=1.0 / self._far.size)
-                gradient.copy_(approximation)
+            if not finite:
+                gradient.fill_(float("nan"))
                 continue
-            if self._added:  # the step is about to be skipped everywhere
-                error.sub_(gradient)
-            gradient.fill_(float("nan"))
-        if not finite:
-            self._begin_anew()
+            approximation = p @ q.T
+            error.add_(gradient).sub_(approximation, alpha=1.0 / self._far.size)
+            gradient.copy_(approximation)
+        if finite:
+            self._qs.copy_(qs)
 
-    def _begin_anew(self) -> None:
-        """Start with the same Q on every rank, without a message."""
-        generator = torch.Generator().manual_seed(0)
-        self._qs.copy_(torch.randn(self._qs.numel(), generator=generator))
-
-    def _each(self) -> Iterator[tuple[LowRankMatrix, tuple[Tensor, Tensor, Tensor]]]:
-        factors = self._plan.split(self._ps, self._qs, self._errors)
-        return zip(self._plan.matrices, factors, strict=True)
+    def _each(
+        self, ps: Tensor, qs: Tensor
+    ) -> Iterator[tuple[LowRankMatrix, tuple[Tensor, Tensor, Tensor]]]:
+        return zip(self._plan.matrices, self._plan.split(ps, qs, self._errors), strict=True)
 
     def _move_to(self, device: torch.device) -> None:
         if self._errors.device != device:
-            self._ps, self._qs = self._ps.to(device), self._qs.to(device)
-            self._errors = self._errors.to(device)
+            self._qs, self._errors = self._qs.to(device), self._errors.to(device)
 
 
 class LowRankGather(FarGather):
@@ -359,7 +362,7 @@ class PowerSgd(Compressor[PowerSgdOptions]):
     @override
     def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
         plan = self._plan(stretches)
-        return _FP32 * (plan.errors + plan.ps + plan.qs)
+        return _FP32 * (plan.errors + plan.qs)
 
     @override
     def rehearse(self, matrix: Tensor) -> None:

@@ -1,12 +1,13 @@
 """The largest numbers of each chunk, with 12-bit places and 2-bit values.
 
-Of a chunk of 4,096 numbers the 64 of largest size are sent. A message has one codebook of 4 values:
+Of a chunk of 4,096 numbers the 64 of largest size are sent. Each chunk has a codebook of 4 values:
 the numbers that are sent fall into 4 bins over three standard deviations to both sides of zero, and
 the codebook holds the mean of each bin::
 
-    | codebook, 4 x fp32 | places, 12 bits each | bins, 2 bits each |
+    | codebooks, 4 x fp32 per chunk | places, 12 bits each | bins, 2 bits each |
 
-So 64 numbers take 112 bytes where fp32 takes 16,384: 146 times fewer. The code is that of Sarfi et
+So 64 numbers take 128 bytes where fp32 takes 16,384: 128 times fewer. A codebook of its own lets a
+chunk of small numbers keep its values beside a chunk of large numbers. The code is that of Sarfi et
 al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025 (arXiv 2508.15706); there it
 carries pseudo-gradients of many local steps. Here it carries the gradients of each step, with error
 feedback: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018. No bin reaches over
@@ -52,7 +53,7 @@ class TopK(Codec[TopKOptions]):
     """The largest numbers of each chunk."""
 
     summary: ClassVar[str] = (
-        "the 64 largest of each 4,096 numbers, with 2-bit values: 1/146 of the bytes"
+        "the 64 largest of each 4,096 numbers, with 2-bit values: 1/128 of the bytes"
     )
     honesty: ClassVar[Honesty] = Honesty.THEORY
     parameters: ClassVar[bool] = False  # of values, almost all would be zeros
@@ -61,8 +62,8 @@ class TopK(Codec[TopKOptions]):
 
     @override
     def nbytes(self, numel: int) -> int:
-        sent = self._chunks(numel) * self.config.keep
-        return _BOOK_BYTES + sent * 3 // 2 + sent // 4
+        each = _BOOK_BYTES + self.config.keep * 3 // 2 + self.config.keep // 4
+        return self._chunks(numel) * each
 
     @override
     def encode(self, values: Tensor, message: Tensor) -> None:
@@ -70,16 +71,15 @@ class TopK(Codec[TopKOptions]):
         rows.view(-1)[: values.numel()] = values
         # In the order of places, so that equal numbers make equal messages on every machine.
         places = rows.abs().topk(self.config.keep, dim=1, sorted=False).indices.sort(dim=1).values
-        numbers = rows.gather(1, places).view(-1)
-        book, place_bytes, bin_bytes = self._parts(message, values.numel())
-        bins = self._write_book(numbers, book)
+        books, place_bytes, bin_bytes = self._parts(message, values.numel())
+        bins = _write_books(rows.gather(1, places), books)
         _write_places(places.view(-1), place_bytes)
-        _write_bins(bins, bin_bytes)
+        _write_bins(bins.view(-1), bin_bytes)
 
     @override
     def decode(self, message: Tensor, values: Tensor) -> None:
-        book, place_bytes, bin_bytes = self._parts(message, values.numel())
-        numbers = book[_read_bins(bin_bytes)].view(-1, self.config.keep)
+        books, place_bytes, bin_bytes = self._parts(message, values.numel())
+        numbers = books.gather(1, _read_bins(bin_bytes).view(-1, self.config.keep))
         rows = values.new_zeros(self._chunks(values.numel()), CHUNK)
         rows.scatter_(1, _read_places(place_bytes).view(-1, self.config.keep), numbers)
         values.copy_(rows.view(-1)[: values.numel()])
@@ -88,21 +88,31 @@ class TopK(Codec[TopKOptions]):
         return -(-numel // CHUNK)
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codebook, the bytes of places and the bytes of bins."""
-        edge = _BOOK_BYTES + self._chunks(numel) * self.config.keep * 3 // 2
-        return message[:_BOOK_BYTES].view(torch.float32), message[_BOOK_BYTES:edge], message[edge:]
+        """Return codebooks (chunks, 4), the bytes of places and the bytes of bins."""
+        chunks = self._chunks(numel)
+        first, second = chunks * _BOOK_BYTES, chunks * self.config.keep * 3 // 2
+        books, places, bins = message.split_with_sizes(
+            [first, second, message.numel() - first - second]
+        )
+        return books.view(torch.float32).view(chunks, _BINS), places, bins
 
-    def _write_book(self, numbers: Tensor, book: Tensor) -> Tensor:
-        """Write the mean of each bin; return the bin of each number."""
-        width = numbers.square().mean().sqrt() * (2 * _DEVIATIONS / _BINS)
-        scaled = torch.nan_to_num(numbers / width) + _BINS / 2
-        bins = scaled.floor_().clamp_(0, _BINS - 1).to(torch.int64)
-        sums = torch.zeros(_BINS, dtype=torch.float64, device=numbers.device)
-        counts = torch.bincount(bins, minlength=_BINS)
-        # Of NaN and infinity, sums are such; double precision makes their order harmless.
-        sums.index_add_(0, bins, numbers.double())
-        book.copy_(sums / counts.clamp_(min=1))
-        return bins
+
+def _write_books(numbers: Tensor, books: Tensor) -> Tensor:
+    """Write the mean of each bin of each chunk; return the bin of each number.
+
+    Args:
+        numbers: those that are sent, (chunks, keep).
+        books: (chunks, 4).
+    """
+    widths = numbers.square().mean(1, keepdim=True).sqrt_().mul_(2 * _DEVIATIONS / _BINS)
+    scaled = torch.nan_to_num(numbers / widths) + _BINS / 2
+    bins = scaled.floor_().clamp_(0, _BINS - 1).to(torch.int64)
+    # Of NaN and infinity, sums are such; double precision makes their order harmless.
+    doubles = numbers.double()
+    sums = doubles.new_zeros(books.shape).scatter_add_(1, bins, doubles)
+    counts = doubles.new_zeros(books.shape).scatter_add_(1, bins, torch.ones_like(doubles))
+    books.copy_(sums / counts.clamp_(min=1))
+    return bins
 
 
 def _write_places(places: Tensor, message: Tensor) -> None:

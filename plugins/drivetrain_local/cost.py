@@ -15,7 +15,7 @@ from drivetrain_local.fragments import fragment_of_each
 from drivetrain_local.late import told_numbers
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import wide
-from drivetrain_local.worker import alone, run_inside
+from drivetrain_local.worker import alone, links_of_workers, run_inside
 
 Sent = Counter[tuple[str, str]]
 
@@ -42,7 +42,7 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     part = held[1] - held[0]
     route = Route(far)
     if run.links.in_channels:
-        route = Route(far, HostLevels(alone(near), far), run.links)
+        route = Route(far, HostLevels(alone(near), far), links_of_workers(run))
     exchanged, kept = _exchanges(config, model, route)
     share = part / whole if whole else 0.0
     in_round = Sent({key: round(count * share) for key, count in exchanged.items()})

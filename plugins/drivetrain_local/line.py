@@ -8,7 +8,7 @@ from drivetrain.runtime.mesh import Axis, HostLevels, subset
 from drivetrain.strategy import Run
 from drivetrain_local.late import ExchangeTraffic, LateWorkers, check_world
 from drivetrain_local.options import AXIS, LocalOptions
-from drivetrain_local.worker import alone
+from drivetrain_local.worker import alone, links_of_workers
 
 
 class WorkerLine:
@@ -48,7 +48,12 @@ class WorkerLine:
         if far.size == 1 or not run.links.in_channels:
             return self._connect(far)
         return LinkedCommunicator(
-            far, HostLevels(here, far), self._connect, self._traffic, run.world.timeout, run.links
+            far,
+            HostLevels(here, far),
+            self._connect,
+            self._traffic,
+            run.world,
+            links_of_workers(run),
         )
 
     def _connect(self, axis: Axis) -> Communicator:

@@ -27,6 +27,11 @@ def run_inside(run: Run, near: Axis) -> Run:
     return replace(run, mesh=run.mesh.inside(AXIS, near), links=LinkMethods())
 
 
+def links_of_workers(run: Run) -> LinkMethods:
+    """Return the methods between workers, who exchange after a step: none of it is skipped."""
+    return replace(run.links, undoable=False)
+
+
 def alone(axis: Axis) -> Axis:
     """Return this rank by itself, as the near level of an axis of workers."""
     here = axis.rank
@@ -128,6 +133,10 @@ class Worker(Strategy[LocalOptions]):
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients at hand."""
         self._inner.scale_gradients(factor)
+
+    def step_decided(self, *, taken: bool) -> None:
+        """Tell the strategy inside; outer sums come after the decision."""
+        self._inner.step_decided(taken=taken)
 
     def clip_grad_norm(
         self,

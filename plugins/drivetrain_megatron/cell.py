@@ -125,6 +125,10 @@ class DataParallelCell(Strategy[MegatronConfig]):
         """Multiply all gradients at hand."""
         self._inner.scale_gradients(factor)
 
+    def step_decided(self, *, taken: bool) -> None:
+        """Let the data-parallel strategy keep the errors of its sums, or go back."""
+        self._inner.step_decided(taken=taken)
+
     def stand_in(self, *, synchronize: bool) -> None:
         """Take part in one step of the other data-parallel ranks; a cell of several cannot."""
         if not self._is_one_rank:

@@ -70,6 +70,50 @@ def test_a_newer_checkpoint_in_storage_counts(trainings, clean):
     assert trainings.weights() == clean
 
 
+FULL = """
+        def full(*given):
+            raise OSError(28, "No space left on device", "a file")
+        saving = sys.modules["drivetrain.checkpoint.local.saving"]
+        if step == 5 and rank == 1:
+            saving.real, saving.exchange = saving.exchange, full
+        if step == 7 and rank == 1:
+            saving.exchange = saving.real
+"""
+"""The memory of a rank is full in the save after step 6."""
+
+DAMAGE = """
+        if step == 8 and rank == 0 and once("damaged"):
+            for path in Path(os.environ["DRIVETRAIN_MEMORY"]).glob("*/model-*"):
+                path.write_bytes(path.read_bytes()[:-1] + b"\\x01")
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_save_that_fails_costs_that_checkpoint_and_not_the_run(trainings, clean):
+    kill = f"step == 10 and once(f'killed-{{rank}}') and {KILL}"
+    faults = {"step": f"{WAIT}{FULL}        {kill}"}
+    ended = trainings.run("run", *RESTARTS, faults=faults, every=NEVER)
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 1: No space left on device: a file; the run goes on without" in ended.stderr
+    assert "going on from step 8, out of the memory of the hosts" in ended.stderr
+    assert trainings.weights() == clean
+
+
+def test_a_damaged_checkpoint_in_memory_alone_is_an_error_and_no_new_run(trainings):
+    faults = {"start": TOLD, "step": f"{WAIT}{DAMAGE}"}
+    ended = trainings.run("run", *RESTARTS, faults=faults, every=NEVER)
+    (folder,) = set(memory_of(trainings))
+    try:
+        assert ended.returncode == 4, ended.stderr
+        assert [step for step, _ in trainings.losses()] == [*range(1, 8)]
+        assert f"{folder}/checkpoint_" in ended.stderr
+        assert len(list(folder.glob("checkpoint_*/manifest.json"))) == 2
+        assert trainings.run("next", *MEMORY, every=NEVER).returncode == 0
+        assert not folder.exists()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.mark.parametrize("end", ["failure", "SIGTERM", "SIGKILL"])
 def test_nothing_is_left_in_memory_after_any_end(trainings, end):
     wait = f"{WAIT}; step == 4 and Path(name, 'waits').touch()"
@@ -87,8 +131,7 @@ def test_nothing_is_left_in_memory_after_any_end(trainings, end):
     if end == "SIGKILL":  # nobody could; the next launcher on this host does
         assert folder.exists()
         trainings.left()
-        for path in trainings.temporary.glob("drivetrain-*"):  # its other folder stays
-            shutil.rmtree(path)
+        assert len(list(trainings.temporary.glob("drivetrain-launch-*"))) == 1  # its other folder
         assert trainings.run("next", *MEMORY, every=NEVER).returncode == 0
     else:
         assert ended.returncode == {"failure": 1, "SIGTERM": 75}[end]

@@ -329,6 +329,13 @@ def test_lists_that_apt_has_compressed(tmp_path, monkeypatch):
         ("a.jsonl", '{"body": "a", "name": "b"}', r"a field title or summary .* found body, name"),
         ("a.jsonl", "[1]", r"line 1: expected a JSON object, found '\[1\]'"),
         ("a.tsv", "abst\ttitle\n\tb", r"line 2: expected a text, found an empty one"),
+        ("a.tsv", "abst\ttitle\n\n\n\tb", r"line 4: expected a text, found an empty one"),
+        (
+            "a.jsonl",
+            '{"text": "a", "title": null}',
+            r"expected a text as title, found None",
+        ),
+        ("a.jsonl", '{"text": 3, "title": "b"}', r"line 1: expected a text as text, found 3"),
         ("a.tsv", "abst\ttitle\na\tb", r"expected at least 3 pairs .* found 1 in .*a\.tsv"),
     ],
 )
@@ -389,3 +396,21 @@ def test_intervals_hold_the_score_and_shrink():
     many = scores(["a b c d e", "x"] * 50, ["a b c d e", "y"] * 50, chinese=False)["ROUGE-1"]
     assert few.low < few.value == 50 == many.value < few.high
     assert few.high - few.low > 2 * (many.high - many.low) > 0
+
+
+def test_files_with_a_byte_order_mark_and_blank_lines(tmp_path):
+    data = example().data
+    table, rows = tmp_path / "a.tsv", tmp_path / "a.jsonl"
+    table.write_text("\n\nabst\ttitle\n\none\t1\n \ntwo\t2\n\n", encoding="utf-8-sig")
+    rows.write_text('{"text": "one", "title": "1"}\n\n', encoding="utf-8-sig")
+    pairs = [data.Pair("one", "1", "one"), data.Pair("two", "2", "two")]
+    assert list(data.from_file(table)) == pairs
+    assert list(data.from_file(rows)) == pairs[:1]
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.jsonl"])
+def test_a_file_of_another_encoding_is_named(tmp_path, name):
+    data = example().data
+    (tmp_path / name).write_text("摘要\t题目\n", encoding="gb18030")
+    with pytest.raises(UsageError, match=rf"{name}: expected text in the encoding UTF-8.*iconv"):
+        list(data.from_file(tmp_path / name))

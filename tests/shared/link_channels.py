@@ -30,9 +30,11 @@ def world_of(hosts: str) -> World:
     return dataclasses.replace(found, hosts=tuple(hosts), timeout=timedelta(seconds=30))
 
 
-def links_of(gradients: str, parameters: str = "exact", **options: int) -> LinkMethods:
+def links_of(
+    gradients: str, parameters: str = "exact", *, undoable: bool = False, **options: int
+) -> LinkMethods:
     far = FarConfig(gradients=gradients, parameters=parameters, **options)
-    return LinkMethods.configured(LinksConfig(far=far))
+    return LinkMethods.configured(LinksConfig(far=far), undoable=undoable)
 
 
 def connected(hosts: str, links: LinkMethods, traffic: Traffic | None = None) -> LinkedCommunicator:
@@ -56,6 +58,18 @@ def gathered(tensor: Tensor) -> list[Tensor]:
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, tensor)
     return everyone
+
+
+def state_of(communicator: LinkedCommunicator) -> list[Tensor]:
+    """Return copies of the errors and factors of all channels on this rank."""
+    sums = [channel.reduction for channel in communicator.channels]
+    errors = [kept.errors.clone() for each in sums for kept in each.feedback()]
+    return errors + [factor.clone() for each in sums for _, factor in each.factors()]
+
+
+def are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Return whether tensors are the same bit by bit."""
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 def kept_back(communicator: LinkedCommunicator) -> Tensor:

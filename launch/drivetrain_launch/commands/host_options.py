@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from drivetrain.config import LaunchConfig
 from drivetrain.errors import ConfigError
 from drivetrain_launch.commands.options import (
     GIVEN_WORDS,
@@ -111,7 +112,7 @@ def remote_job(
     hosts: Sequence[RemoteHost],
     flags: Mapping[str, Any],
     *,
-    endpoint: str,
+    launch: LaunchConfig,
     script: Sequence[str] = (),
 ) -> RemoteJob:
     """Return the job that runs this command, with its words, on hosts.
@@ -125,7 +126,8 @@ def remote_job(
     return RemoteJob(
         hosts=hosts,
         words=(*head, *script),
-        endpoint=endpoint,
+        grace_s=launch.grace_s,
+        endpoint=launch.rdzv_endpoint,
         command=command,
         variables=variables,
     )

@@ -1,9 +1,7 @@
 """``drivetrain launch``: resolves the configuration and runs a script on its ranks."""
 
 import os
-import shutil
 import sys
-import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -34,7 +32,7 @@ from drivetrain_launch.commands.options import (
 from drivetrain_launch.hosts.hostfile import RemoteHost
 from drivetrain_launch.hosts.remote import run_hosts
 from drivetrain_launch.hosts.surroundings import KEYS, Surroundings, recognise
-from drivetrain_launch.ranks.memory_folder import memory_folder
+from drivetrain_launch.ranks.failure import RunOver
 from drivetrain_launch.ranks.placement import (
     Endpoint,
     accelerators,
@@ -44,6 +42,7 @@ from drivetrain_launch.ranks.placement import (
     listening_address,
     local_ranks,
 )
+from drivetrain_launch.ranks.private_folder import memory_folder, temporary_folder
 from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import AS_ACCELERATE
 from drivetrain_launch.watching.flight import VARIABLES
@@ -158,8 +157,8 @@ def command(
     if text := misplaced(arguments):
         click.echo(text, err=True)
     if listed:
-        endpoint = resolved.run.launch.rdzv_endpoint
-        return run_hosts(remote_job("launch", listed, flags, endpoint=endpoint, script=script))
+        settings = resolved.run.launch
+        return run_hosts(remote_job("launch", listed, flags, launch=settings, script=script))
     words = (AS_ACCELERATE, *arguments) if as_accelerate else arguments
     return launch(resolved, words, surroundings)
 
@@ -211,14 +210,15 @@ def launch(
         make_log_dir(Path(settings.log_dir))
     if settings.rdzv_endpoint and settings.node_rank == 0:
         listening_address(Endpoint.parse(settings.rdzv_endpoint))
-    private = Path(tempfile.mkdtemp(prefix="drivetrain-"))
-    try:
-        with Signals() as signals, _memory(resolved) as memory:
-            return _run(resolved, arguments, private, signals, surroundings, memory)
-    except Stopped as stopped:
-        return stopped.code
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
+    with temporary_folder() as private:
+        try:
+            with Signals() as signals, _memory(resolved) as memory:
+                return _run(resolved, arguments, private, signals, surroundings, memory)
+        except Stopped as stopped:
+            return stopped.code
+        except RunOver as over:
+            click.echo(over, err=True)
+            return over.code
 
 
 def check_script(script: tuple[str, ...], *, module: bool) -> tuple[str, ...]:

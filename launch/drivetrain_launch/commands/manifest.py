@@ -191,7 +191,7 @@ def _job(
         least=resolved.run.launch.least_nnodes,
         devices=devices,
         notice=notice,
-        command=("drivetrain", "launch", *arguments_of(resolved), *arguments),
+        command=("drivetrain", "launch", *arguments_of(resolved, notice), *arguments),
     )
 
 

@@ -79,6 +79,5 @@ def command(assignments: tuple[str, ...], **flags: Any) -> int:
 
     check_run(resolved)
     if listed:
-        endpoint = resolved.run.launch.rdzv_endpoint
-        return run_hosts(remote_job("test", listed, flags, endpoint=endpoint))
+        return run_hosts(remote_job("test", listed, flags, launch=resolved.run.launch))
     return launch(resolved, ("-m", MODULE), surroundings)

@@ -22,7 +22,7 @@ def check_run(resolved: Resolved) -> None:
     check_hosts(resolved.run.launch)
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
     kind.check_options(options, Precision.configured(resolved.run))
-    links = LinkMethods.configured(resolved.run.links)
+    links = LinkMethods.configured(resolved.run.links, undoable=resolved.run.skips_steps)
     kind.check_links(options, links, Precision.configured(resolved.run))
     settings = resolved.run.launch
     if settings.nproc_per_node == "auto":

@@ -37,7 +37,7 @@ def plan_on(resolved: Resolved, hosts: Sequence[str], *, on_accelerators: bool =
         precision=Precision.configured(resolved.run),
         accumulation=resolved.run.accumulation,
         traffic=Traffic(),
-        links=LinkMethods.configured(resolved.run.links),
+        links=LinkMethods.configured(resolved.run.links, undoable=resolved.run.skips_steps),
     )
 
 

@@ -10,7 +10,8 @@ from drivetrain.telemetry.work import RankTimes
 class StragglerWatch:
     """Names ranks and hosts that are slower than the others in two comparisons in a row.
 
-    A rank may be slow for a while: a page cache fills, another job ends. Two whiles are a trouble.
+    One slow window may have a cause that passes: a page cache fills, another job ends. A rank that
+    is slow in two windows in a row needs a look.
 
     Args:
         margin: how much longer than the others' a rank's work must take.

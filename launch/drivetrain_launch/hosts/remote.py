@@ -6,10 +6,12 @@ nothing is started anywhere.
 """
 
 import json
+import math
 import os
 import random
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,15 +23,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from drivetrain.errors import CollectiveError, ConfigError
-from drivetrain_launch.hosts.agent import READY
+from drivetrain.runtime.notices import NOTICES
+from drivetrain_launch.console import show
+from drivetrain_launch.hosts.agent import READY, SIGNAL
 from drivetrain_launch.hosts.hostfile import RemoteHost
 from drivetrain_launch.hosts.surroundings import FIRST_PORT, PORTS
 from drivetrain_launch.ranks.placement import Endpoint
 from drivetrain_launch.ranks.secret import SECRET_VARIABLE
-from drivetrain_launch.ranks.signals import ENDING, Signals, Stopped
+from drivetrain_launch.ranks.signals import Signals, Stopped
 
 EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "PYTHONPATH", "HF_HOME", "DRIVETRAIN_")
 """Beginnings of the names of variables that every host gets; tokens and passwords are not among
@@ -50,8 +53,8 @@ READY_S = 30.0
 LAST_LINES = 3
 """Lines of a host's error stream that an error quotes."""
 
-END_S = 45.0
-"""How long hosts have to end by themselves: longer than a rank has to save."""
+END_S = 20.0
+"""How long hosts have to end by themselves, besides the time in which their ranks may save."""
 
 REFUSED_S = 1.0
 """How long hosts have to hear from each other that one of them refused the configuration."""
@@ -67,6 +70,7 @@ class RemoteJob:
     Attributes:
         hosts: the first one is host 0.
         words: of the command, without those about hosts: options, script, arguments.
+        grace_s: how long ranks have to save after SIGTERM.
         endpoint: where they meet; "" lets host 0's name and a random port decide.
         command: of ``drivetrain``.
         variables: environment variables for every host, besides ``EXPORTED``.
@@ -74,6 +78,7 @@ class RemoteJob:
 
     hosts: Sequence[RemoteHost]
     words: Sequence[str]
+    grace_s: float
     endpoint: str = ""
     command: str = "launch"
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +89,8 @@ def run_hosts(job: RemoteJob) -> int:
 
     Raises:
         CollectiveError: the connection to a host was lost during the run.
-        ConfigError: a host cannot be reached, or lacks the package; nothing was started.
+        ConfigError: a host cannot be reached, or lacks the package, or there is no ssh here;
+            nothing was started.
     """
     endpoint = job.endpoint or str(
         Endpoint(address_of(job.hosts[0]), FIRST_PORT + random.SystemRandom().randrange(PORTS))
@@ -97,14 +103,11 @@ def run_hosts(job: RemoteJob) -> int:
             _wait_until_ready(started, signals)
             for connection, order in zip(started, _orders(job, endpoint), strict=True):
                 connection.send(order)
-            return _wait(started, signals)
+            return _wait(started, signals, job.grace_s)
         except Stopped as stopped:
             return stopped.code
         finally:
-            for connection in started:
-                connection.ask_to_end()
-            for connection in started:
-                connection.wait()
+            _end(started, signals)
 
 
 def _orders(job: RemoteJob, endpoint: str) -> Iterator[Mapping[str, object]]:
@@ -126,9 +129,13 @@ def _orders(job: RemoteJob, endpoint: str) -> Iterator[Mapping[str, object]]:
 
 
 def address_of(host: RemoteHost) -> str:
-    """Return a host's address, which the configuration of ssh may hold under another name."""
+    """Return a host's address, which the configuration of ssh may hold under another name.
+
+    Raises:
+        ConfigError: there is no ssh here.
+    """
     done = subprocess.run(  # noqa: S603 - a list of arguments; the name has been checked
-        ["ssh", "-G", "--", host.target],  # noqa: S607 - the system's ssh
+        [_ssh(), "-G", "--", host.target],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -136,6 +143,22 @@ def address_of(host: RemoteHost) -> str:
     )
     lines = (line.partition(" ") for line in done.stdout.splitlines())
     return next((value for key, _, value in lines if key == "hostname"), host.name)
+
+
+def _ssh() -> str:
+    """Return the path of the system's ssh.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = shutil.which("ssh")
+    if found is None:
+        raise ConfigError(
+            "--hosts and --hostfile start the hosts over ssh, and found no program 'ssh' on the "
+            "path; install an ssh client, or type the command on each host with --nnodes, "
+            "--node-rank and --rdzv-endpoint"
+        )
+    return found
 
 
 class HostConnection:
@@ -146,6 +169,9 @@ class HostConnection:
 
     Args:
         host: the host.
+
+    Raises:
+        ConfigError: there is no ssh here.
     """
 
     def __init__(self, host: RemoteHost) -> None:
@@ -157,7 +183,7 @@ class HostConnection:
             remote = " ".join(shlex.quote(word) for word in command)
             settings = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", *ALIVE)
             options = [word for setting in settings for word in ("-o", setting)]
-            command = ["ssh", "-T", *options, "--", host.target, remote]
+            command = [_ssh(), "-T", *options, "--", host.target, remote]
         self.process = subprocess.Popen(  # noqa: S603 - a list of arguments, see above
             command,
             stdin=subprocess.PIPE,
@@ -172,11 +198,16 @@ class HostConnection:
         for thread in self._threads:
             thread.start()
 
-    def send(self, order: Mapping[str, object]) -> None:
-        """Give the agent its order."""
+    @property
+    def runs(self) -> bool:
+        """Whether the host's launcher, or the connection to it, has not ended."""
+        return self.process.poll() is None
+
+    def send(self, line: Mapping[str, object]) -> None:
+        """Give the agent its order, or a signal."""
         if self.process.stdin is not None:
             with suppress(OSError):  # of a process that has ended, the exit code tells
-                self.process.stdin.write(json.dumps(order).encode() + b"\n")
+                self.process.stdin.write(json.dumps(line).encode() + b"\n")
                 self.process.stdin.flush()
 
     def complaint(self) -> str:
@@ -191,13 +222,10 @@ class HostConnection:
             with suppress(OSError):
                 self.process.stdin.close()
 
-    def wait(self) -> None:
-        """Wait until the host's launcher has ended."""
-        try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def close(self) -> None:
+        """Cut the connection if it is still there, and show the last lines."""
+        self.process.kill()
+        self.process.wait()
         for thread in self._threads:
             thread.join(1.0)
 
@@ -205,7 +233,7 @@ class HostConnection:
         for line in self.process.stdout or ():
             text = line.decode(errors="replace").rstrip(LINE_END)
             if self.ready.is_set():
-                self._show(text, sys.stdout)
+                show(f"{self.host.name}: {text}", sys.stdout)
             elif text == READY:
                 self.ready.set()
 
@@ -213,13 +241,9 @@ class HostConnection:
         for line in self.process.stderr or ():
             text = line.decode(errors="replace").rstrip(LINE_END)
             if self.ready.is_set():
-                self._show(text, sys.stderr)
+                show(f"{self.host.name}: {text}", sys.stderr)
             elif text:
                 self._complaints.append(text)
-
-    def _show(self, text: str, console: IO[str]) -> None:
-        console.write(f"{self.host.name}: {text}\n")
-        console.flush()
 
 
 def _wait_until_ready(connections: Sequence[HostConnection], signals: Signals) -> None:
@@ -235,7 +259,7 @@ def _wait_until_ready(connections: Sequence[HostConnection], signals: Signals) -
         failed = [
             connection
             for connection in connections
-            if not connection.ready.is_set() and (late or connection.process.poll() is not None)
+            if not connection.ready.is_set() and (late or not connection.runs)
         ]
         if failed:
             found = "; ".join(
@@ -246,47 +270,71 @@ def _wait_until_ready(connections: Sequence[HostConnection], signals: Signals) -
                 f"nothing was started; expected a login by ssh without a password, and "
                 f"{sys.executable} with drivetrain, on every host"
             )
-        _take(signals)
+        signals.check()
         time.sleep(POLL_S)
 
 
-def _take(signals: Signals) -> None:
-    for number in signals.take():
-        if number in ENDING:
-            raise Stopped(number)
+def _wait(connections: Sequence[HostConnection], signals: Signals, grace_s: float) -> int:
+    """Wait until all hosts have ended, and return the exit code; pass notices on to them.
 
+    The first host that fails lets the others end with it, and SIGTERM all of them, in their time.
 
-def _wait(connections: Sequence[HostConnection], signals: Signals) -> int:
-    """Wait until all hosts have ended, or a signal came."""
-    while True:
-        codes = [connection.process.poll() for connection in connections]
-        _take(signals)
-        ended = [code for code in codes if code is not None]
-        if len(ended) == len(codes):
-            return next((code if code > 0 else 1 for code in ended if code), 0)
-        if any(ended):
-            code = _last(connections, next(code for code in ended if code))
-            lost = [c.host.name for c in connections if c.process.returncode == LOST]
-            if lost:
-                raise CollectiveError(
-                    f"the connection to {', '.join(lost)} is lost, and the run has ended on all "
-                    "hosts; start it again when ssh reaches them"
-                )
-            return code
+    Raises:
+        CollectiveError: the connection to a host was lost.
+        Stopped: a signal that is no notice came, or hosts did not end after SIGTERM.
+    """
+    deadline, code, told = math.inf, 0, 0
+    while any(connection.runs for connection in connections):
+        for number in signals.take():
+            if number not in NOTICES:
+                raise Stopped(number)
+            for connection in connections:
+                connection.send({SIGNAL: number})
+            if number == signal.SIGTERM:
+                told, deadline = number, min(deadline, time.monotonic() + grace_s + END_S)
+        if not code and (code := _first_code(connections)):
+            deadline = min(deadline, time.monotonic() + _rest_s(code, grace_s))
+        if time.monotonic() > deadline:
+            break
         time.sleep(POLL_S)
+    code = code or _first_code(connections)
+    lost = [each.host.name for each in connections if each.process.returncode == LOST]
+    if lost:
+        raise CollectiveError(
+            f"the connection to {', '.join(lost)} is lost, and the run has ended on all hosts; "
+            "start it again when ssh reaches them"
+        )
+    if told and not code:
+        raise Stopped(told)
+    return code
 
 
-def _last(connections: Sequence[HostConnection], code: int) -> int:
-    """Give the other hosts a moment to end with the first that failed, and return its code.
+def _first_code(connections: Sequence[HostConnection]) -> int:
+    """Return the exit code of a host that has failed, 0 without any."""
+    codes = [connection.process.poll() for connection in connections]
+    return next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+
+def _rest_s(code: int, grace_s: float) -> float:
+    """Return how long the others have to end with the first host that failed.
 
     A host that refuses the configuration has started nothing, and the others wait for it in vain.
     """
-    deadline = time.monotonic() + (REFUSED_S if code == ConfigError.exit_code else END_S)
-    while time.monotonic() < deadline:
-        if all(connection.process.poll() is not None for connection in connections):
+    return REFUSED_S if code == ConfigError.exit_code else grace_s + END_S
+
+
+def _end(connections: Sequence[HostConnection], signals: Signals) -> None:
+    """End the hosts that still run: a further signal cuts the connections at once."""
+    for connection in connections:
+        connection.ask_to_end()
+    deadline = time.monotonic() + END_S
+    signals.take()
+    while any(each.runs for each in connections) and time.monotonic() < deadline:
+        if any(number != signal.SIGUSR1 for number in signals.take()):
             break
         time.sleep(POLL_S)
-    return code if code > 0 else 128 + signal.SIGKILL
+    for connection in connections:
+        connection.close()
 
 
 def _is_here(host: RemoteHost) -> bool:

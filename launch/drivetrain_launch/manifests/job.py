@@ -22,6 +22,10 @@ FUTILE = tuple(sorted(CANNOT_HEAL))
 OF_THE_CLUSTER = frozenset(KEYS)
 """Keys that the job file says in the scheduler's own terms."""
 
+GRACE, ENDING_S = "launch.grace_s", 10
+"""The option with the seconds for a save, and the seconds of a notice that are left for the ends of
+processes and launchers."""
+
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 """A label of DNS, with room for what Kubernetes appends."""
 
@@ -60,14 +64,16 @@ class SchedulerJob:
                 raise ConfigError(f"--{key}: expected at least {minimum}, found {value}")
 
 
-def arguments_of(resolved: Resolved) -> tuple[str, ...]:
+def arguments_of(resolved: Resolved, notice: int) -> tuple[str, ...]:
     """Return the configuration as arguments of ``drivetrain launch``: all that is no default.
 
-    So a container needs no configuration file.
+    So a container needs no configuration file. Ranks get the time of the notice for their save.
     """
     chosen: list[str] = []
     for key, value, origin in resolved.rows():
-        if origin.kind != "default" and key not in OF_THE_CLUSTER:
+        if key == GRACE and origin.kind == "default":
+            chosen += ["--set", f"{key}={max(1, notice - ENDING_S)}"]
+        elif origin.kind != "default" and key not in OF_THE_CLUSTER:
             chosen += ["--set", f"{key}={_written(value)}"]
     return tuple(chosen)
 

@@ -1,7 +1,6 @@
 """The software of a host, which must be equal on all hosts of a run: versions, and the script."""
 
 import hashlib
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
@@ -28,7 +27,7 @@ def software_facts(arguments: Sequence[str]) -> dict[str, str]:
     return {
         "drivetrain's version": __version__,
         "torch's version": torch.__version__,
-        "Python's version": platform.python_version(),
+        "Python's version": "{}.{}".format(*sys.version_info),
         "the script": script_digest(arguments),
     }
 

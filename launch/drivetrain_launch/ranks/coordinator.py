@@ -23,8 +23,10 @@ from drivetrain_launch.ranks.joined import (
     Member,
     clash,
     endings_of,
+    late,
     misfit,
     missing,
+    overdue,
     take_places,
     views_of_others,
 )
@@ -60,6 +62,7 @@ class RunTerms:
         facts: values without which a launcher is not of this run, by their names.
         max_restarts: how often ranks start again.
         start_timeout_s: how long launchers may wait for each other.
+        grace_s: how long ranks have to save after a signal to one of the launchers.
         hear_work: takes the times of ranks, as a launcher tells them.
     """
 
@@ -68,6 +71,7 @@ class RunTerms:
     facts: Mapping[str, str]
     max_restarts: int
     start_timeout_s: float
+    grace_s: float
     hear_work: Callable[[Mapping[str, Any]], None]
 
 
@@ -91,9 +95,7 @@ class Coordinator:
         new_store: Callable[[], int],
         say: Callable[[str], None],
     ) -> None:
-        self._secret, self._facts = secret, terms.facts
-        self._least, self._count = terms.least, terms.count
-        self._restarts_left, self._limit_s = terms.max_restarts, terms.start_timeout_s
+        self._secret, self._terms, self._restarts_left = secret, terms, terms.max_restarts
         self._new_store, self._say, self._preflight = new_store, say, preflight
         self._listeners = {"checked": preflight.hear, "work": terms.hear_work}
         self._checking: asyncio.Task[None] | None = None
@@ -107,7 +109,7 @@ class Coordinator:
         self._lost: dict[int, str] = {}
         self._strangers: set[str] = set()
         self._everybody_left = asyncio.Event()
-        self._why_over = PreflightError.exit_code, "the run has ended"
+        self._why_over = 0, ""
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection to its end."""
@@ -141,11 +143,14 @@ class Coordinator:
                 if now - member.heard > LOST_S:
                     self._lose(member, f"nothing was heard of it for {LOST_S:.0f} s")
                 else:
-                    member.channel.send("alive", missing=self._missing())
+                    member.channel.send("alive", missing=self._missing(), late=late(self._members))
             self._begin()
             self._let_in(now)
-            if self._phase == "meeting" and now - self._since > self._limit_s:
-                text = f"{self._missing()} did not come within {self._limit_s:g} s; {COME}"
+            if overdue(self._members, self._terms.grace_s):
+                self._stop_all()
+            limit_s = self._terms.start_timeout_s
+            if self._phase == "meeting" and now - self._since > limit_s:
+                text = f"{self._missing()} did not come within {limit_s:g} s; {COME}"
                 self._dismiss(PreflightError.exit_code, text)
 
     def views(self) -> dict[int, dict[str, Any]]:
@@ -165,7 +170,7 @@ class Coordinator:
             self._refuse(channel, *self._why_over)
             return
         member = Member.of(message, channel)
-        text = misfit(message, self._count, self._facts) or self._differs(member)
+        text = misfit(message, self._terms.count, self._terms.facts) or self._differs(member)
         if text:
             self._refuse(channel, ConfigError.exit_code, text)
         if text or self._taken(member):
@@ -191,7 +196,7 @@ class Coordinator:
             self._joined = time.monotonic()
             self._begin()
         elif other is not None and self._phase == "meeting" and not self._attempt:
-            text = clash(other, member, self._count)
+            text = clash(other, member, self._terms.count)
             self._refuse(member.channel, ConfigError.exit_code, text)
             self._dismiss(ConfigError.exit_code, text)
             return True
@@ -216,8 +221,7 @@ class Coordinator:
 
     async def _check(self) -> None:
         """Check the ways between the hosts, and start, or dismiss everybody."""
-        refusal = await self._preflight.run(self._in_order(), self._address)
-        if refusal:
+        if refusal := await self._preflight.run(self._in_order(), self._address):
             self._dismiss(PreflightError.exit_code, refusal)
         else:
             self._start()
@@ -236,7 +240,7 @@ class Coordinator:
         """Whether an attempt can begin: after a failure, hosts that are lost may stay away long."""
         here = len(self._members)
         called = self._attempt > 0 or time.monotonic() - self._joined > LAST_CALL_S
-        return here == self._count or (here >= self._least and called)
+        return here == self._terms.count or (here >= self._terms.least and called)
 
     def _let_in(self, now: float) -> None:
         """Let the ranks save and end, so that hosts which wait can join: one rank is told."""
@@ -259,7 +263,7 @@ class Coordinator:
             self._listeners[message["kind"]](message)
         elif message["kind"] == "ending" and self._phase == "running":
             member.ending = Ending.from_json(message["ending"])
-            if not member.ending.whole or member.ending.signal:
+            if not member.ending.whole:  # after a signal and a save, the others may still save
                 self._stop_all()
             self._decide()
 
@@ -300,7 +304,7 @@ class Coordinator:
         for member in self._members.values():
             member.channel.send("verdict", **dataclasses.asdict(verdict))
         if not verdict.again:
-            self._end()
+            self._end(verdict.code, "the run has ended")
             return
         self._attempt += 1
         self._phase, self._since = "meeting", time.monotonic()
@@ -312,11 +316,10 @@ class Coordinator:
     def _dismiss(self, code: int, text: str) -> None:
         for member in self._members.values():
             member.channel.send("refused", code=code, text=text)
-        self._why_over = code, text  # also for hosts that wait, and for those that come later
-        self._end()
+        self._end(code, text)
 
-    def _end(self) -> None:
-        self._phase = "over"
+    def _end(self, code: int, text: str) -> None:
+        self._phase, self._why_over = "over", (code, text)  # also for hosts that come later
         for member in self._waiting:
             self._refuse(member.channel, *self._why_over)
         if set(self._members) <= {0}:
@@ -327,7 +330,7 @@ class Coordinator:
         channel.close()
 
     def _missing(self) -> str:
-        counts = self._least, self._count
+        counts = self._terms.least, self._terms.count
         return missing(counts, self._members) if self._phase == "meeting" else ""
 
 

@@ -18,6 +18,7 @@ import psutil
 from drivetrain.config import LaunchConfig
 from drivetrain.runtime.notices import NOTICES
 from drivetrain.runtime.world import LINK_VARIABLE, WORK_VARIABLE, reader_mark, saved_mark
+from drivetrain_launch.console import say
 from drivetrain_launch.health.work_files import WorkFiles, work_file
 from drivetrain_launch.ranks.failure import Ending
 from drivetrain_launch.ranks.hangs import blamed, board_of, watch_over
@@ -38,10 +39,6 @@ STOP_S = 5.0
 
 FAILED_STOP_S = 3.0
 """How long a rank has after another one failed; a rank that waits for the dead hears nothing."""
-
-GRACE_S = 30.0
-"""How long a rank has after SIGTERM, a scheduler's notice, to save a checkpoint."""
-
 
 OWN = (SECRET_VARIABLE, LINK_VARIABLE)
 """Variables of the launcher, which ranks do not get from it as they are."""
@@ -82,6 +79,7 @@ def run_ranks(job: HostJob, signals: Signals) -> int:
     Raises:
         ConfigError: hosts contradict each other.
         PreflightError: the hosts cannot meet.
+        RunOver: the run has ended while this launcher waited for a place in it.
         Stopped: a signal came while no ranks ran.
     """
     meeting, started = _meeting(job), set[int]()
@@ -114,6 +112,7 @@ def _meeting(job: HostJob) -> HostMeeting:
             secret=shared_secret(),
             max_restarts=launch.max_restarts,
             start_timeout_s=limit_s,
+            grace_s=launch.grace_s,
             software=job.software,
             backend=job.backend,
             alone=job.seat is not None,
@@ -142,14 +141,17 @@ def _attempts(job: HostJob, meeting: HostMeeting, signals: Signals, started: set
                 lambda: watch.hang is not None,
                 partial(_tell_work, _work_files(job, place), meeting, place),
                 signals,
+                job.launch.grace_s,
             )
         signals.record(False)
         ending = replace(blamed(ending, watch.hang), saved=_saved(job))
         verdict = meeting.conclude(ending)
         if verdict.text:
-            print(verdict.text, file=sys.stderr, flush=True)
+            say(verdict.text)
         if not verdict.again:
             return verdict.code
+        if ending.noticed:  # the ranks failed before they had saved, and the notice still holds
+            signals.keep(signal.SIGUSR1)
 
 
 def _hang_watch(
@@ -254,6 +256,7 @@ def _watch(
     hangs: Callable[[], bool],
     tell_work: Callable[[], None],
     signals: Signals,
+    grace_s: float,
 ) -> Ending:
     """Wait until all ranks have ended: by themselves, or because one failed or a signal came."""
     asked, deadline, noticed = 0, float("inf"), False
@@ -267,7 +270,7 @@ def _watch(
                 continue
             if asked or number != signal.SIGTERM:
                 ranks.stop(number, 0 if asked else STOP_S)
-            asked, deadline = number, min(deadline, time.monotonic() + GRACE_S)
+            asked, deadline = number, min(deadline, time.monotonic() + grace_s)
         if meeting.notice_asked():
             ranks.tell(signal.SIGUSR1)
         if ranks.over:

@@ -51,7 +51,7 @@ class Failure:
         rank: its global rank.
         host: the name of its host.
         pid: its process id.
-        code: its exit code; -N when signal N killed it.
+        code: its exit code; -N when signal N killed it; 0 for a process that does not end.
         time: of the rank's error, or else of the moment when its end was noticed; seconds since the
             epoch, by the clock of the host that judges.
         summary: the last line of the traceback, or "".
@@ -76,7 +76,9 @@ class Failure:
     @property
     def ending(self) -> str:
         """Exit code or signal, in words."""
-        if self.code >= 0:
+        if not self.code:
+            return "the process does not end"
+        if self.code > 0:
             return f"exit code {self.code}"
         try:
             name = signal.Signals(-self.code).name
@@ -179,6 +181,18 @@ class Verdict:
     text: str = ""
     code: int = 0
     again: bool = False
+
+
+class RunOver(Exception):  # noqa: N818 - no error: a run may end well
+    """The run has ended while this launcher waited for a place in it.
+
+    Attributes:
+        code: exit code of the run.
+    """
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 def judge(

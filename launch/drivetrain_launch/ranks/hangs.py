@@ -1,11 +1,11 @@
 """The watch over the ranks of an attempt; a hang that ends the run is a failure."""
 
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from drivetrain.errors import CollectiveError
+from drivetrain_launch.console import say
 from drivetrain_launch.ranks.failure import Ending, Failure
 from drivetrain_launch.watching.diagnosis import Hang
 from drivetrain_launch.watching.watch import HangWatch, Hosts
@@ -34,7 +34,7 @@ def watch_over(
         folder: for the file about a hang, or None.
     """
     boards = {rank: board_of(private, rank) for rank in pids}
-    return HangWatch(pids, boards, hosts=hosts, stops=stops, folder=folder, say=_say)
+    return HangWatch(pids, boards, hosts=hosts, stops=stops, folder=folder, say=say)
 
 
 def blamed(ending: Ending, hang: Hang | None) -> Ending:
@@ -53,7 +53,3 @@ def blamed(ending: Ending, hang: Hang | None) -> Ending:
     )
     stopped = tuple(each for each in ending.stopped if each != rank)
     return replace(ending, failures=(failure, *ending.failures), stopped=stopped)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -34,6 +34,7 @@ class Party:
         secret: that all launchers of the run share.
         max_restarts: how often ranks start again; host 0's counts.
         start_timeout_s: how long launchers and ranks wait for each other.
+        grace_s: how long ranks have to save after SIGTERM; host 0's counts.
         software: facts that must be equal on all hosts, by their names.
         backend: the ranks' communication library.
         alone: whether a scheduler starts each rank by itself, so that several launchers may run
@@ -51,6 +52,7 @@ class Party:
     secret: bytes
     max_restarts: int
     start_timeout_s: float
+    grace_s: float
     straggler_margin: float
     software: Mapping[str, str] = field(default_factory=dict)
     backend: str = "gloo"

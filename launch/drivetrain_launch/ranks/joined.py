@@ -99,6 +99,25 @@ def missing(counts: tuple[int, int], present: Collection[int]) -> str:
     return f"{len(absent)} of {count} hosts (host{plural} {', '.join(absent)})"
 
 
+def late(members: Mapping[int, Member]) -> str:
+    """Return the hosts whose ranks run on although those of others have ended; "" for none."""
+    running = [members[index].shown for index in sorted(members) if members[index].ending is None]
+    if not running or len(running) == len(members):
+        return ""
+    return f"the ranks of {', '.join(running)} to end"
+
+
+def overdue(members: Mapping[int, Member], grace_s: float) -> bool:
+    """Whether ranks run on although a signal has ended those of another host, who had saved.
+
+    Args:
+        members: the launchers of the run.
+        grace_s: how long these ranks have to save, too.
+    """
+    ends = [end.time for each in endings_of(members).values() if each.signal for end in each.ended]
+    return bool(ends) and time.time() - max(ends) > grace_s
+
+
 def clash(one: Member, other: Member, count: int) -> str:
     """Return the error of two launchers with one index."""
     return (

@@ -4,7 +4,6 @@ A launcher meets the others, starts its ranks, and tells how they ended. It then
 which is the same for every host: the run is over, or all ranks start again.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.runtime.world import LOOPBACK, loopback_store
 from drivetrain.telemetry.work import RankTimes
+from drivetrain_launch.console import say
 from drivetrain_launch.health.straggler_watch import StragglerWatch
 from drivetrain_launch.ranks.failure import Ending, IdleAttempts, Verdict, judge
 from drivetrain_launch.watching.watch import Hosts
@@ -78,6 +78,7 @@ class HostMeeting(Protocol):
         Raises:
             ConfigError: hosts contradict each other.
             PreflightError: a host did not come in time.
+            RunOver: the run has ended while this launcher waited for a place.
         """
         ...
 
@@ -126,7 +127,7 @@ class SingleHost:
         self._max_restarts = max_restarts
         self._limit = timedelta(seconds=start_timeout_s)
         self._attempt = 0
-        self._stragglers = StragglerWatch(straggler_margin, _say)
+        self._stragglers = StragglerWatch(straggler_margin, say)
         self._store: TCPStore | None = None
         self._idle_attempts = IdleAttempts()
 
@@ -161,7 +162,3 @@ class SingleHost:
     def leave(self, reason: str) -> None:
         """Close the store."""
         self._store = None
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

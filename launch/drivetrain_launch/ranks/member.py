@@ -1,9 +1,9 @@
 """Every host's side of a run over several hosts: joins at host 0, and hears the verdicts."""
 
 import asyncio
+import math
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from drivetrain.errors import CollectiveError, ConfigError, DrivetrainError, PreflightError
 from drivetrain.runtime.world import loopback_store
 from drivetrain.telemetry.work import RankTimes
+from drivetrain_launch.console import say
 from drivetrain_launch.health.straggler_watch import StragglerWatch
 from drivetrain_launch.preflight.network import chosen_address, machine_id, transport_of
 from drivetrain_launch.preflight.probe import HostProbe
@@ -26,7 +27,7 @@ from drivetrain_launch.ranks.channel import (
     NotAuthenticError,
 )
 from drivetrain_launch.ranks.coordinator import BEAT_S, LOST_S, Coordinator, RunTerms
-from drivetrain_launch.ranks.failure import Ending, Verdict
+from drivetrain_launch.ranks.failure import Ending, RunOver, Verdict
 from drivetrain_launch.ranks.host0 import Host0, Party
 from drivetrain_launch.ranks.loop_thread import LoopThread, OwnTasks
 from drivetrain_launch.ranks.meeting import Place
@@ -40,6 +41,7 @@ FIRST_REMINDER_S = 3.0
 """How long a host waits before it says so; the pauses between further lines double."""
 
 LONGEST_PAUSE_S = 60.0
+"""Between two lines about hosts that do not come. Ranks of another host may train on for hours."""
 
 AGAIN = (
     "no other host can lead the run: start the run again on every host, perhaps with another "
@@ -59,16 +61,14 @@ class SeveralHosts:
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self._stop = threading.Event()
         self._notice = threading.Event()
-        self._lost = ""
-        self._over = False
-        self._missing = ""
+        self._over = self._left = False
+        self._lost = self._missing = self._late = ""
         self._heard = time.monotonic()
         self._store: TCPStore | None = None
         self._coordinator: Coordinator | None = None
         self._channel: Channel | None = None
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._left = False
         self._host0 = Host0(party)
         self._door = Door(self._host0.connect)
         self._probe = HostProbe()
@@ -104,13 +104,12 @@ class SeveralHosts:
             CollectiveError: host 0 stays lost.
             ConfigError: hosts contradict each other.
             PreflightError: a host did not come in time.
+            RunOver: the run has ended while this launcher waited for a place.
         """
         if self._lost:
             self._join_again()
         with reminding(lambda: self._missing and f"{self._missing} at {self._party.endpoint}"):
             message = self._next("meet")
-        self._stop.clear()
-        self._notice.clear()
         channel = self._open_channel()
         address = str(channel.writer.get_extra_info("sockname")[0])
         if self._party.index:
@@ -148,7 +147,8 @@ class SeveralHosts:
         """
         self._send("ending", ending=ending.to_json())
         try:
-            message = self._next("verdict")
+            with reminding(lambda: self._late, longest_s=math.inf):
+                message = self._next("verdict")
         except CollectiveError as error:
             again = self._party.index > 0 and self._party.max_restarts > 0 and not ending.signal
             self._over = not again
@@ -174,6 +174,7 @@ class SeveralHosts:
         Raises:
             CollectiveError: host 0 is lost.
             DrivetrainError: host 0 ends the run.
+            RunOver: the run has ended while this launcher waited.
         """
         while True:
             message = self._inbox.get()
@@ -204,9 +205,9 @@ class SeveralHosts:
         self._coordinator = Coordinator(
             secret=party.secret,
             terms=_terms(party),
-            preflight=Preflight(party.check, partial(show, say=_say)),
+            preflight=Preflight(party.check, partial(show, say=say)),
             new_store=self._new_store,
-            say=_say,
+            say=say,
         )
         self._server = await asyncio.start_server(
             OwnTasks(self._coordinator.accept),
@@ -254,26 +255,26 @@ class SeveralHosts:
         self._tasks.append(asyncio.create_task(self._beat(channel)))
 
     async def _listen(self, channel: Channel) -> None:
-        reason = "its launcher has ended, or the connection is closed"
         try:
             while True:
                 message = await channel.receive()
-                self._heard = time.monotonic()
-                if message["kind"] == "alive":
-                    self._missing = message["missing"]
-                    continue
-                if message["kind"] == "check":
+                kind, self._heard = message["kind"], time.monotonic()
+                if kind == "alive":
+                    self._missing, self._late = message["missing"], message["late"]
+                elif kind == "check":
                     answer = _answer(self._probe, channel, message)
                     self._tasks.append(asyncio.create_task(answer))
-                    continue
-                if message["kind"] == "notice":
+                elif kind == "notice":
                     self._notice.set()
-                    continue
-                if message["kind"] in ("stop", "refused"):
-                    self._stop.set()
-                self._inbox.put(message)
+                else:
+                    if kind == "meet":  # later messages are about the new attempt
+                        self._stop.clear()
+                        self._notice.clear()
+                    if kind in ("stop", "refused"):
+                        self._stop.set()
+                    self._inbox.put(message)
         except (OSError, NotAuthenticError):
-            self._lose(reason)
+            self._lose("its launcher has ended, or the connection is closed")
 
     async def _beat(self, channel: Channel) -> None:
         ticked = time.monotonic()
@@ -331,7 +332,8 @@ def _terms(party: Party) -> RunTerms:
         facts=party.facts,
         max_restarts=party.max_restarts,
         start_timeout_s=party.start_timeout_s,
-        hear_work=StragglerWatch(party.straggler_margin, _say).hear,
+        grace_s=party.grace_s,
+        hear_work=StragglerWatch(party.straggler_margin, say).hear,
     )
 
 
@@ -357,15 +359,21 @@ async def _answer(probe: HostProbe, channel: Channel, order: dict[str, Any]) -> 
     channel.send("checked", number=order["number"], **reply)
 
 
-def _refusal(message: dict[str, Any]) -> DrivetrainError:
+def _refusal(message: dict[str, Any]) -> DrivetrainError | RunOver:
     """Return the error of host 0, which refuses this launcher or ends the run."""
+    text, code = message["text"], message["code"]
     errors: tuple[type[DrivetrainError], ...] = (ConfigError, PreflightError)
-    return next(kind for kind in errors if kind.exit_code == message["code"])(message["text"])
+    return next((kind(text) for kind in errors if kind.exit_code == code), RunOver(text, code))
 
 
 @contextmanager
-def reminding(missing: Callable[[], str]) -> Iterator[None]:
-    """Say on the error stream now and then for whom the block waits, if for any, and how long."""
+def reminding(missing: Callable[[], str], longest_s: float = LONGEST_PAUSE_S) -> Iterator[None]:
+    """Say on the error stream now and then for whom the block waits, if for any, and how long.
+
+    Args:
+        missing: returns for whom, "" for nobody.
+        longest_s: the longest pause between two lines.
+    """
     over, begin = threading.Event(), time.monotonic()
 
     def remind() -> None:
@@ -373,8 +381,8 @@ def reminding(missing: Callable[[], str]) -> Iterator[None]:
         while not over.wait(pause):
             waited = time.monotonic() - begin
             if whom := missing():
-                _say(f"waiting for {whom} ({waited:.0f} s)")
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+                say(f"waiting for {whom} ({waited:.0f} s)")
+            pause = min(2 * pause, longest_s)
 
     thread = threading.Thread(target=remind, daemon=True)
     thread.start()
@@ -383,7 +391,3 @@ def reminding(missing: Callable[[], str]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -17,6 +17,8 @@ from typing import IO, TextIO
 
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
+from drivetrain_launch.console import say
+
 LAST_LINES_S = 1.0
 """How long the end of an attempt waits for lines; a rank's child may hold the stream for ever."""
 
@@ -117,5 +119,4 @@ def _prefix(rank: int) -> str:
 def _copy(pipe: TextIO, prefix: str) -> None:
     with pipe:
         while line := pipe.readline(LONGEST_LINE):
-            sys.stderr.write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")
-            sys.stderr.flush()
+            say(prefix + line.removesuffix("\n"))

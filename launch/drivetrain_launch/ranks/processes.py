@@ -4,7 +4,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 
@@ -13,9 +15,13 @@ from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, read_failure
 from drivetrain_launch.ranks.hangs import board_of
 from drivetrain_launch.ranks.output import Output
+from drivetrain_launch.watching.views import status_of
 
 POLL_S = 0.05
 """How often the launcher looks at its ranks."""
+
+KILLED_S = 10.0
+"""How long a process may take to end after SIGKILL: a disk or a driver may hold it for ever."""
 
 
 class RankProcesses:
@@ -40,17 +46,19 @@ class RankProcesses:
         self._output = output
         self._processes: dict[int, Popen[bytes]] = {}
         self._ends: dict[int, float] = {}
+        self._held: dict[int, str] = {}
         self._told: set[int] = set()
         self._stopped: set[int] = set()
         for rank, environment in environments.items():
             streams = output.streams(rank)
-            self._processes[rank] = Popen(  # noqa: S603 - a list of arguments
-                list(command),
-                env={**environment, "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank))},
-                stdout=streams.stdout,
-                stderr=streams.stderr,
-                start_new_session=True,
-            )
+            with _blocked(signal.SIGUSR1):
+                self._processes[rank] = Popen(  # noqa: S603 - a list of arguments
+                    list(command),
+                    env={**environment, "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank))},
+                    stdout=streams.stdout,
+                    stderr=streams.stderr,
+                    start_new_session=True,
+                )
         output.follow()
 
     @property
@@ -86,20 +94,21 @@ class RankProcesses:
             os.kill(self._processes[rank].pid, number)
 
     def stop(self, number: int, grace_s: float) -> None:
-        """End the ranks with all processes of their sessions, by force after the grace."""
+        """End the ranks with all processes of their sessions, by force after the grace.
+
+        A process that the system cannot end counts as a failure.
+        """
         self.poll()
         self._stopped.update(self._running())
         for rank in self._running():
             ask_to_stop(board_of(self._private, rank))
         self._signal_sessions(number)
-        deadline = time.monotonic() + grace_s
-        while not self.over and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-            self.poll()
+        self._await(grace_s)
         self._signal_sessions(signal.SIGKILL)
-        while not self.over:
-            time.sleep(POLL_S)
-            self.poll()
+        self._await(KILLED_S)
+        for rank in self._running():
+            self._ends[rank] = time.time()
+            self._held[rank] = status_of(self._processes[rank].pid).get("State", "unknown")
 
     def ending(self, asked: int = 0) -> Ending:
         """Describe how the ranks ended; all have.
@@ -116,7 +125,7 @@ class RankProcesses:
             was_stopped = rank in self._stopped or (rank in self._told and _died_of_it(code))
             if was_stopped and not failure.summary:
                 stopped.append(rank)
-            elif code in (0, PREEMPTED):
+            elif code in (0, PREEMPTED) and rank not in self._held:
                 ended.append(EarlyEnd(rank=rank, host=host, code=code, time=moment))
             else:
                 failures.append(failure)
@@ -124,9 +133,23 @@ class RankProcesses:
             failures=tuple(failures), ended=tuple(ended), stopped=tuple(stopped), signal=asked
         )
 
+    def _await(self, limit_s: float) -> None:
+        """Wait until all ranks have ended, or the time is over."""
+        deadline = time.monotonic() + limit_s
+        while not self.over and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self.poll()
+
     def _failure(self, rank: int, host: str, code: int, moment: float) -> Failure:
-        process, path = self._processes[rank], self._error_file(rank)
-        return read_failure(rank, host, process.pid, code, moment, path)
+        pid, path = self._processes[rank].pid, self._error_file(rank)
+        failure = read_failure(rank, host, pid, code, moment, path)
+        if rank not in self._held:
+            return failure
+        summary = (
+            f"process {pid} of rank {rank} does not end after SIGKILL, state {self._held[rank]}; "
+            "look for a disk or a device of this host that does not answer"
+        )
+        return replace(failure, time=moment, summary=summary, traceback="", collateral=False)
 
     def _error_file(self, rank: int) -> Path:
         return self._private / f"rank-{rank}.error.json"
@@ -135,7 +158,8 @@ class RankProcesses:
         return [rank for rank in self._processes if rank not in self._ends]
 
     def _code(self, rank: int) -> int:
-        return int(self._processes[rank].returncode)
+        """Return the exit code of a rank; 0 if its process does not end."""
+        return int(self._processes[rank].returncode or 0)
 
     def _signal_sessions(self, number: int) -> None:
         for rank in self._running():
@@ -143,6 +167,19 @@ class RankProcesses:
                 os.killpg(self._processes[rank].pid, number)
             except ProcessLookupError:
                 continue
+
+
+@contextmanager
+def _blocked(number: int) -> Iterator[None]:
+    """Let processes start with a blocked signal, which waits until they unblock it.
+
+    Before a rank has a handler, the signal would end the rank.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _died_of_it(code: int) -> bool:

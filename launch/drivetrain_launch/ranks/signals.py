@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-from drivetrain.runtime.notices import NOTICES, SAME_NOTICE_S
+from drivetrain.runtime.notices import NOTICES, SAME_NOTICE_S, EarlyNotice
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals after which the launcher ends."""
@@ -23,8 +23,8 @@ class Stopped(BaseException):
 class Signals:
     """The launcher's handlers, from its start to its end.
 
-    Outside of ``recorded`` a signal that ends the launcher raises ``Stopped``, and SIGUSR1 does
-    nothing: no ranks are there to hear it.
+    While the launcher does not record signals, one that ends the launcher raises ``Stopped``.
+    SIGUSR1 is kept until ranks are there to hear it.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,9 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         for number in {*NOTICES, *ENDING}:
-            self._before[number] = signal.signal(number, self._come)
+            before = self._before[number] = signal.signal(number, self._come)
+            if isinstance(before, EarlyNotice) and before.came:
+                self.keep(number)
         return self
 
     def __exit__(
@@ -49,15 +51,23 @@ class Signals:
             signal.signal(number, handler)
 
     def record(self, recording: bool) -> None:
-        """Keep signals for ``take``, or raise again.
+        """Keep all signals for ``take``, or raise ``Stopped`` again at the signals of ``ENDING``.
 
         Raises:
-            Stopped: a signal was kept that nobody took.
+            Stopped: such a signal was kept, and nobody took it.
         """
         self._recording = recording
-        for number in self.take():
+        self.check()
+
+    def check(self) -> None:
+        """Raise Stopped if a signal is kept that ends the launcher."""
+        for number in self._pending:
             if number in ENDING:
                 raise Stopped(number)
+
+    def keep(self, number: int) -> None:
+        """Let the next ``take`` return a signal, although none came."""
+        self._pending.append(number)
 
     def ignore(self) -> None:
         """Let nothing interrupt the last clean-up, which takes a moment and starts nothing."""
@@ -74,7 +84,6 @@ class Signals:
         self._last[number] = now
         if self._deaf or (repeated and number in NOTICES):
             return
-        if self._recording:
-            self._pending.append(number)
-        elif number in ENDING:
+        if number in ENDING and not self._recording:
             raise Stopped(number)
+        self.keep(number)

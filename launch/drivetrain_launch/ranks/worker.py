@@ -25,7 +25,7 @@ import drivetrain
 from drivetrain.compat import importing
 from drivetrain.errors import CollectiveError, DrivetrainError
 from drivetrain.runtime.board import board
-from drivetrain.runtime.notices import unheard
+from drivetrain.runtime.notices import EarlyNotice
 from drivetrain_launch.watching.flight import RECORDER_VARIABLE, answer
 from drivetrain_launch.watching.stacks import BOARD_VARIABLE, STACK_SIGNAL, STACKS
 
@@ -60,7 +60,8 @@ def main() -> None:
     die_with(parent)
     faulthandler.enable()
     show_board()
-    signal.signal(signal.SIGUSR1, unheard)
+    signal.signal(signal.SIGUSR1, EarlyNotice())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the launcher started it blocked
     atexit.register(leave_process_group)  # now: after all that the script registers
     try:
         code = run(arguments)

@@ -6,7 +6,7 @@ signal has stopped is stopped, wherever that happened.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,19 +136,17 @@ def mismatch(views: Mapping[int, RankView]) -> Hang | None:
     return None
 
 
-def diagnose(views: Mapping[int, RankView], limit_s: float) -> Hang | None:
+def diagnose(views: Mapping[int, RankView], limit_s: Callable[[str], float]) -> Hang | None:
     """Return the hang of the longest wait, None while nobody has waited for so long.
 
     Args:
         views: the states of the ranks that are known, by global rank.
-        limit_s: seconds that a wait may take.
+        limit_s: returns the seconds that a wait may take in the order of operations of a name.
     """
     waits = {
         rank: operation
         for rank, view in views.items()
-        if not view.state
-        and (operation := view.longest()) is not None
-        and operation.running_s >= limit_s
+        if not view.state and (operation := _longest(view, limit_s)) is not None
     }
     if not waits:
         return None
@@ -167,6 +165,13 @@ def diagnose(views: Mapping[int, RankView], limit_s: float) -> Hang | None:
         waited_s=operation.running_s,
         views=views,
     )
+
+
+def _longest(view: RankView, limit_s: Callable[[str], float]) -> OperationView | None:
+    """Return the longest wait of a rank, if any takes too long."""
+    waits = [each for each in view.operations if each.running]
+    late = [each for each in waits if each.running_s >= limit_s(each.place)]
+    return max(late, key=lambda each: each.running_s, default=None)
 
 
 def _culprits(

@@ -4,7 +4,7 @@ A rank rests while nothing on its board changes. What lasts several times the lo
 unusual, and worth a line.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from drivetrain_launch.watching.views import RankView
@@ -25,14 +25,22 @@ TIMES_USUAL, TIMES_REST = 3.0, 5.0
 """A wait, or a rest, is unusual from so many times the longest of the last ones on."""
 
 REMEMBERED, NOTEWORTHY_S = 50, 1.0
-"""How many waits and rests are remembered, and the shortest that is."""
+"""How many rests are remembered, and the length of the shortest waits and rests that are."""
+
+WAITS_AGE_S = 3600.0
+"""A wait is remembered for so long, and for this attempt: a slow phase of a run says nothing about
+the phases long after it."""
 
 
 class Usual:
-    """Remembers the last waits and rests of all ranks."""
+    """Remembers the waits and rests of all ranks.
+
+    Waits count where all ranks train: before that, ranks wait for each other for as long as one of
+    them reads data for all. Each order of operations has waits of its own.
+    """
 
     def __init__(self) -> None:
-        self._waits: deque[float] = deque(maxlen=REMEMBERED)
+        self._waits: defaultdict[str, deque[tuple[float, float]]] = defaultdict(deque)
         self._rests: deque[float] = deque(maxlen=REMEMBERED)
         self._waiting: dict[tuple[int, str, int], float] = {}
         self._resting: dict[int, float] = {}
@@ -47,23 +55,38 @@ class Usual:
         """How long a rank may rest."""
         return max(SHORTEST_REST_S, TIMES_REST * self.longest_rest_s)
 
-    def wait_limit_s(self, views: Mapping[int, RankView]) -> float:
-        """Return how long a wait may take."""
+    def wait_limit_s(self, views: Mapping[int, RankView], place: str) -> float:
+        """Return how long a wait may take in one order of operations."""
         shortest = SHORTEST_S if all(map(trains, views.values())) else START_S
-        return max(shortest, TIMES_USUAL * max(self._waits, default=0.0))
+        longest = max((seconds for _, seconds in self._waits.get(place, ())), default=0.0)
+        return max(shortest, TIMES_USUAL * longest)
 
-    def learn(self, views: Mapping[int, RankView]) -> None:
-        """Remember the lengths of waits and rests that have ended."""
-        now = {
+    def learn(self, views: Mapping[int, RankView], now: float) -> None:
+        """Remember the lengths of waits and rests that have ended.
+
+        Args:
+            views: the states of all ranks, by global rank.
+            now: the moment, in seconds of a monotonic clock.
+        """
+        self._learn_waits(views, now)
+        self._learn_rests(views)
+
+    def _learn_waits(self, views: Mapping[int, RankView], now: float) -> None:
+        waiting = {
             (view.rank, each.place, each.running): each.running_s
             for view in views.values()
             for each in view.operations
             if each.running and each.running_s >= NOTEWORTHY_S
         }
-        ended = [seconds for wait, seconds in self._waiting.items() if wait not in now]
-        if ended:
-            self._waits.append(max(ended))
-        self._waiting = now
+        for (rank, place, number), seconds in self._waiting.items():
+            if (rank, place, number) not in waiting:
+                self._waits[place].append((now, seconds))
+        self._waiting = waiting if all(map(trains, views.values())) else {}
+        for waits in self._waits.values():
+            while waits and now - waits[0][0] > WAITS_AGE_S:
+                waits.popleft()
+
+    def _learn_rests(self, views: Mapping[int, RankView]) -> None:
         rests = {view.rank: view.still_s for view in views.values() if trains(view)}
         over = [
             seconds for rank, seconds in self._resting.items() if rests.get(rank, 0.0) < seconds

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -120,10 +121,10 @@ class HangWatch:
                 rank: RankView.from_json(values) for rank, values in self._hosts.others().items()
             }
         usual = self._usual
-        usual.learn(views)
+        usual.learn(views, time.monotonic())
         hang = (
             mismatch(views)
-            or diagnose(views, usual.wait_limit_s(views))
+            or diagnose(views, partial(usual.wait_limit_s, views))
             or resting(views, usual.rest_limit_s, usual.longest_rest_s)
         )
         if hang is None:

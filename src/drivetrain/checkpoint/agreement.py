@@ -7,14 +7,12 @@ Every function is collective over a process group of all ranks: the default grou
 in the background a group of its own. Two threads must never speak over one group.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from drivetrain.collectives.digests import meet_everyone
-from drivetrain.collectives.meeting import named
+from drivetrain.collectives.facts import collect_facts, gather_facts, share_facts
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 
@@ -46,7 +44,7 @@ def together(world: World, doing: str, work: Callable[[], T], group: Group = Non
         result = work()
     except Exception as error:
         cause = error
-    verdicts = gather(world, None if cause is None else explain(cause), group, doing=doing)
+    verdicts = gather(world, "" if cause is None else explain(cause), str, group, doing=doing)
     if any(verdicts):
         raise CheckpointError(f"cannot {doing}: {_summary(verdicts)}") from cause
     return result  # type: ignore[return-value]  # work() returned it: nothing failed
@@ -63,7 +61,8 @@ def check_same(world: World, doing: str, facts: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: names the first fact that differs, with the values of two ranks.
     """
-    everyone = gather(world, dict(facts), doing=doing)
+    told = {what: printable(str(value)) for what, value in facts.items()}
+    everyone = gather(world, told, dict[str, str], doing=doing)
     for rank, theirs in enumerate(everyone):
         for what, value in everyone[0].items():
             if theirs.get(what) != value:
@@ -74,58 +73,47 @@ def check_same(world: World, doing: str, facts: Mapping[str, Any]) -> None:
                 )
 
 
-def gather(world: World, value: T, group: Group = None, *, doing: str = "agree") -> list[T]:
-    """Return the values of all ranks, on all ranks."""
+def gather(
+    world: World, value: T, kind: type[T], group: Group = None, *, doing: str = "agree"
+) -> list[T]:
+    """Return the values of all ranks, on all ranks; ``kind`` is their type, as of facts."""
     if world.size == 1:
         return [value]
-    values: list[Any] = [None] * world.size
-    with _met(doing, group):
-        dist.all_gather_object(values, value, group=group)
-    return values
+    return gather_facts(value, kind, doing=doing, operation=_OPERATION, group=group)
 
 
-def collect(world: World, value: T, group: Group = None) -> list[T]:
+def collect(world: World, value: T, kind: type[T], group: Group = None) -> list[T]:
     """Return the values of all ranks on rank 0, and an empty list on the others."""
     if world.size == 1:
         return [value]
-    values: list[Any] = [None] * world.size if world.is_main else []
-    with _met("tell rank 0 what was written", group):
-        dist.gather_object(value, values if world.is_main else None, dst=0, group=group)
-    return values
+    doing = "tell rank 0 what was written"
+    return collect_facts(value, kind, doing=doing, operation=_OPERATION, group=group)
 
 
-def share(world: World, value: T, group: Group = None) -> T:
+def share(world: World, value: T, kind: type[T], group: Group = None) -> T:
     """Return rank 0's value on all ranks."""
     if world.size == 1:
         return value
-    box: list[Any] = [value]
-    with _met("hear what rank 0 has chosen", group):
-        dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _met(doing: str, group: Group) -> Iterator[None]:
-    """Context that all ranks enter together; a rank alone learns which rank is missing.
-
-    Raises:
-        CollectiveError: a rank does not come, or a message between ranks failed.
-    """
-    meet_everyone(_OPERATION, group, doing=doing)
-    with named(doing, group):
-        yield
+    doing = "hear what rank 0 has chosen"
+    return share_facts(value, kind, doing=doing, operation=_OPERATION, group=group)
 
 
 def explain(error: Exception) -> str:
     """Return the message of an error, without Python's decoration where possible."""
-    if isinstance(error, CheckpointError):
-        return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}"
+        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    else:
+        text = f"{type(error).__name__}: {error}"
+    known = isinstance(error, CheckpointError) and str(error)
+    return printable(known or text)
 
 
-def _summary(verdicts: list[str | None]) -> str:
+def printable(text: str) -> str:
+    """Return a text with escapes in the place of bytes that are no UTF-8, as paths may have."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _summary(verdicts: list[str]) -> str:
     """Quote each different failure once, with the ranks that failed so."""
     ranks: dict[str, list[int]] = {}
     for rank, verdict in enumerate(verdicts):

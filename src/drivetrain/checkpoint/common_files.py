@@ -2,37 +2,24 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from drivetrain.checkpoint.contents import Contents, Scalars, merge_scalars
+from drivetrain.checkpoint.contents import Contents, merge_scalars
 from drivetrain.checkpoint.manifest import (
     FILE_NAME,
     Manifest,
-    SavedTensor,
     libraries,
     merge_tensors,
 )
 from drivetrain.checkpoint.plain import encode
+from drivetrain.checkpoint.report import SCALARS, Report
 from drivetrain.checkpoint.tensorfile import FileRecord, write_bytes, write_tensors
 
 STATE_FILE = "state.json"
 STATE_TENSORS = "state.safetensors"
-
-
-@dataclass(slots=True)
-class Report:
-    """A rank's report to rank 0: the files written, and the scalars and aliases given to save."""
-
-    files: dict[str, FileRecord] = field(default_factory=dict)
-    models: list[list[SavedTensor]] = field(default_factory=list)
-    rank_file: str = ""
-    scalars: Sequence[Scalars] = ()
-    aliases: Sequence[Mapping[str, str]] = ()
-    finite: bool = True
 
 
 def write_common(draft: Path, reports: list[Report], contents: Contents) -> dict[str, FileRecord]:
@@ -42,7 +29,7 @@ def write_common(draft: Path, reports: list[Report], contents: Contents) -> dict
         merge_tensors(tensor for piece in pieces for tensor in piece)
         for pieces in zip(*(report.models for report in reports), strict=True)
     )
-    scalars = merge_scalars([report.scalars for report in reports])
+    scalars = merge_scalars([report.scalars.decoded() for report in reports])
     common = _write_state(draft, contents.state, scalars)
     for name, data in contents.encoded.items():
         common[name] = write_bytes(draft / name, data)
@@ -76,7 +63,7 @@ def _write_state(
     tensors: dict[str, Tensor] = {}
     body = {
         "state": encode(dict(state), "state", tensors),
-        "scalars": encode(list(scalars), "scalars", tensors),
+        SCALARS: encode(list(scalars), SCALARS, tensors),
     }
     text = json.dumps(body, indent=1) + "\n"
     files = {STATE_FILE: write_bytes(draft / STATE_FILE, text.encode())}

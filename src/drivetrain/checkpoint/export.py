@@ -109,7 +109,7 @@ def write_export(directory: Path, plan: ExportPlan, fetch: Fetch, *, world: Worl
             refuses. An earlier export is untouched then.
     """
     doing = f"export the model to {directory}"
-    token = share(world, secrets.token_hex(8))
+    token = share(world, secrets.token_hex(8), str)
     drafts = {name: directory / f".{name}.tmp-{token}" for name in (*plan.files, INDEX)}
     try:
         together(world, doing, lambda: _prepare(directory) if world.is_main else None)

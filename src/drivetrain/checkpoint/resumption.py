@@ -70,9 +70,11 @@ class Resumption:
         nowhere = self._root is None and self._memory is None
         if nowhere or not (self._mode == "auto" or restarts()):
             return configured
-        told = gather(self._world, self._last_batch(), doing="keep the global batch")
-        before = max(filter(None, told), key=lambda facts: facts[_STEPS], default=None)
-        if before is None or before[CONFIGURED_KEY] != configured:
+        told = gather(
+            self._world, self._last_batch(), dict[str, int], doing="keep the global batch"
+        )
+        before = max(filter(None, told), key=lambda facts: facts[_STEPS], default={})
+        if not before or before[CONFIGURED_KEY] != configured:
             return configured
         self._total = before[TOTAL_KEY]
         self._chosen = max(1, round(self._total / self._replicas))
@@ -128,17 +130,17 @@ class Resumption:
             draft.write_text(str(_steps(state)), encoding="utf-8")
             draft.replace(mark)
 
-    def _last_batch(self) -> dict[str, int] | None:
-        """Return the facts about the global batch of the newest checkpoint that can be read.
+    def _last_batch(self) -> dict[str, int]:
+        """Return the global batch's facts of the newest checkpoint that can be read, if any.
 
         Each rank looks into its own host's memory, and rank 0 into storage.
         """
         stored = self._root if self._world.is_main and not self.begins_anew else None
         found = [_batch_of(root) for root in (stored, self._memory) if root is not None]
-        return max(filter(None, found), key=lambda facts: facts[_STEPS], default=None)
+        return max(filter(None, found), key=lambda facts: facts[_STEPS], default={})
 
 
-def _batch_of(root: Path) -> dict[str, int] | None:
+def _batch_of(root: Path) -> dict[str, int]:
     for directory in commit.complete(root):
         try:
             state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))["state"]
@@ -148,7 +150,7 @@ def _batch_of(root: Path) -> dict[str, int] | None:
             continue  # damaged, or older than this key: load_state will tell
         if min(facts.values()) > 0:
             return facts | {_STEPS: steps}
-    return None
+    return {}
 
 
 def saved_steps(directory: Path) -> int:

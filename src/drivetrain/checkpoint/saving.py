@@ -32,13 +32,14 @@ from drivetrain.checkpoint.agreement import (
     share,
     together,
 )
-from drivetrain.checkpoint.common_files import Report, write_common
-from drivetrain.checkpoint.contents import Contents, check_shard
+from drivetrain.checkpoint.common_files import write_common
+from drivetrain.checkpoint.contents import Contents, Scalars, check_shard
 from drivetrain.checkpoint.manifest import (
     SavedPart,
     SavedTensor,
 )
 from drivetrain.checkpoint.plain import check_plain
+from drivetrain.checkpoint.report import EncodedScalars, Report
 from drivetrain.checkpoint.tensorfile import (
     DTYPES,
     is_finite,
@@ -132,7 +133,7 @@ class Save:
         wanted = {"the directory": Path(directory).absolute(), "overwrite": overwrite}
         check_same(world, "save a checkpoint", wanted)
         self.target = Path(directory).resolve()
-        self._token = share(world, secrets.token_hex(8))
+        self._token = share(world, secrets.token_hex(8), str)
         self._doing = f"save {self.target}"
         self.draft = together(world, self._doing, self._begin)
         self._writer = RankWriter(self.draft, world)
@@ -157,7 +158,7 @@ class Save:
         world, doing = self._world, self._doing
         with self.abandoned_on_failure():
             report = together(world, doing, partial(self._writer.write, contents), group)
-            reports = collect(world, report, group)
+            reports = collect(world, report, Report, group)
             complete = partial(self._complete, reports, contents)
             together(world, doing, partial(self._on_main, complete), group)
             together(world, doing, partial(self._on_main, self._commit), group)
@@ -230,9 +231,8 @@ class RankWriter:
             CheckpointError: the first failure, with the path, the bytes needed and the bytes free.
         """
         self._parameters = contents.parameters
-        scalars = [dict(one) for one in contents.scalars]
         self._attempt(lambda: check_plain(dict(contents.state), "state"))
-        self._attempt(lambda: check_plain(scalars, "scalars"))
+        self._attempt(lambda: self._keep_scalars(contents.scalars))
         for index, shards in enumerate(contents.models):
             for shard in shards:
                 self._add(index, shard)
@@ -244,9 +244,11 @@ class RankWriter:
             self._write_file(self._report.rank_file, contents.rank_state)
         self._attempt(lambda: sync_directory(self._draft))
         self._check()
-        self._report.scalars = scalars
         self._report.aliases = [dict(names) for names in contents.aliases]
         return self._report
+
+    def _keep_scalars(self, scalars: Sequence[Scalars]) -> None:
+        self._report.scalars = EncodedScalars.of(scalars)
 
     def _add(self, index: int, shard: Shard) -> None:
         """Let a shard of a model wait for the next file of its kind, or begin that file."""

@@ -109,6 +109,13 @@ class Channels(ABC):
         """
         return self.parameters_gathered(describe, label)
 
+    def step_decided(self, *, taken: bool) -> None:
+        """Note whether optimizers step with the sums since the last step, or the step is skipped.
+
+        An approximation then goes on with what it had kept back before these sums.
+        """
+        return
+
     def kept(self) -> Iterator[Shard]:
         """Yield the state of channels of gradients, such as errors, for a checkpoint."""
         return iter(())

@@ -80,7 +80,7 @@ class Wait:
         Returns:
             Why the wait is in vain, "" while nothing proves that.
         """
-        # A rank has one word, for its script: threads in the background leave none.
+        # The store has one word per rank, about the main thread: other threads leave none.
         if waited < self._next or threading.current_thread() is not threading.main_thread():
             return ""
         self._next = waited + min(waited, LONGEST_PAUSE_S)

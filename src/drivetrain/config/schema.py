@@ -68,6 +68,13 @@ class LaunchConfig:
         minimum=0.1,
         maximum=LONGEST_WAIT_S,
     )
+    grace_s: float = option(
+        30.0,
+        help="Seconds that ranks have to save after SIGTERM, a scheduler's notice, before they are "
+        "killed.",
+        minimum=0,
+        maximum=LONGEST_WAIT_S,
+    )
     on_hang: Literal["report", "stop"] = option(
         "report",
         help="When ranks wait for another one for too long: report says who keeps whom waiting, "
@@ -331,3 +338,8 @@ class RunConfig:
     )
     data: DataConfig = section(DataConfig, help="How loaders are divided over the ranks.")
     launch: LaunchConfig = section(LaunchConfig, help="How the processes are started.")
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether a step with a gradient that is not finite is left out, and the run goes on."""
+        return self.on_nonfinite == "skip"

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint
 from drivetrain.checkpoint.agreement import Group, check_same, share, together
-from drivetrain.checkpoint.local import MemoryCheckpoints, MemorySave
+from drivetrain.checkpoint.local import MemoryCheckpoints
 from drivetrain.errors import UsageError
 from drivetrain.facade.contents import RunContents
 from drivetrain.facade.gradients import WindowGradients
@@ -57,7 +57,7 @@ class RunCheckpoints:
         self._memory: MemoryCheckpoints | None = None
         if runs.memory is not None:
             every = runs.config.run.checkpoint.local_every
-            self._memory = MemoryCheckpoints(runs.memory, every, world, self.background.group)
+            self._memory = MemoryCheckpoints(runs.memory, every, world, self.background)
             gradients.preemption.call_between_steps(self.save_in_memory)
         self._registered: list[Registered] = []
         self._folder = RunFolder(world)
@@ -97,7 +97,8 @@ class RunCheckpoints:
         save = checkpoint.Save(directory, self._world, overwrite=overwrite)
         with save.abandoned_on_failure():
             chosen = together(self._world, doing, partial(self._entries_to_save, save.draft))
-            entries = share(self._world, chosen)  # hooks often take weights out on rank 0 alone
+            # Hooks often take weights out on rank 0 alone.
+            entries = share(self._world, chosen, dict[int, bool])
             contents = together(
                 self._world, doing, partial(self._contents.of, entries, self.project.iteration)
             )
@@ -118,8 +119,12 @@ class RunCheckpoints:
     def save_in_memory(self) -> None:
         """Save the whole state in the memory of the hosts, if that is due now. Collective.
 
+        A failure is a warning: the run goes on, and has the checkpoints before and in storage. Only
+        the first save of a run must begin, since the setup of a run is wrong if it cannot.
+
         Raises:
-            CheckpointError: the save cannot be begun, or the last one has failed.
+            CheckpointError: the first save of the run cannot be begun, or the last save in storage
+                has failed.
             UsageError: hooks of ``save_state`` are registered.
         """
         steps = max((optimizer.steps for optimizer in self._prepared.optimizers), default=0)
@@ -131,20 +136,15 @@ class RunCheckpoints:
                 f"{len(self._save_hooks)}; their files go to storage alone: register objects with "
                 "register_for_checkpointing(), or leave checkpoint.local out"
             )
-        if share(self._world, self.background.is_busy):
+        if share(self._world, self.background.is_busy, bool):
             return  # a save in storage goes first; a later step is as good
         self.background.wait()
         self._check_same_step()
         self._gradients.finite.before_save()
         self._resumption.before_save()
-        save = self._memory.begin(steps)
         entries = dict.fromkeys(range(len(self._prepared.models)), True)
-        with save.abandoned_on_failure():
-            collect = partial(self._contents.of, entries, self.project.iteration - 1)
-            contents = together(self._world, "save in memory", collect)
-        with self.background.buffers.copying() as copy:
-            staged = save.stage(contents, copy)
-        self.background.start(partial(self._finish_in_memory, save, staged))
+        collect = partial(self._contents.of, entries, self.project.iteration - 1)
+        self._memory.save(steps, collect, partial(self._resumption.saved, memory=True))
 
     def resume(self, input_dir: str | Path | None, *, verify: str) -> str:
         """Load the newest whole checkpoint, out of memory or storage; "" without any. Collective.
@@ -157,7 +157,10 @@ class RunCheckpoints:
             steps = self._folder.steps(self.project, input_dir) if stored else None
             reader = self._memory.open_newest(steps, hashed=verify != "size")
         if reader is None:
-            return self.load(input_dir, verify=verify) if stored else ""
+            loaded = self.load(input_dir, verify=verify) if stored else ""
+            if self._memory is not None:
+                self._memory.clear()
+            return loaded
         with reader:
             self._loading.load(reader, self._prepared.models)
             self.project.iteration = reader.state["iteration"] + 1
@@ -192,7 +195,7 @@ class RunCheckpoints:
         Args:
             input_dir: its directory; None means one of any automatic name.
         """
-        anew = share(self._world, self._resumption.begins_anew)
+        anew = share(self._world, self._resumption.begins_anew, bool)
         if self._memory is not None and input_dir is None and self.project.checkpoints is None:
             return False
         return not anew and self._folder.holds(self.project, input_dir)
@@ -271,18 +274,6 @@ class RunCheckpoints:
         if limit is not None:
             remove = partial(checkpoint.prune, root, limit) if self._world.is_main else list
             together(self._world, f"remove old checkpoints in {root}", remove, group)
-
-    def _finish_in_memory(
-        self, save: MemorySave, contents: checkpoint.Contents, group: Group = None
-    ) -> None:
-        """Complete a save in memory."""
-        kept = save.finish(contents, group)
-        if not self._world.is_main:
-            return
-        if kept:
-            self._resumption.saved(contents.state, memory=True)
-        else:
-            logger.warning("no checkpoint in memory: the weights are infinite or NaN")
 
 
 def check_safe(safe_serialization: bool) -> None:

@@ -18,8 +18,9 @@ from drivetrain.runtime.world import World
 PERIOD_S = 0.5
 """Ranks exchange in every step, or in steps of less than this every so many seconds."""
 
-MOST_STEPS = 64
-"""Ranks exchange at least every so many steps: a run of fast steps may become a slow one."""
+MOST_STEPS = 16
+"""Ranks exchange at least every so many steps, and at the start of a run after twice as many each
+time: fast steps may become slow ones, and a notice must not wait for many of those."""
 
 _MARK, _MARK_BITS = 0x5EED, 48
 """The upper bits of a word: other ranks' collectives of eight bytes hold something else."""
@@ -52,7 +53,7 @@ class Exchange:
         self._world = world
         self._size = world.size if ranks is None else ranks.size
         self._group = None if ranks is None else ranks.group
-        self._left = 1
+        self._left = self._pause = 1
         self._steps = 0
         self._since = time.monotonic()
 
@@ -74,7 +75,8 @@ class Exchange:
         mine = _packed(told, bad, seconds)
         words = [mine] if self._size == 1 else self._gathered(mine)
         slowest = max(word & ((1 << _TIME_BITS) - 1) for word in words) / _MICROSECONDS
-        self._left = max(1, int(PERIOD_S / max(slowest, PERIOD_S / MOST_STEPS, 1e-9)))
+        within = max(1, int(PERIOD_S / max(slowest, PERIOD_S / MOST_STEPS, 1e-9)))
+        self._left = self._pause = min(within, 2 * self._pause)
         return Exchanged(any(word & _TOLD for word in words), any(word & _BAD for word in words))
 
     def _gathered(self, mine: int) -> list[int]:

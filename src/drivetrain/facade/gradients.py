@@ -214,7 +214,7 @@ class WindowGradients:
         for entry in entries:
             entry.check_parameters()
             self._see_gradients(entry)
-        if not self._agree_to_step(entries):
+        if not _told(entries, taken=self._agree_to_step(entries)):
             return False
         if not self.scaler.is_enabled():
             return True
@@ -293,6 +293,13 @@ class WindowGradients:
             list(entry.strategy.gradients()), entry.scale, ranks=world.size, device=world.device
         )
         entry.made_with, entry.scale, entry.unscaled = entry.scale, 1.0, True
+
+
+def _told(entries: Sequence[PreparedModel], *, taken: bool) -> bool:
+    """Tell the strategies of models whether their step is taken; return the same."""
+    for entry in entries:
+        entry.strategy.step_decided(taken=taken)
+    return taken
 
 
 def _check_loss(loss: Any) -> None:

@@ -79,7 +79,7 @@ class RunFolder:
             checkpoint.sweep(root)
             return checkpoint.next_name(root)
 
-        directory: Path = root / self._asked(f"save in {root}", name)
+        directory: Path = root / self._asked(f"save in {root}", name, str)
         project.iteration = int(directory.name.rpartition("_")[2])
         return directory
 
@@ -87,9 +87,9 @@ class RunFolder:
         """Whether there is a checkpoint, damaged or not; None: one of any automatic name."""
         if directory is None:
             root = _root(project)
-            return self._asked(f"look into {root}", lambda: bool(checkpoint.complete(root)))
+            return self._asked(f"look into {root}", lambda: bool(checkpoint.complete(root)), bool)
         target = Path(directory).resolve()
-        return self._asked(f"look for {target}", lambda: checkpoint.find(target) is not None)
+        return self._asked(f"look for {target}", lambda: checkpoint.find(target) is not None, bool)
 
     def steps(self, project: ProjectConfiguration, directory: str | Path | None) -> int:
         """Return the optimizer steps in a checkpoint; None: in the newest of an automatic name.
@@ -108,16 +108,18 @@ class RunFolder:
                     return checkpoint.saved_steps(path)
             return -1
 
-        return self._asked("look for the newest checkpoint", read)
+        return self._asked("look for the newest checkpoint", read, int)
 
     def open_newest(self, project: ProjectConfiguration, verify: str) -> CheckpointReader:
         """Open the newest checkpoint of an automatic name that is not damaged."""
         root = _root(project)
 
-        def paths() -> list[Path]:
-            return [checkpoint.latest(root), *checkpoint.complete(root)[1:]]
+        def names() -> list[str]:
+            found = [checkpoint.latest(root), *checkpoint.complete(root)[1:]]
+            return [path.name for path in found]
 
-        return self._open_first(self._asked(f"load from {root}", paths), verify)
+        known = self._asked(f"load from {root}", names, list[str])
+        return self._open_first([root / name for name in known], verify)
 
     def open_finite(self, project: ProjectConfiguration) -> CheckpointReader:
         """Open the newest checkpoint whose weights are finite.
@@ -126,12 +128,12 @@ class RunFolder:
             CheckpointError: there is none.
         """
 
-        def paths() -> list[Path]:
+        def paths() -> list[str]:
             automatic = checkpoint.complete(_root(project)) if project.project_dir else []
             found = [path for path in (*self._named, *automatic) if checkpoint.is_finite(path)]
-            return sorted(found, key=lambda path: -path.stat().st_mtime)
+            return [str(path) for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
-        found = self._asked("go back", paths)
+        found = list(map(Path, self._asked("go back", paths, list[str])))
         if not found:
             raise CheckpointError(
                 "cannot go back, as on_nonfinite: rollback says: expected a checkpoint of this "
@@ -153,11 +155,11 @@ class RunFolder:
             return reader
         raise failures[0]
 
-    def _asked(self, doing: str, work: Callable[[], T]) -> T:
+    def _asked(self, doing: str, work: Callable[[], T], kind: type[T]) -> T:
         """Return the result of rank 0."""
         world = self._world
         found = together(world, doing, lambda: work() if world.is_main else None)
-        return share(world, found)  # type: ignore[return-value]  # of rank 0
+        return share(world, found, kind)  # type: ignore[return-value]  # of rank 0
 
 
 def _root(project: ProjectConfiguration) -> Path:

@@ -179,12 +179,13 @@ class PreparedModel:
         """
         if reader.partial:
             return ""
-        mine: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        mine: dict[str, str] = {}
         for shard in self.strategy.shards():
             if not shard.state and shard.tensor.dtype != reader.dtype(shard.name):
-                mine[shard.name] = (reader.dtype(shard.name), shard.tensor.dtype)
-        everyone = {name: pair for each in gather(world, mine) for name, pair in each.items()}
-        kinds = Counter(f"from {saved} to {kept}" for saved, kept in everyone.values())
+                saved = reader.dtype(shard.name)
+                mine[shard.name] = f"from {saved} to {shard.tensor.dtype}"
+        told = gather(world, mine, dict[str, str])
+        kinds = Counter({name: kind for each in told for name, kind in each.items()}.values())
         return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
     def offer_no_sync(self) -> None:

@@ -127,7 +127,7 @@ class Runs:
         self._world = world
         self._state = state
         self._precision = Precision.configured(config.run)
-        self._links = LinkMethods.configured(config.run.links)
+        self._links = LinkMethods.configured(config.run.links, undoable=config.run.skips_steps)
         self._traffic = Traffic()
         self._told_of_links = False
         self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}

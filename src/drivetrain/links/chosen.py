@@ -57,6 +57,7 @@ class LinkMethods:
         activations: ``BF16`` rounds what stages of a pipeline send each other; or ``exact``.
         auto: what is still to be chosen; until then, it is exact.
         paying: chosen methods by use: these leave tensors exact for which they do not pay.
+        undoable: whether steps may be skipped; then sums keep their state of before a step, too.
     """
 
     gradients: Compressor[Any] | None = None
@@ -66,10 +67,15 @@ class LinkMethods:
     activations: str = EXACT
     auto: AutomaticLinks | None = None
     paying: Mapping[str, MethodOnLink] = field(default_factory=dict)
+    undoable: bool = False
 
     @classmethod
-    def configured(cls, config: LinksConfig) -> "LinkMethods":
+    def configured(cls, config: LinksConfig, *, undoable: bool = False) -> "LinkMethods":
         """Return the methods that a configuration names.
+
+        Args:
+            config: names them.
+            undoable: whether steps may be skipped.
 
         Raises:
             ConfigError: a method is not installed, cannot do what it is named for, or does not
@@ -102,6 +108,7 @@ class LinkMethods:
             (far.gradients, far.parameters),
             far.activations,
             auto if open_uses else None,
+            undoable=undoable,
         )
 
     def decided(self, chosen: Mapping[str, MethodOnLink]) -> "LinkMethods":
@@ -225,7 +232,8 @@ class LinkMethods:
         stretches = self.approximated("gradients", stretches)
         if self.gradients is None or not self.gradients.approximates(stretches):
             return 0
-        return self.gradients.held(far, stretches, everywhere=everywhere)
+        held = self.gradients.held(far, stretches, everywhere=everywhere)
+        return 2 * held if self.undoable else held
 
     def gathered(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]] | None:
         """Return the bytes that a rank sends in one gather of parameters."""

@@ -149,7 +149,7 @@ class Compressor(ABC, Generic[MethodConfigT]):
 
     @abstractmethod
     def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
-        """Return the bytes that a rank keeps between two reductions."""
+        """Return the bytes of errors and factors that a rank keeps between two reductions."""
 
     @abstractmethod
     def rehearse(self, matrix: Tensor) -> None:

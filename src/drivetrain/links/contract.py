@@ -1,9 +1,11 @@
 """The part of a strategy's contract for slow links."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.runtime.mesh import Axis
@@ -11,7 +13,13 @@ from drivetrain.runtime.precision import Precision
 
 
 class OverLinks:
-    """The part of the contract for slow links: by default a strategy sends all as it is."""
+    """The part of the contract for slow links: by default a strategy sends all as it is.
+
+    Attributes:
+        summing: the communicators whose channels sum the strategy's gradients.
+    """
+
+    summing: Sequence[Communicator] = ()
 
     @classmethod
     def channels(cls, config: Any) -> frozenset[str]:
@@ -36,6 +44,18 @@ class OverLinks:
         Nobody waits for the other ranks at a step, so no rank learns there what they have found.
         """
         return None
+
+    def step_decided(self, *, taken: bool) -> None:
+        """Note whether optimizers are about to step with the gradients at hand.
+
+        The facade calls it on every rank, before each step, with the same answer. Sums of gradients
+        that keep errors go back to those of before a step that is skipped.
+
+        Args:
+            taken: False if all ranks skip the step, as ``on_nonfinite: skip`` says.
+        """
+        for communicator in self.summing:
+            communicator.step_decided(taken=taken)
 
     @classmethod
     def check_links(cls, config: Any, links: LinkMethods, precision: Precision) -> None:

@@ -8,7 +8,8 @@ fp32, its own as it is. If all ranks are to have the sum, each then sends its en
     rank q to all        encoded sum + error of part q                all-gather
 
 So H hosts send (H-1)/H of the encoded tensor in each phase, and a number is rounded once or twice,
-not H times as in a ring. What an encoding has lost is kept, and added before the next encoding:
+not H times as in a ring. What an encoding has lost is kept, and added before the next encoding;
+of a sum with an infinite or NaN gradient on any host, nothing is kept:
 Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
 2019; in both phases as Tang et al., "DoubleSqueeze", ICML 2019. The quantised all-to-all is that of
 Wang et al., "ZeRO++", 2023 (arXiv 2306.10209), which keeps no errors.
@@ -104,17 +105,24 @@ class EncodedReduction(FarReduction):
         def encode() -> None:
             first()
             finite = not self._errors or are_finite(parts)
+            mark(outgoing[far.rank], finite=finite)
             for rank in self._others:
                 layout, message = self._layouts[rank], outgoing[rank]
                 layout.write_plain(parts[rank], message)
-                self._encode(layout, layout.load(parts[rank]), message, finite=finite)
+                mark(message, finite=finite)
+                layout.encode(self._with_errors(rank, parts, finite=finite), message)
 
         sent = far.all_to_all(outgoing, incoming, label=label, first=encode)
         message = outgoing[far.rank]
 
         def add_up() -> None:
-            self._take_back(parts, outgoing, incoming)
-            self._add_up(parts[far.rank], incoming, message)
+            theirs = [incoming[rank] for rank in self._others]
+            finite = all(is_marked_finite(each) for each in (message, *theirs))
+            if self._errors and finite:
+                for rank in self._others:
+                    sent_values = self._with_errors(rank, parts, finite=finite)
+                    self._keep_errors(self._layouts[rank], sent_values, outgoing[rank])
+            self._add_up(parts[far.rank], theirs, message, finite=finite)
 
         summed = Followed(sent, add_up)
         if not self._everywhere:
@@ -132,50 +140,48 @@ class EncodedReduction(FarReduction):
                 for span in layout.spans:
                     yield Kept(span, errors[span.start : span.stop], without)
 
-    def _encode(
-        self, layout: MessageLayout, values: Tensor, message: Tensor, *, finite: bool
-    ) -> None:
-        """Encode values and the errors so far; keep the new errors. Values are overwritten."""
-        mark(message, finite=finite)
-        if not self._errors or not finite:  # errors would never be finite again
-            layout.encode(values, message)
-            return
+    def _with_errors(self, rank: int, parts: Parts, *, finite: bool) -> Tensor:
+        """Return the numbers to encode for a rank: its part of the gradients, and the errors."""
+        layout = self._layouts[rank]
+        values = layout.load(parts[rank])
+        if self._errors and finite:  # otherwise NaN is all that anybody reads of the message
+            values.add_(self._errors_of(layout, values.device))
+        return values
+
+    def _keep_errors(self, layout: MessageLayout, values: Tensor, message: Tensor) -> None:
+        """Keep the difference between numbers and their message as errors."""
         errors = self._errors_of(layout, values.device)
-        errors.add_(values)
-        layout.encode(errors, message)
-        layout.decode(message, values)
-        errors.sub_(values)
+        layout.decode(message, errors)
+        torch.sub(values, errors, out=errors)
 
-    def _take_back(
-        self, parts: Parts, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+    def _add_up(
+        self, own: Sequence[Tensor], incoming: Sequence[Tensor], message: Tensor, *, finite: bool
     ) -> None:
-        """Restore this rank's errors if another rank's gradients were not finite.
+        """Add the other ranks' messages to this rank's part; encode the sum if all get it.
 
-        The step is about to be skipped everywhere, and the errors that it sent would be lost.
+        Args:
+            own: this rank's part.
+            incoming: the messages of the other ranks.
+            message: for the sum.
+            finite: whether the gradients of all ranks are finite.
         """
-        if not self._errors or all(is_marked_finite(incoming[rank]) for rank in self._others):
-            return
-        for rank in self._others:
-            layout, message = self._layouts[rank], outgoing[rank]
-            if is_marked_finite(message):
-                fresh = layout.load(parts[rank])
-                decoded = torch.empty_like(fresh)
-                layout.decode(message, decoded)
-                self._errors[layout].add_(decoded).sub_(fresh)
-
-    def _add_up(self, own: Sequence[Tensor], incoming: Sequence[Tensor], message: Tensor) -> None:
         layout = self._layouts[self._far.rank]
         total = layout.load(own)
         theirs = torch.empty_like(total)
-        for rank in self._others:
-            layout.add_plain(incoming[rank], own)
-            layout.decode(incoming[rank], theirs)
+        for each in incoming:
+            layout.add_plain(each, own)
+            layout.decode(each, theirs)
             total.add_(theirs)
-        if self._everywhere:
-            layout.write_plain(own, message)
-            self._encode(layout, total, message, finite=are_finite([[total]]))
-        else:
+        if not self._everywhere:
             layout.store(total, own)
+            return
+        layout.write_plain(own, message)
+        keeps = bool(self._errors) and finite and are_finite([[total]])  # a sum may overflow
+        if keeps:
+            total.add_(self._errors_of(layout, total.device))
+        layout.encode(total, message)
+        if keeps:
+            self._keep_errors(layout, total, message)
 
     def _read(self, parts: Parts, messages: Sequence[Tensor]) -> None:
         for layout, tensors, message in zip(self._layouts, parts, messages, strict=True):

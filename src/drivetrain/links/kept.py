@@ -48,7 +48,7 @@ class SavedErrors(NamedTuple):
     numel: int
 
 
-def save_errors(reduction: FarReduction, method: str, host: int) -> Iterator[Shard]:
+def save_state(reduction: FarReduction, method: str, host: int) -> Iterator[Shard]:
     """Yield the errors of one sum on this rank, and from host 0 its factors.
 
     Args:
@@ -57,13 +57,18 @@ def save_errors(reduction: FarReduction, method: str, host: int) -> Iterator[Sha
         host: the number of this rank's host.
     """
     for span, errors, _ in reduction.feedback():
-        yield _shard(span.name, f"{_ERROR}{method}.{host}.{span.first}", errors)
+        yield save_errors(span.name, span.first, errors, method, host)
     for span, factor in reduction.factors() if host == 0 else ():
         yield _shard(span.name, f"{_FACTOR}{span.first}", factor)
 
 
+def save_errors(name: str, first: int, errors: Tensor, method: str, host: int) -> Shard:
+    """Return the errors of a parameter's elements from ``first`` on, on this rank's host."""
+    return _shard(name, f"{_ERROR}{method}.{host}.{first}", errors)
+
+
 def save_count(span: ParameterSpan, sums: int) -> Shard:
-    """Return how often a channel whose first range of a parameter is this one has summed."""
+    """Return how often a channel that is about this range of a parameter has summed."""
     return _shard(span.name, f"{_SUMS}{span.first}", torch.tensor(sums))
 
 

@@ -8,8 +8,7 @@ reads. Inside of a host all is exact anyway::
     near     the ranks of a host exchange their shares          exact
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -27,12 +26,14 @@ from drivetrain.collectives import (
 from drivetrain.collectives.channels import GatherChannel, ReduceChannel, SumChannel
 from drivetrain.collectives.handles import StagedHandle
 from drivetrain.collectives.hierarchy import ConnectAxis, HierarchicalCommunicator
-from drivetrain.collectives.stretch import ParameterSpan, Stretch, StretchParts
+from drivetrain.collectives.stretch import Stretch, StretchParts
 from drivetrain.collectives.volume import far_pieces
 from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.compressor import FarReduction
-from drivetrain.links.kept import SavedLinks, save_count, save_errors
+from drivetrain.links.kept import SavedLinks, save_count, save_errors, save_state
+from drivetrain.links.parked import ParkedState
+from drivetrain.links.warmed import Warmed
 from drivetrain.runtime.mesh import Axis, HostLevels, Mesh
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
@@ -47,7 +48,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
         levels: its ranks on this host, perhaps this one alone, and those at its place of each host.
         connect: makes a communicator for an axis.
         traffic: the ledger.
-        timeout: how long one message may take.
+        world: the device of this rank, and how long one message may take.
         links: the methods.
 
     Attributes:
@@ -60,16 +61,17 @@ class LinkedCommunicator(HierarchicalCommunicator):
         levels: HostLevels,
         connect: ConnectAxis,
         traffic: Traffic,
-        timeout: timedelta,
+        world: World,
         links: LinkMethods,
     ) -> None:
-        super().__init__(axis, levels, connect, traffic, timeout)
+        super().__init__(axis, levels, connect, traffic, world.timeout)
         self._links = links
         self._host_levels = levels
+        self._device = world.device
         self.channels: list[Warmed] = []
+        self._parked = ParkedState()
         self._carried: dict[str, Tensor] = {}
         self._summed: list[Stretch] = []
-        self._sums: dict[str, int] = {}
 
     @override
     def gradients_summed(self, stretch: Stretch, label: str) -> SumChannel:
@@ -81,6 +83,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
         self._take_over(stretch, reduction)
         if reduction is None:
             return exact
+        self._parked.give(reduction)
 
         def start(tensor: Tensor) -> Handle:
             flat = tensor.detach().view(-1)
@@ -97,15 +100,14 @@ class LinkedCommunicator(HierarchicalCommunicator):
     @override
     def renew_channels(self) -> None:
         spans = {span.name: span for stretch in self._summed for span in stretch.spans}
-        kept = [each for channel in self.channels for each in channel.reduction.feedback()]
-        self._sums = {name: max(c.sums for c in self.channels) for name in spans if self.channels}
+        for channel in self.channels:
+            self._parked.park(channel)
         self._summed.clear()
         self.channels.clear()
         for name, span in spans.items():  # all ranks of the host have the same ones
-            errors = torch.zeros(span.numel, device=kept[0].errors.device if kept else None)
-            for part, values, _ in kept:
-                if part.name == name:
-                    errors[part.first : part.first + values.numel()] = values
+            errors = torch.zeros(span.numel, device=self._device)
+            for first, values in self._parked.errors_of(name):
+                errors[first : first + values.numel()] = values
             # Another rank of this host may get an element: each knows all errors of the host.
             self._collecting.all_reduce(errors, label="errors that are kept").wait()
             self._carried[name] = errors
@@ -132,10 +134,10 @@ class LinkedCommunicator(HierarchicalCommunicator):
         before = [channel for channel in self.channels if channel is replaces]
         for channel in before:
             self.channels.remove(channel)
-            if reduction is not None:
-                channel.hand_over(reduction)
+            self._parked.park(channel)
         if reduction is None:
             return exact
+        self._parked.give(reduction)
 
         def start(parts: Parts) -> Handle:
             near_parts, far_parts = self._in_levels(parts)
@@ -194,13 +196,19 @@ class LinkedCommunicator(HierarchicalCommunicator):
         stretches: StretchParts,
         exact: Callable[..., Handle],
         approximate: Callable[..., Handle],
-    ) -> "Warmed":
+    ) -> Warmed:
         each = (stretch for part in stretches for stretch in part)
         spans = [span for stretch in each for span in stretch.spans]
-        made = Warmed(reduction, spans, self._links.warmup, exact, approximate)
-        made.sums = max((self._sums.get(span.name, 0) for span in spans), default=0)
+        links = self._links
+        made = Warmed(reduction, spans, links.warmup, exact, approximate, undoable=links.undoable)
+        made.sums = self._parked.sums([span.name for span in spans])
         self.channels.append(made)
         return made
+
+    @override
+    def step_decided(self, *, taken: bool) -> None:
+        for channel in self.channels:
+            channel.step_decided(taken=taken)
 
     # --- checkpoints ---
 
@@ -208,65 +216,26 @@ class LinkedCommunicator(HierarchicalCommunicator):
     def kept(self) -> Iterator[Shard]:
         method, host = self._links.name_for("gradients"), self._far.rank
         for channel in self.channels:
-            yield from save_errors(channel.reduction, method, host)
+            yield from save_state(channel.reduction, method, host)
             if self._links.warmup and host == 0:
-                yield save_count(channel.spans[0], channel.sums)
+                # Elsewhere, a channel may be about any of these parameters alone.
+                yield from (save_count(span, channel.sums) for span in channel.spans)
+        for name, (first, errors) in self._parked:
+            yield save_errors(name, first, errors, method, host)
+        for name, errors in self._carried.items():
+            if self._collecting.rank == 0:  # every rank of the host has all of them
+                yield save_errors(name, 0, errors, method, host)
 
     @override
     def take_kept(self, reader: Reader) -> bool:
         saved = SavedLinks(reader)
+        self._parked.clear()
+        self._carried.clear()
         for channel in self.channels:
             saved.give(channel.reduction, self._far.rank, self._far.size)
-            channel.sums = saved.sums([span.name for span in channel.spans])
+            channel.resume(saved.sums([span.name for span in channel.spans]))
         method = self._links.gradients
         return method is not None and method.keeps_feedback
-
-
-class Warmed:
-    """A channel of gradients that is exact at first.
-
-    Args:
-        reduction: the approximate sum between hosts.
-        spans: the ranges of parameters that it is about.
-        warmup: how many sums are exact.
-        exact: the channel for them.
-        approximate: the channel for the others.
-
-    Attributes:
-        reduction: the approximate sum between hosts.
-        spans: the ranges of parameters that it is about.
-        sums: how many there were.
-    """
-
-    def __init__(
-        self,
-        reduction: FarReduction,
-        spans: Sequence[ParameterSpan],
-        warmup: int,
-        exact: Callable[..., Handle],
-        approximate: Callable[..., Handle],
-    ) -> None:
-        self.reduction = reduction
-        self.spans = spans
-        self.sums = 0
-        self._warmup = warmup
-        self._exact = exact
-        self._approximate = approximate
-
-    def __call__(self, tensors: Tensor | Parts) -> Handle:
-        """Start the sum."""
-        self.sums += 1
-        start = self._exact if self.sums <= self._warmup else self._approximate
-        return start(tensors)
-
-    def hand_over(self, reduction: FarReduction) -> None:
-        """Give the errors to a sum of some of the same tensors, cut in the same way."""
-        kept = {
-            (each.span.name, each.span.first): each.errors for each in self.reduction.feedback()
-        }
-        for span, errors, _ in reduction.feedback():
-            if (span.name, span.first) in kept:
-                errors.copy_(kept[span.name, span.first])
 
 
 def connect_linked(
@@ -299,7 +268,7 @@ def connect_linked(
         return connect_over_hosts(mesh, name, traffic, world)
     near = mesh.start_neighbors(name, count, world)
     levels = HostLevels(near, mesh.start_across(name, count, world))
-    return LinkedCommunicator(mesh[name], levels, connected, traffic, world.timeout, links)
+    return LinkedCommunicator(mesh[name], levels, connected, traffic, world, links)
 
 
 def route_linked(mesh: Mesh, name: str, world: World, links: LinkMethods) -> Route:
@@ -343,7 +312,7 @@ def connect_replicas(
     levels = levels_of_replicas(axis, links)
     if levels is None:
         return connected(axis)
-    return LinkedCommunicator(axis, levels, connected, traffic, world.timeout, links)
+    return LinkedCommunicator(axis, levels, connected, traffic, world, links)
 
 
 def route_of_replicas(axis: Axis, links: LinkMethods) -> Route:

@@ -91,7 +91,7 @@ def _fits(predictor: Predictor, keys: dict[str, str]) -> bool:
 
 
 def _smallest(predictor: Predictor, layouts: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Yield the layouts with the least memory of those that fit by their bounds."""
+    """Yield the smallest layouts by their bounds, where the bounds fit."""
     bounds: list[tuple[float, dict[str, str]]] = []
     for keys in layouts:
         with suppress(ConfigError):

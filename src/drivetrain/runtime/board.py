@@ -121,7 +121,9 @@ class BoardRow:
             elements,
             operation.encode(),
             dtype.encode(),
-            label.encode()[-64:],  # names and lines of code differ at their ends
+            label.encode(errors="backslashreplace")[
+                -64:
+            ],  # names and lines of code differ at their ends
         )
         _SUBMITTED.pack_into(self._memory, _BEGUN_AT, number)
 

@@ -22,11 +22,21 @@ SAME_NOTICE_S = 2.0
 """A rank may hear one notice twice, from the scheduler and from the launcher, within this time."""
 
 
-def unheard(number: int, frame: FrameType | None) -> None:
-    """Go on after SIGUSR1 in a script without a handler, which SIGUSR1 would end.
+class EarlyNotice:
+    """A handler with which a process begins, until a listener takes its place: SIGUSR1 ends nobody.
 
-    The launcher's ranks begin with this handler; any listener takes its place.
+    The launcher's ranks begin with it, and so does a launcher on a host that ssh has reached.
+
+    Attributes:
+        came: whether a signal came, which the listener then hears.
     """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Keep the signal."""
+        self.came = True
 
 
 class Notice:
@@ -46,17 +56,19 @@ class Notice:
     def listen(self) -> None:
         """Handle the signals for which the script has no handler of its own.
 
-        Several listeners of a process hear the same signal. Only the main thread can listen; from
-        another one nothing changes.
+        Several listeners of a process hear the same signal, also one that came before them to an
+        ``EarlyNotice``. Only the main thread can listen; from another one nothing changes.
         """
         if threading.current_thread() is not threading.main_thread() or self._before:
             return
         for number in NOTICES:
             before = signal.getsignal(number)
-            free = before in (signal.SIG_DFL, unheard)
+            free = before is signal.SIG_DFL or isinstance(before, EarlyNotice)
             if free or isinstance(getattr(before, "__self__", None), Notice):
                 self._before[number] = before
                 signal.signal(number, self._hear)
+            if isinstance(before, EarlyNotice) and before.came:
+                self._hear(number, None)
 
     def close(self) -> None:
         """Give the signals the actions back that they had."""

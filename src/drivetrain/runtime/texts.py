@@ -4,6 +4,8 @@ torch's functions for objects send pickles, and whoever can write to a connectio
 then run code on every rank.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,18 +25,27 @@ def gather_texts(
         group: of the ranks; None means all.
         device: from which the group can send; None: the host.
     """
-    device = device or CPU
-    mine = _bytes_of(text)
-    lengths = torch.zeros(size, 1, dtype=torch.int64, device=device)
-    length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
-    dist.all_gather(list(lengths.unbind()), length, group=group)
-    counts = [int(count) for count in lengths.flatten().tolist()]
-    sent = torch.zeros(max(counts), dtype=torch.uint8, device=device)
-    sent[: mine.numel()] = mine
+    counts, sent = _padded(text, size, group, device)
     received = sent.new_empty(size, sent.numel())
     if sent.numel():
         dist.all_gather(list(received.unbind()), sent, group=group)
-    return [_text_of(row[:count]) for row, count in zip(received.cpu(), counts, strict=True)]
+    return _texts_of(received, counts)
+
+
+def collect_texts(
+    text: str, size: int, *, group: dist.ProcessGroup | None = None, device: torch.device | None
+) -> list[str]:
+    """Return the texts of all ranks on global rank 0, and an empty list elsewhere. Collective.
+
+    The arguments are those of ``gather_texts``.
+    """
+    counts, sent = _padded(text, size, group, device)
+    is_first = dist.get_rank() == 0
+    received = sent.new_empty(size if is_first else 0, sent.numel())
+    if sent.numel():
+        rows = list(received.unbind()) if is_first else None
+        dist.gather(sent, rows, dst=0, group=group)
+    return _texts_of(received, counts) if is_first else []
 
 
 def share_text(
@@ -63,6 +74,25 @@ def share_text(
     return _text_of(sent.cpu())
 
 
+def _padded(
+    text: str, size: int, group: dist.ProcessGroup | None, device: torch.device | None
+) -> tuple[list[int], Tensor]:
+    """Return the lengths of all ranks' texts, and the own one with zeros up to the longest."""
+    device = device or CPU
+    mine = _bytes_of(text)
+    lengths = torch.zeros(size, 1, dtype=torch.int64, device=device)
+    length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
+    dist.all_gather(list(lengths.unbind()), length, group=group)
+    counts = [int(count) for count in lengths.flatten().tolist()]
+    sent = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    sent[: mine.numel()] = mine
+    return counts, sent
+
+
+def _texts_of(rows: Tensor, counts: Sequence[int]) -> list[str]:
+    return [_text_of(row[:count]) for row, count in zip(rows.cpu(), counts, strict=True)]
+
+
 def _bytes_of(text: str) -> Tensor:
     data = bytearray(text.encode())
     if not data:
@@ -71,4 +101,7 @@ def _bytes_of(text: str) -> Tensor:
 
 
 def _text_of(data: Tensor) -> str:
-    return bytes(data.tolist()).decode()
+    memory = bytearray(data.numel())
+    if memory:
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(data)
+    return memory.decode()

@@ -184,6 +184,15 @@ def memory_folder() -> str:
     return os.environ.get(MEMORY_VARIABLE, "")
 
 
+def memory_kept_mark(folder: Path) -> Path:
+    """Return the file by which a rank asks the launcher to leave the folder in memory at its end.
+
+    Args:
+        folder: the launcher's folder.
+    """
+    return folder / "kept"
+
+
 def record_request() -> str:
     """Return the path of the request to record this run, "" without one."""
     return os.environ.get(RECORD_VARIABLE, "")

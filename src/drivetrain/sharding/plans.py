@@ -1,4 +1,4 @@
-"""What plans ask strategies over units: how ranks share state, and which stores keep it."""
+"""Strategies over units in plans: how ranks share state, and which stores keep state."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, get_args

@@ -138,6 +138,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.model = nn.Module()  # until there is one
         self.home = open_home(config.offload, run)
         self.ranks = self.connect()
+        self.summing = self.ranks.summing
         self.placement = Placement(
             self.ranks, self.home, self._cut, config.places, run.world.device
         )
@@ -311,7 +312,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         """Yield this rank's range of every parameter and of its optimizer state."""
         self.placement.wait_for_steps()
         yield from self._state().shards()
-        yield from kept_by(self.ranks.summing)
+        yield from kept_by(self.summing)
 
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes."""
@@ -325,12 +326,11 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.placement.wait_for_steps()
         self.home.drop_late()
         self._state().load(reader)
-        for unit in self.placement.units:
-            if unit.resident:
-                unit.start(exact=True)
+        for unit in [each for each in self.placement.units if each.resident]:
+            unit.start(exact=True)
         self.placement.wait_for_values()
         self.reduce.open_channels()
-        take_kept(self.ranks.summing, reader, self.run.links.name_for("gradients"))
+        take_kept(self.summing, reader, self.run.links.name_for("gradients"))
 
     def names(self) -> Mapping[int, str]:
         """Return the parameter's name of every fragment, by identity."""

@@ -1,4 +1,4 @@
-"""The time that a rank spends on its own work, over a while, in a file that its launcher reads.
+"""The time of a rank's own work, over a window of steps, in a file that its launcher reads.
 
 The launcher compares the ranks of a run; ranks themselves exchange nothing for it.
 """
@@ -20,7 +20,7 @@ class RankTimes:
         rank: its number.
         host: the name of its host.
         peers: ranks with the same words here do the same work: those of one pipeline stage.
-        window: number of the while, from 1.
+        window: its number, from 1.
         steps: how many optimizer steps it took.
         seconds: wall time of these steps.
         sections: seconds by section, without waiting; see ``figures.SECTIONS``.
@@ -51,11 +51,11 @@ class RankTimes:
 
 
 class WorkFile:
-    """Sums up the records of a rank, and writes the sum when a while is over.
+    """Sums up the records of a rank, and writes the sum when a window is over.
 
     Args:
         path: the file, which is replaced as a whole.
-        every_s: length of a while in seconds.
+        every_s: length of a window in seconds.
         header: the facts of the rank: ``rank``, ``host`` and ``peers``.
     """
 
@@ -105,7 +105,7 @@ class WorkFile:
 
 
 def read_work(path: Path) -> RankTimes | None:
-    """Return the newest work in a rank's file; None before the first while is over."""
+    """Return the newest work in a rank's file; None before the first window is over."""
     try:
         return RankTimes.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
-from drivetrain import communication
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.config import DtypesConfig, RecomputeConfig, Resolved
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
@@ -158,11 +158,12 @@ class Recorder(Observer):
             self._batches.append(digest((args, kwargs)))
         return in_doubles((args, kwargs)) if self._request.doubles else None
 
-    def _by_replica(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    def _by_replica(self, values: Sequence[float | str]) -> tuple[tuple[Any, ...], ...]:
         """Return the values of each replica of the model, as the first of its ranks has them."""
-        everyone = communication.gather_object([(self._run.mesh["dp"].rank, tuple(values))])
+        mine = self._run.mesh["dp"].rank, list(values)
+        everyone = gather_facts(mine, tuple[int, list[float | str]], doing="the record of a step")
         first = dict(reversed(everyone))
-        return tuple(first[index] for index in sorted(first))
+        return tuple(tuple(first[index]) for index in sorted(first))
 
     def _keep_state(self) -> None:
         state = {

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
+from drivetrain.checkpoint import Contents, loading, open_checkpoint, save_checkpoint
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard
@@ -134,6 +134,22 @@ def part(body):
 def test_manifest_that_was_made_to_mislead(directory, change, message):
     rewrite(directory, change)
     refuses(directory, message)
+
+
+def test_a_manifest_that_promises_too_much_costs_no_memory(directory, monkeypatch):
+    def promise(body):
+        many = 10**10
+        body["models"][0]["tensors"][0]["shape"] = [many]
+        part(body).update(sizes=[many])
+
+    def empty(*sizes, **facts):
+        raise AssertionError(f"memory for {sizes}")
+
+    rewrite(directory, promise)
+    found = open_checkpoint(directory, WORLD).model(0)
+    monkeypatch.setattr(loading.torch, "empty", empty)
+    with pytest.raises(CheckpointError, match="expected 10000000000 elements .* found 8 of"):
+        found.read("w")
 
 
 def test_overlapping_parts_are_noticed_when_read(directory):

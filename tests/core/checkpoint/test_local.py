@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.checkpoint import Background, Contents
+from drivetrain.checkpoint import Background, Contents, open_checkpoint
 from drivetrain.checkpoint.local import MemoryCheckpoints, homes, saving, transfers
 from drivetrain.checkpoint.tensorfile import write_bytes
 from drivetrain.errors import CheckpointError
-from drivetrain.runtime.world import World
+from drivetrain.runtime.world import World, memory_kept_mark
 from drivetrain.shards import Part, Shard
 
 SIZE = 24
@@ -51,7 +51,7 @@ class Run:
         self.folder.mkdir(exist_ok=True)
         self.background = Background(world)
         self.said = ""
-        self.memory = MemoryCheckpoints(self.folder, every, world, self.background.group)
+        self.memory = MemoryCheckpoints(self.folder, every, world, self.background)
 
     def save(self, step: int) -> bool:
         """Save a step, in this thread."""
@@ -70,6 +70,7 @@ class Run:
         self.said = said.getvalue()
         later.background.close()
         if reader is None:
+            later.memory.clear()
             return None
         with reader:
             assert reader.rank_state(0)["r"].item() == 0
@@ -177,7 +178,7 @@ def test_a_save_that_fails_anywhere_leaves_nothing_anywhere(tmp_path, monkeypatc
     real = getattr(saving.MemorySave, failing)
 
     def fails(save, *given):
-        if failing != "_commit":
+        if failing != "_commit" or world.is_main:
             real(save, *given)
         if world.rank == 1:
             raise OSError(28, "No space left on device", "x")
@@ -203,6 +204,103 @@ def test_damaged_files_come_from_the_other_host_or_the_checkpoint_is_left_out(tm
     assert holds(run.opened(), 2 if both else 4)
     if world.is_main and both:
         assert "model-0-weights-00001-of-00002.safetensors changed" in run.said
+
+
+def damage_arrivals(monkeypatch, names):
+    """Change the first byte of files of these names that arrive at this rank."""
+    real = transfers.ArrivingFile.add
+
+    def add(arrival, chunk):
+        path = arrival._file.path
+        if path.parent.name in names and path.name.startswith("model-"):
+            chunk[0] ^= 1
+        real(arrival, chunk)
+
+    monkeypatch.setattr(transfers.ArrivingFile, "add", add)
+
+
+@pytest.mark.ranks(2)
+def test_damage_on_the_way_falls_back_to_the_checkpoint_before(tmp_path, monkeypatch):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    for step in (2, 4):
+        run.save(step)
+    run.background.close()
+    if world.rank == 1:
+        shutil.rmtree(run.folder)
+        damage_arrivals(monkeypatch, {"checkpoint_1"})
+    assert holds(run.opened(), 2)
+    assert [path.name for path in run.folder.iterdir()] == ["checkpoint_0"]
+    if world.is_main:
+        assert "after its way from another host" in run.said
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("why", ["room", "damage"])
+@pytest.mark.parametrize("stored", [None, 1])
+def test_what_cannot_be_read_stays_where_nothing_is_in_storage(tmp_path, monkeypatch, why, stored):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    for step in (2, 4):
+        run.save(step)
+    run.background.close()
+    kept = {path.name: path.read_bytes() for path in (run.folder / "checkpoint_1").iterdir()}
+    if world.rank == 1:
+        shutil.rmtree(run.folder)
+        if why == "room":
+            monkeypatch.setattr(homes.MemoryHomes, "room", lambda _: 100)
+        else:
+            damage_arrivals(monkeypatch, {"checkpoint_0", "checkpoint_1"})
+    if stored is not None:
+        assert run.opened(stored) is None
+        assert list(run.folder.iterdir()) == []
+        return
+    places = ", ".join(f"{tmp_path}/n{rank}/checkpoint_1 of n{rank}" for rank in range(2))
+    with pytest.raises(
+        CheckpointError, match=f"checkpoint_1 of step 4 .* none in storage.*{places}"
+    ):
+        run.opened()
+    assert memory_kept_mark(run.folder).exists()  # the launcher leaves the folder, too
+    names = {path.name for path in run.folder.glob("checkpoint_*")}
+    if world.rank == 1:
+        assert names == set()
+        return
+    assert names == {"checkpoint_0", "checkpoint_1"}
+    found = {path.name: path.read_bytes() for path in (run.folder / "checkpoint_1").iterdir()}
+    assert found == kept
+    with open_checkpoint(run.folder / "checkpoint_1", World()) as reader:  # what the message says
+        assert reader.state["steps"] == [4]
+
+
+@pytest.mark.ranks(2)
+def test_another_checkpoint_makes_room_only_where_it_is_needed(tmp_path, monkeypatch):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    for step in (2, 4):
+        run.save(step)
+    run.background.close()
+    lost = 0
+    if world.rank == 1:
+        path = run.folder / "checkpoint_1" / "model-0-weights-00000-of-00002.safetensors"
+        lost = path.stat().st_size
+        path.unlink()
+    monkeypatch.setattr(homes.MemoryHomes, "room", lambda _: lost - 1 if lost else 0)
+    assert holds(run.opened(), 4)
+    assert [path.name for path in run.folder.iterdir()] == ["checkpoint_1"]
+
+
+@pytest.mark.ranks(2)
+def test_a_failed_save_uses_its_number(tmp_path, monkeypatch):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    run.save(2)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="free memory"):
+        patch.setattr(homes.MemoryHomes, "room", lambda _: 0)
+        run.save(4)
+    assert not run.memory.is_due(5)
+    run.save(6)
+    assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoint_0", "checkpoint_2"]
+    run.background.close()
 
 
 @pytest.mark.ranks(2)

@@ -178,6 +178,52 @@ def test_ranks_that_contradict_each_other(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_scalars_of_every_plain_kind_cross_ranks_exactly(tmp_path):
+    world = World.discover(cpu=True)
+    kinds = {
+        "tensor": torch.tensor(4.5),
+        "empty": torch.zeros(0, 3, dtype=torch.bfloat16),
+        "transposed": torch.arange(6).reshape(2, 3).t(),
+        "pair": (1, [None, True]),
+        "nan": float("nan"),
+        "by number": {7: -0.0, 2**70: "größe"},
+    }
+    scalars = [{0: {f"of rank {world.rank}": kinds, "of both": kinds}}]
+    save_checkpoint(tmp_path / "ck", Contents(models=[[]], scalars=scalars), world=world)
+    with open_checkpoint(tmp_path / "ck", world) as found:
+        for name in ("of rank 0", "of rank 1", "of both"):
+            assert_alike(found.model(0).scalars(name, 0), kinds)
+
+
+def assert_alike(found, expected):
+    torch.testing.assert_close(found["nan"], expected["nan"], equal_nan=True)
+    for key in ("tensor", "empty", "transposed"):
+        assert found[key].dtype == expected[key].dtype
+        assert torch.equal(found[key], expected[key])
+    assert (found["pair"], found["by number"]) == (expected["pair"], expected["by number"])
+
+
+@pytest.mark.ranks(2)
+def test_a_scalar_that_no_checkpoint_holds_is_refused_on_both(tmp_path):
+    world = World.discover(cpu=True)
+    value = torch.zeros(1, dtype=torch.complex128) if world.rank else torch.zeros(1)
+    contents = Contents(models=[[]], scalars=[{0: {"w": {"s": value}}}])
+    raises_the_same(
+        world,
+        r"rank 1: expected scalars\[0\].* to have one of the dtypes .*found torch.complex128",
+        lambda: save_checkpoint(tmp_path / "ck", contents, world=world),
+    )
+
+
+@pytest.mark.ranks(2)
+def test_a_path_that_is_no_text_is_shown_with_escapes(tmp_path):
+    world = World.discover(cpu=True)
+    directory = tmp_path / "a\udcff"
+    save(directory, world)
+    raises_the_same(world, r"a\\udcff already exists", lambda: save(directory, world))
+
+
+@pytest.mark.ranks(2)
 def test_a_rank_that_does_not_come_is_an_error_within_the_timeout():
     world = World.discover(cpu=True)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))

@@ -9,12 +9,15 @@ import torch.distributed as dist
 
 import drivetrain
 from drivetrain import CollectiveError
-from drivetrain.collectives.facts import gather_facts, share_facts
+from drivetrain.collectives.facts import collect_facts, gather_facts, share_facts
 
 OBJECTS = {
     "communication.py": "functions of the public API that take a script's objects",
     "data/dispatch.py": "a batch of the script's dataset may hold any object",
-    "checkpoint/agreement.py": "the exchange of ranks about a checkpoint",
+    "data/examples.py": "a batch of the script's dataset may hold any object",
+    "facade/gathering.py": "gather_for_metrics takes a script's objects",
+    "facade/joining.py": "param groups and schedules of a script in join_uneven_inputs",
+    "integrations/fabric_run.py": "a function of Fabric's API that takes a script's objects",
     "testing/conformance/twins.py": "states of the reference, which tests compare",
 }
 """Files that may send pickles between the ranks of a run, and why."""
@@ -35,6 +38,9 @@ def test_facts_of_all_ranks_or_of_one():
     assert gather_facts("", str, doing="a test") == ["", "", ""]
     assert share_facts(mine, Facts, source=2, doing="a test") == Facts("größe 2", [0, 1])
     assert share_facts("", str, doing="a test") == ""
+    everyone = [Facts(f"größe {each}", list(range(each))) for each in range(3)]
+    assert collect_facts(mine, Facts, doing="a test") == (everyone if rank == 0 else [])
+    assert collect_facts("", str, doing="a test") == ([""] * 3 if rank == 0 else [])
 
 
 @pytest.mark.ranks(2)
@@ -42,6 +48,11 @@ def test_facts_of_another_type_are_refused_on_every_rank():
     facts = Facts("whole", [1]) if dist.get_rank() else {"name": "half"}
     with pytest.raises(CollectiveError, match="a test: expected facts of rank 0"):
         gather_facts(facts, Facts, doing="a test")
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveError, match="a test: expected facts of rank 0"):
+            collect_facts(facts, Facts, doing="a test")
+    else:
+        assert collect_facts(facts, Facts, doing="a test") == []
     with pytest.raises(CollectiveError, match="the same version on every host"):
         share_facts(facts, Facts, doing="a test")
 
@@ -60,6 +71,6 @@ def test_no_other_module_sends_pickles():
         if isinstance(node, ast.Attribute)
         and node.attr in {"all_gather_object", "gather_object", "broadcast_object_list"}
         and isinstance(node.value, ast.Name)
-        and node.value.id == "dist"
+        and node.value.id in {"dist", "communication"}
     }
     assert found == set(OBJECTS)

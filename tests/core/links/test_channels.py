@@ -2,12 +2,15 @@
 
 from collections import Counter
 from functools import partial
+from math import prod
 
 import pytest
 import torch
+from torch import Tensor
 
+from drivetrain.collectives.channels import ReduceChannel
 from drivetrain.collectives.stretch import ParameterRow, Stretch
-from drivetrain.links.linked import route_linked
+from drivetrain.links.linked import LinkedCommunicator, route_linked
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.traffic import Traffic
 from link_channels import (
@@ -15,11 +18,13 @@ from link_channels import (
     ROWS,
     TABLE,
     WEIGHT,
+    are_equal,
     connected,
     gathered,
     gradients,
     kept_back,
     links_of,
+    state_of,
     total,
     world_of,
 )
@@ -150,32 +155,70 @@ def test_bytes_are_those_of_the_route(hosts):
             assert Counter(traffic.sent()) == +expected
             far = sum(each for (axis, _), each in traffic.sent().items() if axis == "dp.far")
             assert far > 0
+        kept = communicator.channels[:1]
         held = sum(
-            kept.errors.nbytes
-            for channel in communicator.channels[:1]
-            for kept in channel.reduction.feedback()
+            each.nbytes
+            for channel in kept
+            for each in (
+                *(errors for _, errors, _ in channel.reduction.feedback()),
+                *(factor for _, factor in channel.reduction.factors()),
+            )
         )
-        assert held == route.kept_back(whole) or method == "powersgd"  # it keeps factors, too
+        assert held == route.kept_back(whole)
+        skipping = links_of(method, parameters, undoable=True)
+        route = route_linked(Mesh.plan({"dp": 4}, world), "dp", world, skipping)
+        assert route.kept_back(whole) == 2 * held
         communicator.close()
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.complete
 @pytest.mark.parametrize("method", ["int8", "powersgd", "topk"])
-def test_a_gradient_that_is_not_finite_reaches_all_ranks_and_spoils_no_later_step(method):
+def test_a_gradient_that_is_not_finite_reaches_all_ranks_and_leaves_all_errors_as_they_are(method):
     communicator = connected("abc", links_of(method))
     channel = communicator.gradients_summed(Stretch.of(NUMEL, torch.float32, ROWS), "test")
     first = gradients(0, communicator.rank)
     channel(first).wait()
-    before = kept_back(communicator)
+    before = state_of(communicator)
     bad = gradients(1, communicator.rank)
     if communicator.rank == 1:
         bad[17] = float("nan")
+    elif communicator.rank == 0:
+        bad.mul_(1e30)  # beside such a gradient an error has no digits left
     channel(bad).wait()
     assert bad[17].isnan()
-    torch.testing.assert_close(kept_back(communicator)[:2000], before[:2000], rtol=0, atol=1e-5)
+    assert are_equal(state_of(communicator), before)
     last = gradients(2, communicator.rank)
     channel(last).wait()
     assert last.isfinite().all()
+    communicator.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("method", ["int8", "powersgd"])
+def test_a_step_that_is_skipped_leaves_errors_factors_and_counts_as_they_were(method):
+    communicator = connected("ab", links_of(method, undoable=True, warmup_steps=1))
+    stretch = Stretch.of(NUMEL, torch.float32, ROWS)
+    channels = [communicator.gradients_summed(stretch, name) for name in ("one", "two")]
+    for step in range(2):
+        for channel in channels:
+            channel(gradients(step, communicator.rank)).wait()
+        communicator.step_decided(taken=True)
+    before = state_of(communicator)
+    for step in (2, 3):  # as with micro-batches that are summed each
+        for channel in channels:
+            channel(gradients(step, communicator.rank)).wait()
+    assert not are_equal(state_of(communicator), before)
+    for _ in range(2):  # two optimizers
+        communicator.step_decided(taken=False)
+        assert are_equal(state_of(communicator), before)
+        assert [channel.sums for channel in channels] == [2, 2]
+    channels[0](gradients(4, communicator.rank)).wait()
+    communicator.step_decided(taken=True)
+    after = state_of(communicator)
+    communicator.step_decided(taken=False)
+    assert are_equal(state_of(communicator), after)
+    assert not are_equal(after, before)
     communicator.close()
 
 
@@ -210,4 +253,96 @@ def test_a_warm_up_is_exact_and_small_tensors_always_are():
     communicator.gradients_summed(small, "small")(flat).wait()
     torch.testing.assert_close(flat, exact[:60])
     assert len(communicator.channels) == 1
+    communicator.close()
+
+
+@pytest.mark.ranks(2)
+def test_errors_that_go_on_cross_the_ranks_of_a_host_on_their_device(monkeypatch):
+    communicator = connected("ab", links_of("int8"))
+    channel = communicator.gradients_summed(Stretch.of(NUMEL, torch.float32, ROWS), "test")
+    channel(gradients(0, communicator.rank)).wait()
+    sent = []
+
+    class Over:
+        def wait(self) -> None: ...
+
+    def note(tensor, *, label=""):
+        sent.append(tensor.device.type)
+        return Over()
+
+    monkeypatch.setattr(communicator, "_device", torch.device("meta"), raising=False)
+    monkeypatch.setattr(communicator._collecting, "all_reduce", note)
+    communicator.renew_channels()
+    assert sent == ["meta"] * len(ROWS)  # though errors are on the CPU until gradients came
+    communicator.close()
+
+
+# --- other gradients from step to step ---
+
+ONE, TWO = (
+    Stretch.of(prod(shape), torch.float32, [ParameterRow(name, shape, 0, 0)])
+    for name, shape in (("weight", WEIGHT), ("table", TABLE))
+)
+
+
+class Alternating:
+    """Sums some of two flat tensors, each a matrix, by a channel that replaces the one before."""
+
+    def __init__(self, communicator: LinkedCommunicator) -> None:
+        self._communicator = communicator
+        self._channel: ReduceChannel | None = None
+        self.apart: list[Tensor] = []
+
+    def sum(self, step: int, *chosen: Stretch) -> None:
+        """Sum made-up gradients; note how far each sum is from the exact one."""
+        communicator, before = self._communicator, self._channel
+        bounds = [communicator.chunk(each.numel) for each in chosen]
+        stretches = [
+            [each.cut(*edges[rank]) for each, edges in zip(chosen, bounds, strict=True)]
+            for rank in range(communicator.size)
+        ]
+        self._channel = communicator.gradients_scattered(lambda: stretches, "test", before)
+        flats = [gradients(step, communicator.rank)[: each.numel] for each in chosen]
+        self._channel(
+            [
+                [flat[slice(*edges[rank])] for flat, edges in zip(flats, bounds, strict=True)]
+                for rank in range(communicator.size)
+            ]
+        ).wait()
+        mine = slice(*bounds[0][communicator.rank])
+        exact = total(step, communicator.size)
+        self.apart.append((exact[: flats[0].numel()] - flats[0])[mine])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.complete
+@pytest.mark.parametrize("method", ["int4", "powersgd"])
+def test_errors_factors_and_warm_up_go_on_when_other_gradients_are_sent(method):
+    communicator = connected("ab", links_of(method, warmup_steps=2))
+    sums = Alternating(communicator)
+    for step, chosen in enumerate([(ONE, TWO), (ONE,), (ONE, TWO), (ONE, TWO)]):
+        sums.sum(step, *chosen)
+    assert [bool(each.abs().max() > 1e-3) for each in sums.apart] == [False, False, True, True]
+    (channel,) = communicator.channels
+    assert channel.sums == 4
+    before = kept_back(communicator)
+    factors = {(s.name, s.first): q.clone() for s, q in channel.reduction.factors()}
+    assert all(before[row.start : row.start + 2000].abs().max() > 0 for row in ROWS[::2])
+    saved = {(shard.name, shard.state): shard.tensor.clone() for shard in communicator.kept()}
+    sums.sum(4, ONE)
+    waiting = {(s.name, s.state): s.tensor for s in communicator.kept() if s.name == "table"}
+    errors = [key for key in waiting if ".error." in key[1]]
+    assert errors
+    assert all(torch.equal(waiting[key], saved[key]) for key in errors)
+    sums.sum(5, ONE)
+    communicator.gradients_scattered(
+        lambda: [[TWO.cut(*edges)] for edges in communicator.chunk(TWO.numel)],
+        "test",
+        sums._channel,
+    )
+    assert torch.equal(kept_back(communicator)[3533:], before[3533:])
+    (channel,) = communicator.channels
+    assert channel.sums == 4  # as many as before: the table had no gradients in between
+    for span, factor in channel.reduction.factors():
+        assert torch.equal(factor, factors[span.name, span.first])
     communicator.close()

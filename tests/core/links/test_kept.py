@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.stretch import Stretch
+from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.links.kept import take_kept
 from drivetrain.links.linked import LinkedCommunicator
 from drivetrain.shards import Part, Shard
@@ -101,4 +101,23 @@ def test_errors_go_on_under_another_method_and_that_is_said_once():
     if communicator.rank == 0:
         assert said.count("int4; this run goes on under topk, and the errors that were kept") == 1
         assert "goes on under exact, and the errors that were kept are left out" in said
+    communicator.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_warm_up_is_over_for_every_parameter_whatever_its_channel_holds_then():
+    rows = [ParameterRow("one", (64, 64), 0, 0), ParameterRow("two", (64, 64), 0, 4096)]
+    stretch = Stretch.of(8192, torch.float32, rows)
+    communicator = connected("abcd", links_of("int4", warmup_steps=1))
+    channel = communicator.gradients_summed(stretch, "both")
+    for _ in range(2):
+        channel(torch.ones(8192)).wait()
+    saved = Saved(communicator.kept(), torch.empty(0))
+    communicator.close()
+    communicator = connected("aabb", links_of("int4", warmup_steps=1))
+    communicator.gradients_summed(stretch, "a half of it, which is one of the two parameters")
+    take_kept([communicator], saved, "int4")
+    (channel,) = communicator.channels
+    assert len(channel.spans) > 0
+    assert channel.sums == 2
     communicator.close()

@@ -56,6 +56,7 @@ def test_a_batch_script_requeues_a_run_that_saved(command, script, cluster):
         assert f"#SBATCH --{directive}\n" in batch
     ended, seen = cluster(batch, 75)
     launch = ["drivetrain", "launch", "--set", "strategy.name=zero2", "--set", "precision='no'"]
+    launch += ["--set", "launch.grace_s=110"]  # of the 120 s between the notice and the kill
     secret, option, *started, requeue = seen
     assert (ended, secret, requeue) == (75, "64", "scontrol requeue 17")
     assert [option, *started] == ["--kill-on-bad-exit=0", *launch, script, "--tag", "a b"]
@@ -127,11 +128,11 @@ def test_the_arguments_are_the_configuration(tmp_path):
         "recompute: {blocks: 'a.*,b: c'}\nlaunch: {nnodes: 2, node_rank: 1, rdzv_endpoint: 'h:1'}\n"
     )
     before = resolve_command_line(str(file), ())
-    sets = arguments_of(before)[1::2]
+    sets = arguments_of(before, 120)[1::2]
     assert not any("nnodes" in each or "h:1" in each for each in sets)
     after = resolve_command_line(None, (*sets, "launch.nnodes=2", "launch.rdzv_endpoint=h:1"))
     expected = before.to_dict()
-    expected["launch"]["node_rank"] = 0
+    expected["launch"] |= {"node_rank": 0, "grace_s": 110.0}
     assert after.to_dict() == expected
 
 

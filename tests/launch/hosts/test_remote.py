@@ -135,6 +135,141 @@ def test_one_interrupt_ends_all_hosts(sandbox, ssh):
     assert sandbox.alive() == []
 
 
+SAVES = """
+import os, signal, sys, time
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: heard.append(number))
+rank = os.environ["RANK"]
+open(f"ready-{rank}", "w").close()
+while not heard:
+    time.sleep(0.01)
+time.sleep(0.5 + 2 * int(rank))
+open(f"saved-{rank}", "w").write(str(heard))
+sys.exit(75)
+"""
+
+
+def started_on_two_hosts(sandbox, ssh, text, *words):
+    """Start a script on two hosts, and wait until it has written ``ready-RANK`` on both."""
+    script = sandbox.script(text)
+    words = ("--strategy", "toy", "--hosts", "h1:1,h2:1", *words, script)
+    process = sandbox.start("launch", *words, env=ssh)
+    end = time.monotonic() + 40
+    while not all((sandbox.folder / f"ready-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_notice_reaches_the_ranks_of_all_hosts_which_save(sandbox, ssh, number):
+    process = started_on_two_hosts(sandbox, ssh, SAVES)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    for rank in range(2):  # rank 1 had its time, although rank 0 was ready two seconds before
+        assert (sandbox.folder / f"saved-{rank}").read_text() == f"[{number.value}]"
+        assert f"h{rank + 1}: the ranks ended with exit code 75: saved" in err
+    assert sandbox.alive() == []
+
+
+def test_ranks_that_go_on_after_sigterm_end_after_the_grace(sandbox, ssh):
+    text = SAVES.replace("while not heard", "while True")
+    process = started_on_two_hosts(sandbox, ssh, text, "--set", "launch.grace_s=1")
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 143, err
+    assert 1 < time.monotonic() - begin < 15
+    assert sandbox.alive() == []
+
+
+def test_a_notice_before_the_hosts_have_their_orders_is_kept(sandbox, ssh):
+    folder = sandbox.folder / "bin"
+    real = folder / "ssh-at-once"
+    (folder / "ssh").rename(real)
+    (folder / "ssh").write_text(
+        f'#!/bin/sh\n[ "$1" = -G ] || {{ touch asked; while [ ! -e go ]; do sleep 0.05; done; }}\n'
+        f'exec {real} "$@"\n'
+    )
+    (folder / "ssh").chmod(0o700)
+    script = sandbox.script(
+        "import time\n"
+        "from drivetrain.runtime.notices import Notice\n"
+        "notice, end = Notice(), time.monotonic() + 20\n"
+        "notice.listen()\n"
+        "while not notice.heard and time.monotonic() < end: time.sleep(0.01)\n"
+        "print(notice.heard)\n"
+    )
+    process = sandbox.start("launch", "--strategy", "toy", "--hosts", "h1:1", script, env=ssh)
+    end = time.monotonic() + 40
+    while not (sandbox.folder / "asked").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.2)
+    (sandbox.folder / "go").touch()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out == "h1: SIGUSR1\n"
+
+
+def test_hosts_run_to_their_end_when_nobody_reads_the_output(sandbox, ssh):
+    text = (
+        "import os\nrank = os.environ['RANK']\nopen('ready-' + rank, 'w').close()\n"
+        "while not os.path.exists('go'): pass\n"
+        "for number in range(3000): print('x' * 100, flush=True)\n"
+        "open('done-' + rank, 'w').close()\n"
+    )
+    process = started_on_two_hosts(sandbox, ssh, text)
+    process.stdout.close()  # as head does
+    (sandbox.folder / "go").touch()
+    code = process.wait(40)
+    assert code == 0, process.stderr.read()
+    process.stderr.close()
+    assert (sandbox.folder / "done-0").exists()
+    assert sandbox.alive() == []
+
+
+def test_interrupt_while_hosts_end_with_one_that_failed_ends_the_wait(sandbox, ssh):
+    text = (
+        "import os, sys, time\nrank = os.environ['RANK']\nopen('ready-' + rank, 'w').close()\n"
+        "while not os.path.exists('go'): time.sleep(0.05)\n"
+        "time.sleep(300)\n"
+    )
+    process = started_on_two_hosts(sandbox, ssh, text)
+    agents = [each for each in sandbox.alive() if "drivetrain_launch.hosts.agent" in each.cmdline()]
+    assert len(agents) == 2
+    agents[1].suspend()  # a host that takes no part
+    agents[0].send_signal(signal.SIGQUIT)
+    agents[0].wait(30)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    process.communicate(timeout=30)
+    assert time.monotonic() - begin < 10
+    assert process.returncode == 130
+    agents[1].resume()  # the host sees that its connection is gone
+    end = time.monotonic() + 20
+    while sandbox.alive():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("endpoint", [[], ["--rdzv-endpoint", "h1:29400"]])
+def test_without_ssh_the_error_names_the_way_out(sandbox, endpoint):
+    script = sandbox.script("")
+    nothing = {"PATH": str(sandbox.folder)}
+    done = sandbox.launch("--hosts", "h1:1,h2:1", *endpoint, script, env=nothing)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --hosts and --hostfile start the hosts over ssh, and")
+    assert "install an ssh client, or type the command on each host with --nnodes" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -1,5 +1,7 @@
 """The facts that hosts compare: versions and the script."""
 
+import platform
+
 import pytest
 
 from drivetrain_launch.preflight.software import differences, script_digest, software_facts
@@ -40,6 +42,7 @@ def test_difference_names_all_hosts_with_each_value(tmp_path):
         "drivetrain's version", "torch's version", "Python's version", "the script"
     ]  # fmt: skip
     assert all(facts.values())
+    assert facts["Python's version"] == platform.python_version().rpartition(".")[0]
     hosts = {f"host {i} (n{i})": facts for i in range(4)}
     assert differences(hosts) == ""
     hosts["host 2 (n2)"] = facts | {"torch's version": "2.0.0"}

@@ -30,7 +30,7 @@ from drivetrain_launch.ranks.channel import (
     greet_client,
     greet_server,
 )
-from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure
+from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, RunOver
 from drivetrain_launch.ranks.member import Party, SeveralHosts
 from drivetrain_launch.ranks.placement import Endpoint, listening_address
 
@@ -203,7 +203,7 @@ def party(port, index, *, count=2, secret=b"a secret of the tests", **settings):
     return SeveralHosts(
         Party(
             **{"run": "", "max_restarts": 0, "start_timeout_s": 20, "ranks": index + 1,
-               "least": count, "straggler_margin": 0.3, **settings},
+               "grace_s": 20, "least": count, "straggler_margin": 0.3, **settings},
             endpoint=Endpoint("127.0.0.1", port), index=index, count=count, secret=secret,
         )
     )  # fmt: skip
@@ -418,9 +418,75 @@ def test_scheduler_that_ends_the_run_is_not_taken_for_a_host_that_came(port, mon
         wait_until(hosts[0].notice_asked)
         verdict = hosts[0].conclude(replace(SAVED, noticed=True))
         assert (verdict.again, verdict.code) == (False, PREEMPTED)
-        with pytest.raises(PreflightError, match="the run has ended"):
+        with pytest.raises(RunOver, match="the run has ended") as caught:
             second.meet()
+        assert caught.value.code == PREEMPTED  # requeued as the others are
         second.leave("")
+
+
+WELL = Ending(ended=(EarlyEnd(rank=0, host="n", code=0, time=0),))
+
+
+def test_a_host_that_waits_ends_as_the_run_does(sandbox, port):
+    words = ("--nproc-per-node", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    script = sandbox.script("print()")
+    with together(port, 0, 1, count=2, least=1) as (hosts, pool):
+        list(pool.map(SeveralHosts.meet, hosts))
+        late = sandbox.start(
+            "launch", "--strategy", "toy", *words, "--node-rank", "1", script, env=SECRET
+        )
+        wait_until(lambda: hosts[0]._coordinator._waiting, 30)
+        verdicts = list(pool.map(SeveralHosts.conclude, hosts, 2 * [WELL]))
+        assert [(verdict.again, verdict.code) for verdict in verdicts] == 2 * [(False, 0)]
+        out, err = late.communicate(timeout=20)
+    assert (late.returncode, out, err) == (0, "", "the run has ended\n")
+
+
+def test_what_comes_right_behind_the_place_is_not_forgotten(port):
+    with together(port, 0, 1, check="none") as (hosts, _):
+        wait_until(lambda: hosts[0]._coordinator._phase == "running")
+        hosts[0]._background.call(tell(hosts[0], "notice"))
+        hosts[1]._background.call(cut(hosts[1]))
+        wait_until(hosts[0].stop_asked)
+        assert hosts[0].meet().attempt == 0  # only now does the main thread read the place
+        assert hosts[0].stop_asked()
+        assert hosts[0].notice_asked()
+
+
+async def tell(host, kind):
+    host._coordinator._members[0].channel.send(kind)
+
+
+def test_ranks_of_other_hosts_have_time_to_save_after_a_signal(port, monkeypatch):
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
+    with together(port, 0, 1, grace_s=1.5) as (hosts, pool):
+        list(pool.map(SeveralHosts.meet, hosts))
+        saved = (replace(SAVED.ended[0], time=time.time()),)
+        told = Ending(ended=saved, signal=signal.SIGTERM, noticed=True)
+        begin = time.monotonic()
+        first = pool.submit(hosts[1].conclude, told)
+        wait_until(lambda: hosts[0]._coordinator._members[1].ending)
+        assert not hosts[0].stop_asked()  # its ranks may be in the middle of the save
+        wait_until(hosts[0].stop_asked)
+        assert time.monotonic() - begin > 1.4
+        second = hosts[0].conclude(replace(told, ended=(), stopped=(0,)))
+        assert (second.again, second.code) == (False, 128 + signal.SIGTERM)
+        assert first.result(10) == second
+
+
+def test_who_waits_for_ranks_of_another_host_says_so(port, capsys, monkeypatch):
+    for module in (coordinator, member):
+        monkeypatch.setattr(module, "BEAT_S", 0.1)
+    monkeypatch.setattr(member, "FIRST_REMINDER_S", 0.5)
+    with together(port, 0, 1) as (hosts, pool):
+        list(pool.map(SeveralHosts.meet, hosts))
+        first = pool.submit(hosts[1].conclude, WELL)
+        time.sleep(0.9)
+        assert hosts[0].conclude(WELL) == first.result(10)
+    said = capsys.readouterr().err.splitlines()
+    name = re.escape(socket.gethostname())
+    expected = rf"waiting for the ranks of host 0 \({name}\) to end \(\d s\)"
+    assert [line for line in said if re.fullmatch(expected, line)]
 
 
 def test_the_first_attempt_waits_for_more_hosts_than_the_fewest(port, monkeypatch):
@@ -603,8 +669,8 @@ def test_waiting_host_says_for_which(port, capsys, monkeypatch):
         assert re.fullmatch(rf"waiting for 1 of 2 hosts \(host 1\) {place}", line)
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 10
+def wait_until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

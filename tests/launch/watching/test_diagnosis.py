@@ -50,13 +50,13 @@ def waiting(number, **facts):
 
 def test_nobody_waits_for_long():
     moving = [rank(number, operation(1204, 1204, 2.0)) for number in range(4)]
-    assert diagnose(views(*moving), limit_s=8.0) is None
+    assert diagnose(views(*moving), limit_s=lambda _: 8.0) is None
 
 
 def test_a_rank_in_the_data_loader():
     loading = stack(31, "/venv/lib/site-packages/torch/utils/data/dataloader.py")
     absent = rank(3, operation(1203), section="other", still_s=42.4, stack=loading)
-    hang = diagnose(views(waiting(0), waiting(1), waiting(2), absent), limit_s=8.0)
+    hang = diagnose(views(waiting(0), waiting(1), waiting(2), absent), limit_s=lambda _: 8.0)
     assert hang.sentence() == (
         "rank 3 on n1 has been in the data loader for 42 s (train.py:31); ranks 0 to 2 wait for it "
         "in all_reduce 1,204 'blocks.7' at train.py:57"
@@ -69,14 +69,14 @@ def test_the_rank_at_the_root_is_accused_and_not_the_one_that_waits_for_it():
     other = operation(3, 3, 20.0, place="meeting", name="gather", checksum=0)
     between = rank(1, operation(1203), other)
     root = rank(2, operation(1203), operation(2, place="meeting"), section="forward", still_s=50.0)
-    hang = diagnose(views(waiting(0), between, root), limit_s=8.0)
+    hang = diagnose(views(waiting(0), between, root), limit_s=lambda _: 8.0)
     assert list(hang.culprits) == [2]
     assert "rank 2 on n1 has been in the forward for 50 s; rank 0 waits for it" in hang.sentence()
 
 
 def test_two_ranks_that_wait_for_each_other():
     other = operation(3, 3, 20.0, place="meeting", name="gather", checksum=0)
-    hang = diagnose(views(waiting(0), rank(1, operation(1203), other)), limit_s=8.0)
+    hang = diagnose(views(waiting(0), rank(1, operation(1203), other)), limit_s=lambda _: 8.0)
     assert hang.kind == "circle"
     assert (
         "rank 1 on n0 waits in gather; rank 0 waits for it in all_reduce 1,204" in hang.sentence()
@@ -85,7 +85,7 @@ def test_two_ranks_that_wait_for_each_other():
 
 def test_another_operation_with_the_same_number():
     odd = operation(1204, 1204, 41.0, checksum=6, name="all_gather 1,204 'u'", size="7 int64")
-    hang = diagnose(views(waiting(0), rank(1, odd, stack=stack(33))), limit_s=8.0)
+    hang = diagnose(views(waiting(0), rank(1, odd, stack=stack(33))), limit_s=lambda _: 8.0)
     assert hang.sentence() == (
         "rank 0 waits in all_reduce 1,204 'blocks.7' at train.py:57 of 10 float32, but rank 1 in "
         "all_gather 1,204 'u' of 7 int64 at train.py:33: ranks must run the same operations in "
@@ -105,13 +105,13 @@ def test_operations_of_different_steps_on_a_device():
 
 def test_a_stopped_rank_although_its_operation_is_under_way():
     stopped = rank(1, operation(1204, 1204, 42.0), state="stopped")
-    hang = diagnose(views(waiting(0), stopped), limit_s=8.0)
+    hang = diagnose(views(waiting(0), stopped), limit_s=lambda _: 8.0)
     assert hang.sentence().startswith("rank 1 on n0, pid 101, was stopped by a signal; ")
     assert "rank 0 waits for it" in hang.sentence()
 
 
 def test_all_came_and_nothing_moves():
-    hang = diagnose(views(waiting(0), waiting(1)), limit_s=8.0)
+    hang = diagnose(views(waiting(0), waiting(1)), limit_s=lambda _: 8.0)
     assert hang.kind == "none"
     assert "nothing has moved for 42 s" in hang.sentence()
 

@@ -36,7 +36,7 @@ class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 12
     def __getitem__(self, index):
-        if kind == "data" and accelerator.process_index == 1 and index >= 6:
+        if kind in ("data", "tokenized") and accelerator.process_index == 1 and index >= 6:
             global slept
             if not slept:
                 slept = True
@@ -44,6 +44,9 @@ class Rows(torch.utils.data.Dataset):
         return torch.ones(4) * index
 slept = False
 accelerator = Accelerator(cpu=True)
+with accelerator.main_process_first():
+    if kind == "tokenized" and accelerator.is_main_process:
+        time.sleep(4.0)  # the others wait before training
 model = torch.nn.Linear(4, 2)
 model, optimizer, loader = accelerator.prepare(
     model, torch.optim.SGD(model.parameters(), lr=0.1),
@@ -87,8 +90,9 @@ def line_of(text: str) -> int:
     return next(n for n, line in enumerate(SCRIPT.splitlines(), 1) if text in line)
 
 
-def test_a_slow_sample_is_named_and_the_run_goes_on(tmp_path):
-    done = launch(tmp_path, "data", "--log-dir", str(tmp_path / "logs"))
+@pytest.mark.parametrize("kind", ["data", "tokenized"])
+def test_a_slow_sample_is_named_and_the_run_goes_on(tmp_path, kind):
+    done = launch(tmp_path, kind, "--log-dir", str(tmp_path / "logs"))
     assert done.returncode == 0, done.stderr
     sentence = (
         r"rank 1 on \S+ has been in the data loader for \d+ s "
@@ -98,7 +102,7 @@ def test_a_slow_sample_is_named_and_the_run_goes_on(tmp_path):
     assert re.search(sentence, done.stderr), done.stderr
     assert "stacks of rank 1 on" in done.stderr
     assert "the ranks go on" in done.stderr
-    (path,) = (tmp_path / "logs").rglob("hang-1.json")
+    path = max((tmp_path / "logs").rglob("hang-*.json"))
     facts = json.loads(path.read_text(encoding="utf-8"))
     assert facts["culprits"] == [1]
     assert facts["kind"] == "absent"

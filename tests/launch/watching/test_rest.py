@@ -60,8 +60,8 @@ def test_a_rest_is_unusual_from_five_times_the_longest_of_before():
     learned = Usual()
     assert learned.rest_limit_s == usual.SHORTEST_REST_S
     for seconds in (0.1, 20.0, 0.1, 30.0):
-        learned.learn({0: still(0, seconds), 1: still(1, 0.2)})
+        learned.learn({0: still(0, seconds), 1: still(1, 0.2)}, 0.0)
     assert learned.longest_rest_s == 20.0
     assert learned.rest_limit_s == usual.TIMES_REST * 20.0
-    learned.learn({0: still(0, 0.0)})
+    learned.learn({0: still(0, 0.0)}, 0.0)
     assert learned.longest_rest_s == 30.0

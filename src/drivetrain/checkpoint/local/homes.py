@@ -42,7 +42,7 @@ class MemoryHomes:
     """
 
     def __init__(self, folder: Path, world: World) -> None:
-        told = gather(world, str(folder), doing="tell where memory is kept")
+        told = gather(world, str(folder), str, doing="tell where memory is kept")
         ranks: dict[tuple[str, str], list[int]] = {}
         for rank, key in enumerate(zip(world.hosts, told, strict=True)):
             ranks.setdefault(key, []).append(rank)

@@ -37,7 +37,7 @@ class Announcement:
     name: str
     steps: int
     files: Mapping[str, FileRecord]
-    held: frozenset[str]
+    held: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def announced(folder: Path) -> list[Announcement]:
             steps = saved_steps(directory)
         except (CheckpointError, OSError):
             continue
-        held = frozenset(name for name in files if _size(directory / name) == files[name].size)
+        held = tuple(name for name in files if _size(directory / name) == files[name].size)
         found.append(Announcement(directory.name, steps, files, held))
     return found
 
@@ -80,7 +80,7 @@ def announced(folder: Path) -> list[Announcement]:
 def whole_ones(homes: MemoryHomes, world: World) -> list[SpreadCheckpoint]:
     """Return the checkpoints that the memory of all hosts holds whole, newest first. Collective."""
     here = announced(homes.mine.folder) if homes.is_keeper else []
-    told = gather(world, here, doing="announce what is in memory")
+    told = gather(world, here, list[Announcement], doing="announce what is in memory")
     kept = [{_identity(one): one for one in told[home.keeper]} for home in homes.all]
     known = {identity: one for each in kept for identity, one in each.items()}
     spread = [
@@ -88,7 +88,7 @@ def whole_ones(homes: MemoryHomes, world: World) -> list[SpreadCheckpoint]:
             one.name,
             one.steps,
             one.files,
-            tuple(each[key].held if key in each else frozenset() for each in kept),
+            tuple(frozenset(each[key].held if key in each else ()) for each in kept),
         )
         for key, one in known.items()
     ]
@@ -99,7 +99,10 @@ def whole_ones(homes: MemoryHomes, world: World) -> list[SpreadCheckpoint]:
 def bring_together(
     found: SpreadCheckpoint, homes: MemoryHomes, world: World, group: Group, *, hashed: bool
 ) -> int:
-    """Give every host all files of a checkpoint, and remove all others. Collective.
+    """Give every host all files of a checkpoint. Collective.
+
+    Another checkpoint of a host is removed only if its room is needed, and after it is known that
+    every host has room. After a failure each host has the files that it had before.
 
     Args:
         found: the checkpoint.
@@ -119,18 +122,23 @@ def bring_together(
     directory = homes.mine.folder / found.name
     if hashed:
         damaged = together(world, doing, partial(_damaged, directory, found, homes, world.rank))
-        told = gather(world, damaged, doing=doing)
+        told = gather(world, damaged, list[str], doing=doing)
         found = _without(found, homes, told)
-        together(world, doing, partial(_remove, directory, damaged))
         if found.missing:
             raise CheckpointError(
                 f"cannot {doing}: {', '.join(found.missing)} changed after being written, and no "
                 "other host has a copy"
             )
+        together(world, doing, partial(_remove, directory, damaged))
     transfers = _plan(found, homes)
-    stranger = not found.holders[homes.all.index(homes.mine)]
-    together(world, doing, partial(_prepare, directory, transfers, homes, anew=stranger))
-    together(world, doing, partial(exchange, transfers, world.rank, directory, group))
+    coming = FilesToCome(found, transfers, homes)
+    together(world, doing, coming.check_room)
+    together(world, doing, coming.prepare)
+    try:
+        together(world, doing, partial(exchange, transfers, world.rank, directory, group))
+    except CheckpointError:
+        together(world, doing, coming.undo)
+        raise
     return sum(transfer.record.size for transfer in transfers)
 
 
@@ -143,9 +151,65 @@ def keep_only(name: str, homes: MemoryHomes) -> None:
     """
     if homes.is_keeper:
         commit.sweep(homes.mine.folder)
-        for directory in commit.complete(homes.mine.folder):
-            if directory.name != name:
-                commit.delete(directory)
+        for directory in _others(name, homes):
+            commit.delete(directory)
+
+
+class FilesToCome:
+    """The files of a checkpoint that are to come to this rank's home; its keeper alone acts.
+
+    Args:
+        found: the checkpoint.
+        transfers: of all ranks.
+        homes: of all ranks.
+    """
+
+    def __init__(
+        self, found: SpreadCheckpoint, transfers: Sequence[FileTransfer], homes: MemoryHomes
+    ) -> None:
+        home = homes.mine
+        self._homes, self._directory = homes, home.folder / found.name
+        here = [transfer for transfer in transfers if transfer.destination in home.ranks]
+        self._names = [transfer.name for transfer in here]
+        self._needed = sum(transfer.record.size for transfer in here)
+        self._holds_part = bool(found.holders[homes.all.index(home)])
+        self._staying = found.name if self._holds_part else ""
+
+    def check_room(self) -> None:
+        """Compare the files to come with the free memory, and the memory of other checkpoints.
+
+        Raises:
+            CheckpointError: both together are too little.
+        """
+        homes = self._homes
+        if not homes.is_keeper:
+            return
+        room = homes.room() + sum(map(_bytes, _others(self._staying, homes)))
+        if self._needed > room:
+            raise CheckpointError(
+                f"expected {self._needed} bytes of free memory under {homes.mine.folder.parent} of "
+                f"{homes.mine.name} for the files of the other hosts, found {room}"
+            )
+
+    def prepare(self) -> None:
+        """Make the folder, without the files that are to come, and room for these."""
+        if not self._homes.is_keeper:
+            return
+        if self._needed > self._homes.room():
+            keep_only(self._staying, self._homes)
+        if not self._holds_part:  # a folder of this name is of another history
+            commit.delete(self._directory)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        _remove(self._directory, self._names)
+
+    def undo(self) -> None:
+        """Remove the files that have come."""
+        if not self._homes.is_keeper:
+            return
+        if self._holds_part:
+            _remove(self._directory, self._names)
+        else:
+            commit.delete(self._directory)
 
 
 def _plan(found: SpreadCheckpoint, homes: MemoryHomes) -> list[FileTransfer]:
@@ -164,22 +228,13 @@ def _plan(found: SpreadCheckpoint, homes: MemoryHomes) -> list[FileTransfer]:
     return transfers
 
 
-def _prepare(
-    directory: Path, transfers: Sequence[FileTransfer], homes: MemoryHomes, *, anew: bool
-) -> None:
-    """Make room and the folder; remove files that are to come, and another checkpoint's."""
-    if not homes.is_keeper:
-        return
-    here = [transfer for transfer in transfers if transfer.destination in homes.mine.ranks]
-    keep_only("" if anew else directory.name, homes)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    _remove(directory, [transfer.name for transfer in here])
-    needed, room = sum(transfer.record.size for transfer in here), homes.room()
-    if needed > room:
-        raise CheckpointError(
-            f"expected {needed} bytes of free memory under {homes.mine.folder.parent} of "
-            f"{homes.mine.name} for the files of the other hosts, found {room}"
-        )
+def _others(name: str, homes: MemoryHomes) -> list[Path]:
+    """Return the checkpoints at this rank's home but for one."""
+    return [each for each in commit.complete(homes.mine.folder) if each.name != name]
+
+
+def _bytes(directory: Path) -> int:
+    return sum(_size(path) or 0 for path in directory.iterdir())
 
 
 def _damaged(directory: Path, found: SpreadCheckpoint, homes: MemoryHomes, rank: int) -> list[str]:

@@ -11,7 +11,7 @@ leaves a checkpoint that some hosts do not have; the copies may make it whole ev
 """
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.agreement import Group, collect, gather, share, together
-from drivetrain.checkpoint.common_files import Report, write_common
+from drivetrain.checkpoint.common_files import write_common
 from drivetrain.checkpoint.contents import Contents
 from drivetrain.checkpoint.local.homes import MemoryHomes
 from drivetrain.checkpoint.local.transfers import FileTransfer, exchange
+from drivetrain.checkpoint.report import Report
 from drivetrain.checkpoint.saving import RankWriter
 from drivetrain.checkpoint.tensorfile import FileRecord
 from drivetrain.errors import CheckpointError
@@ -50,7 +51,7 @@ class MemorySave:
     def __init__(self, number: int, homes: MemoryHomes, world: World) -> None:
         self._homes, self._world = homes, world
         self.target = homes.mine.folder / f"checkpoint_{number}"
-        self._token = share(world, secrets.token_hex(8))
+        self._token = share(world, secrets.token_hex(8), str)
         self._doing = f"save {self.target.name} in memory"
         self._draft = commit.draft_of(self.target, self._token)
         together(world, self._doing, partial(self._on_keeper, self._begin))
@@ -79,16 +80,18 @@ class MemorySave:
         world, doing = self._world, self._doing
         with self.abandoned_on_failure():
             report = together(world, doing, partial(self._writer.write, contents), group)
-            told = gather(world, (report.files, report.finite), group, doing=doing)
-            if not all(finite for _, finite in told):
+            finite = gather(world, report.finite, bool, group, doing=doing)
+            if not all(finite):
                 self._abandon()
                 return False
-            together(world, doing, partial(self._copy, [files for files, _ in told], group), group)
-            reports = collect(world, report, group)
+            files = gather(world, report.files, dict[str, FileRecord], group, doing=doing)
+            together(world, doing, partial(self._copy, files, group), group)
+            reports = collect(world, report, Report, group)
             write = partial(self._write_common, reports, contents)
-            common = share(world, together(world, doing, write, group), group)
+            written = together(world, doing, write, group)
+            common = share(world, written, dict[str, FileRecord], group)
             together(world, doing, partial(self._spread, common, group), group)
-            together(world, doing, partial(self._on_keeper, self._commit), group)
+            self._commit_everywhere(group)
         return True
 
     @contextmanager
@@ -110,7 +113,8 @@ class MemorySave:
 
     def _check_room(self, mine: int) -> None:
         """Compare the free memory of each host with the size of the files to come."""
-        told = gather(self._world, (mine, len(commit.complete(self.target.parent))))
+        here = mine, len(commit.complete(self.target.parent))
+        told = gather(self._world, here, tuple[int, int])
         incoming = [0] * self._world.size
         for rank, (size, _) in enumerate(told):
             if (to := self._homes.neighbor(rank)) is not None:
@@ -130,7 +134,7 @@ class MemorySave:
                 "over more hosts, or set checkpoint.local to none"
             )
 
-    def _copy(self, files: list[Mapping[str, FileRecord]], group: Group) -> None:
+    def _copy(self, files: Sequence[Mapping[str, FileRecord]], group: Group) -> None:
         """Send the files of each rank to its neighbor."""
         transfers = [
             FileTransfer(rank, to, name, record)
@@ -152,6 +156,14 @@ class MemorySave:
             for name, record in common.items()
         ]
         exchange(transfers, self._world.rank, self._draft, group)
+
+    def _commit_everywhere(self, group: Group) -> None:
+        commits = partial(self._on_keeper, self._commit)
+        try:
+            together(self._world, self._doing, commits, group)
+        except CheckpointError:
+            self._on_keeper(partial(commit.delete, self.target))
+            raise
 
     def _commit(self) -> None:
         commit.commit(self._draft, self.target, self._token, overwrite=False)

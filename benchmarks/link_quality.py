@@ -1,0 +1,240 @@
+"""Compares the held-out loss of methods for slow links with exact training, for the same tokens.
+
+::
+
+    python benchmarks/link_quality.py --results quality.jsonl --figure quality.png
+    python benchmarks/link_quality.py --model ten --results ten.jsonl       # hours on two cores
+    python benchmarks/link_quality.py --rows exact int8 --seeds 0 --steps 300   # a few minutes
+
+A GPT learns the bytes of docstrings of the installed packages; each package is trained on, or held
+out. Every row sees the same batches in the same order, on two ranks that count as two hosts. The
+loss is that of ``get_state_dict``, so of the outer weights under ``local``, in nats per byte. A run
+whose line is in the file of results is not run again, so the command can be interrupted.
+"""
+
+import argparse
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from ddp_step import Gpt, loss_of
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from drivetrain import Accelerator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "titles"))
+
+RANKS = 2
+SIZES = {
+    "small": SimpleNamespace(layers=4, dim=128, heads=4, seq=128, vocab=256, batch=8),
+    "ten": SimpleNamespace(layers=6, dim=384, heads=6, seq=128, vocab=256, batch=4),
+}
+"""0.87 and 10.9 million parameters."""
+
+LR, WARM_UP = 1e-3, 50
+HELD_OUT, EVALUATED, EVERY_STEPS = 0.05, 64, 100
+"""The share of packages that is held out, batches of an evaluation, steps between two of them."""
+
+ROUND = 30
+STREAMING = {"name": "local", "every": ROUND, "fragments": 3, "delay": 5, "keep": 0.5}
+DDP: dict[str, Any] = {"name": "ddp"}
+ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "exact": (DDP, {}),
+    "bf16": (DDP, {"gradients": "bf16"}),
+    "int8": (DDP, {"gradients": "int8"}),
+    "int4": (DDP, {"gradients": "int4"}),
+    "powersgd": (DDP, {"gradients": "powersgd", "warmup_steps": 50}),
+    "topk": (DDP, {"gradients": "topk", "warmup_steps": 50}),
+    "zero2, int8, updates int8": ({"name": "zero2"}, {"gradients": "int8", "parameters": "int8"}),
+    "zero3, int8, values bf16": ({"name": "zero3"}, {"gradients": "int8", "parameters": "bf16"}),
+    "local": ({"name": "local", "every": ROUND}, {}),
+    "streaming": (STREAMING, {}),
+    "streaming, int4": (STREAMING, {"gradients": "int4"}),
+}
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    """Return the bytes of training and of held-out packages, 1-D uint8."""
+    from data import docstrings
+
+    sides: tuple[list[bytes], list[bytes]] = ([], [])
+    for pair in docstrings():
+        share = int.from_bytes(sha256(pair.group.encode()).digest()[:4]) / 2**32
+        sides[share < HELD_OUT].append(f"{pair.title}\n\n{pair.text}\n\n".encode())
+    train, test = (torch.frombuffer(bytearray(b"".join(side)), dtype=torch.uint8) for side in sides)
+    return train, test
+
+
+def windows(text: Tensor, size: SimpleNamespace, generator: torch.Generator) -> Tensor:
+    """Return a batch of random windows, (batch, seq + 1)."""
+    starts = torch.randint(len(text) - size.seq - 1, (size.batch,), generator=generator)
+    return torch.stack([text[start : start + size.seq + 1] for start in starts.tolist()]).long()
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train on this rank, and print the held-out losses on rank 0."""
+    torch.set_num_threads(1)
+    (row,), (seed,), size = arguments.rows, arguments.seeds, SIZES[arguments.model]
+    strategy, far = ROWS[row]
+    accelerator = Accelerator(config={"strategy": strategy, "links": {"far": far}}, cpu=True)
+    kept = torch.load(arguments.texts, weights_only=True)
+    torch.manual_seed(seed)
+    model = Gpt(size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    schedule = LambdaLR(optimizer, lambda step: rate(step, arguments.steps))
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    generator = torch.Generator().manual_seed(1000 * seed + accelerator.process_index)
+    losses = {}
+    for step in range(1, 1 + arguments.steps):
+        accelerator.backward(loss_of(model, windows(kept["train"], size, generator)))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % EVERY_STEPS == 0 or step == arguments.steps:
+            weights = accelerator.get_state_dict(model)
+            if accelerator.is_main_process:
+                losses[step] = held_out(weights, size, kept["test"])
+            accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        print(json.dumps({"losses": losses}), flush=True)
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+
+
+def rate(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: a warm-up, then half a cosine down to a tenth."""
+    if step < WARM_UP:
+        return (step + 1) / WARM_UP
+    return 0.55 + 0.45 * math.cos(math.pi * (step - WARM_UP) / max(1, steps - WARM_UP))
+
+
+@torch.no_grad()
+def held_out(weights: dict[str, Tensor], size: SimpleNamespace, text: Tensor) -> float:
+    """Return the mean loss of weights on held-out text."""
+    model = Gpt(size)
+    model.load_state_dict(weights)
+    generator = torch.Generator().manual_seed(0)
+    losses = [float(loss_of(model, windows(text, size, generator))) for _ in range(EVALUATED)]
+    return statistics.mean(losses)
+
+
+def run(row: str, seed: int, arguments: argparse.Namespace, kept: Path) -> dict[str, Any]:
+    """Train a row in processes of its own, each a host, and return its held-out losses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, __file__, "--worker", "--texts", str(kept), "--rows", row]
+    command += ["--seeds", str(seed), "--steps", str(arguments.steps), "--model", arguments.model]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={
+                **os.environ, "RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    said = [rank.communicate() for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit(f"{row}, seed {seed}:\n" + "\n".join(err[-3000:] for _, err in said))
+    lines = [line for line in said[0][0].splitlines() if line.startswith('{"losses"')]
+    return {"model": arguments.model, "row": row, "seed": seed, "steps": arguments.steps,
+            **json.loads(lines[-1])}  # fmt: skip
+
+
+def table(found: list[dict[str, Any]], rows: list[str]) -> None:
+    """Print the last losses of each row, beside those of the row ``exact``."""
+    last = {row: [each["losses"][str(each["steps"])] for each in found if each["row"] == row]
+            for row in rows}  # fmt: skip
+    print("| | held-out loss | spread | more than exact |\n|---|---|---|---|")
+    base = statistics.mean(last["exact"]) if last.get("exact") else None
+    for row, losses in last.items():
+        if not losses:
+            continue
+        mean, spread = statistics.mean(losses), max(losses) - min(losses)
+        apart = row != "exact" and base is not None
+        more = f"{mean - base:+.4f} nats, {mean / base - 1:+.2%}" if apart else "-"
+        print(f"| {row} | {mean:.4f} | {spread:.4f} | {more} |")
+
+
+def draw(found: list[dict[str, Any]], rows: list[str], target: Path) -> None:
+    """Draw the mean curves of all rows, and below how far each is above the row ``exact``."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    curves, apart = figure.subplots(2, 1, sharex=True)
+    means: dict[str, dict[int, float]] = {}
+    for row in rows:
+        runs = [each["losses"] for each in found if each["row"] == row]
+        if runs:
+            means[row] = {int(s): statistics.mean(run[s] for run in runs) for s in runs[0]}
+            curves.plot(list(means[row]), list(means[row].values()), label=row)
+    for row, mean in means.items():
+        if row != "exact" and "exact" in means:
+            apart.plot(list(mean), [mean[s] - means["exact"][s] for s in mean], label=row)
+    curves.set_ylabel("held-out loss, nats per byte")
+    apart.set_ylabel("more than exact, nats")
+    apart.axhline(0.0, color="black", linewidth=0.8)
+    apart.set_xlabel("optimizer steps")
+    curves.legend(fontsize=8)
+    figure.savefig(target, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SIZES, default="small")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--results", type=Path, default=Path("link_quality.jsonl"))
+    parser.add_argument("--figure", type=Path, help="a PNG of the curves; needs matplotlib")
+    parser.add_argument("--texts", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        train(arguments)
+        return
+    lines = arguments.results.read_text().splitlines() if arguments.results.exists() else []
+    known = [json.loads(line) for line in lines]
+    found = [each for each in known
+             if (each["model"], each["steps"]) == (arguments.model, arguments.steps)]  # fmt: skip
+    done = {(each["row"], each["seed"]) for each in found}
+    size = SIZES[arguments.model]
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "texts.pt"
+        training, test = texts()
+        torch.save({"train": training, "test": test}, kept)
+        tokens = RANKS * size.batch * size.seq * arguments.steps
+        parameters = sum(p.numel() for p in Gpt(size).parameters())
+        print(f"{parameters:,} parameters, {len(training):,} bytes of training text, {tokens:,} "
+              "tokens per run\n", flush=True)  # fmt: skip
+        for seed in arguments.seeds:
+            for row in arguments.rows:
+                if (row, seed) not in done:
+                    found.append(run(row, seed, arguments, kept))
+                    with arguments.results.open("a") as file:
+                        file.write(json.dumps(found[-1]) + "\n")
+    table(found, arguments.rows)
+    if arguments.figure:
+        draw(found, arguments.rows, arguments.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Rank processes that end in no usual way."""
+
+import os
+import signal
+import sys
+import time
+
+from drivetrain_launch.ranks import processes
+from drivetrain_launch.ranks.failure import Ending, judge, report
+from drivetrain_launch.ranks.output import Output
+from drivetrain_launch.ranks.processes import RankProcesses
+
+
+def test_a_process_that_sigkill_does_not_end_is_reported_and_not_waited_for(tmp_path, monkeypatch):
+    command = (sys.executable, "-c", "import time; time.sleep(300)")
+    monkeypatch.setattr(processes, "KILLED_S", 0.3)
+    # As if the kernel waited for a disk in each process of the ranks: signals do not arrive.
+    monkeypatch.setattr(processes.os, "killpg", lambda pid, number: None)
+    variables = {rank: dict(os.environ) for rank in (1, 2)}
+    ranks = RankProcesses(command, variables, tmp_path, Output(tmp_path / "logs"))
+    try:
+        begin = time.monotonic()
+        ranks.stop(signal.SIGTERM, 0.2)
+        assert time.monotonic() - begin < 5
+        assert ranks.over
+        assert ranks.failed is False  # nothing that the launcher would stop them for again
+        ending = ranks.ending()
+        pids = ranks.pids_by_rank
+    finally:
+        monkeypatch.undo()
+        for pid in ranks.pids:
+            os.killpg(pid, signal.SIGKILL)
+        for process in ranks._processes.values():
+            process.wait()
+    assert (ending.stopped, ending.ended) == ((), ())
+    assert [failure.rank for failure in ending.failures] == [1, 2]
+    text, code = report(Ending.from_json(ending.to_json()).failures)
+    assert code == 6
+    assert text.startswith("rank 1 failed first (host ")
+    assert f"pid {pids[1]}, the process does not end)" in text
+    assert f"process {pids[1]} of rank 1 does not end after SIGKILL, state S (sleeping); " in text
+    assert f"rank 2 failed, too: process {pids[2]} of rank 2 does not end" in text
+    assert not judge({0: ending}, 0).again

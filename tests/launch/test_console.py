@@ -1,0 +1,61 @@
+"""A console that is gone: the run goes on, and nobody waits for its lines."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from drivetrain_launch.console import show
+
+
+def test_a_console_without_a_reader_is_silent_from_then_on():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as console:
+        for number in range(3):
+            show(f"line {number}", console)
+        console.write("a line of somebody else")  # and no error when the file is closed
+    with pytest.raises(BrokenPipeError):  # the same without the silence
+        broken = os.pipe()
+        os.close(broken[0])
+        os.write(broken[1], b"a line")
+    os.close(broken[1])
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_lost_and_the_next_one_tried():
+    console = Path("/dev/full").open("w")  # noqa: SIM115 - its end fails, too
+    show("a line", console)
+    place = Path(f"/proc/self/fd/{console.fileno()}")
+    assert str(place.readlink()) == "/dev/full"
+    with pytest.raises(OSError, match="No space left"):
+        console.close()
+
+
+MUCH = """
+import os, sys
+if os.environ["RANK"] == "1":
+    for number in range(3000):
+        print("x" * 100, file=sys.stderr)
+    open("done", "w").close()
+"""
+
+
+def test_ranks_go_on_when_nobody_reads_the_error_stream(sandbox):
+    words = sandbox.command(
+        "launch", "--strategy", "toy", "--nproc-per-node", "2", sandbox.script(MUCH)
+    )
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        words, cwd=sandbox.folder, env=sandbox.environment(), stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=write,
+    )  # fmt: skip
+    os.close(write)
+    os.close(read)
+    try:
+        code = process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+    assert code == 0
+    assert (sandbox.folder / "done").exists()

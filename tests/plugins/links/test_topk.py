@@ -1,0 +1,43 @@
+"""The largest numbers of each chunk: a codebook for each, and bytes as documented."""
+
+import torch
+
+from drivetrain_links.topk import CHUNK, TopK, TopKOptions
+
+
+def sent_back(values: torch.Tensor) -> torch.Tensor:
+    method = TopK(TopKOptions())
+    message = torch.empty(method.nbytes(values.numel()), dtype=torch.uint8)
+    method.encode(values, message)
+    found = torch.empty_like(values)
+    method.decode(message, found)
+    return found
+
+
+def test_a_matrix_of_small_numbers_keeps_its_scale_beside_one_of_large_numbers():
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(3 * CHUNK + 2000, generator=generator)
+    values[CHUNK : 2 * CHUNK] *= 0.01
+    found = sent_back(values)
+    for chunk, back in zip(values.split(CHUNK), found.split(CHUNK), strict=True):
+        at = back != 0
+        assert at.sum() == 64
+        assert chunk[~at].abs().max() <= chunk[at].abs().min()  # the largest are sent
+        apart = (back - chunk)[at].abs()
+        assert apart.max() < 1.5 * chunk[at].square().mean().sqrt()  # the width of a bin
+        assert bool((apart <= chunk[at].abs()).all())  # never worse than sending nothing
+    alone = sent_back(values[CHUNK : 2 * CHUNK].clone())
+    assert torch.equal(found[CHUNK : 2 * CHUNK], alone)
+
+
+def test_a_chunk_of_zeros_comes_back_as_zeros_and_one_with_nan_spoils_no_other():
+    values = torch.zeros(2 * CHUNK)
+    values[17] = float("nan")
+    found = sent_back(values)
+    assert found[17].isnan()
+    assert torch.equal(found[CHUNK:], values[CHUNK:])
+
+
+def test_the_bytes_are_those_of_the_documentation():
+    assert TopK(TopKOptions()).nbytes(128 * CHUNK) == 4 * 128 * CHUNK / 128
+    assert TopK(TopKOptions(keep=128)).nbytes(CHUNK) == 16 + 128 * 3 // 2 + 128 // 4
