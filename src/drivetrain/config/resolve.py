@@ -97,6 +97,25 @@ def resolve(*layers: Layer, find_config: FindConfig, complete: bool = True) -> R
     )
 
 
+def checked_options(cls: type, values: Mapping[str, Any], key: str, find: FindConfig) -> Any:
+    """Return an object of an options dataclass, whose values a key of the configuration holds.
+
+    Args:
+        cls: the dataclass.
+        values: its values, nested.
+        key: of the configuration, for errors.
+        find: maps a strategy's name to its Config class.
+
+    Raises:
+        ConfigError: with one line for every wrong or unknown value.
+    """
+    validation = _Validation({}, find, complete=True)
+    found = validation.build(cls, values, f"{key}.")
+    if validation.problems:
+        raise ConfigError("\n".join(validation.problems))
+    return found
+
+
 def _merge(values: dict[str, Any], origins: dict[str, ValueOrigin], layer: Layer) -> None:
     """Lay one layer over the values; a strategy of another name drops the options below it."""
     incoming = with_words_as_sections(layer.values)

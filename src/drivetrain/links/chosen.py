@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from drivetrain.collectives.stretch import StretchParts
+from drivetrain.config.resolve import checked_options
 from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.links.compressor import Compressor, Honesty
 from drivetrain.links.rule import MethodOnLink
-from drivetrain.registry import compressors
+from drivetrain.registry import compressors, strategies
 from drivetrain.runtime.mesh import Axis
 
 EXACT: Final = "exact"
@@ -270,4 +271,5 @@ def _check_options(
 
 def _options_for(kind: type[Compressor[Any]], given: Mapping[str, Any]) -> Any:
     names = {field.name for field in fields(kind.Config)}
-    return kind.Config(**{key: value for key, value in given.items() if key in names})
+    own = {key: value for key, value in given.items() if key in names}
+    return checked_options(kind.Config, own, "links.far.options", strategies().find_config)

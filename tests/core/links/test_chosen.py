@@ -50,6 +50,10 @@ def test_wrong_choices_are_refused_with_the_right_ones():
     with pytest.raises(ConfigError, match=r"found \['blok'\]; they have block"):
         chosen(gradients="int8", options={"blok": 3})
     assert chosen(gradients="int8", options={"block": 64}).gradients.config.block == 64
+    with pytest.raises(ConfigError, match=r"options\.block: expected at least 16, found 8"):
+        chosen(gradients="int8", options={"block": 8})
+    with pytest.raises(ConfigError, match=r"options\.block: .*integer.*found 'many'"):
+        chosen(gradients="int8", options={"block": "many"})
 
 
 @pytest.mark.parametrize("name", ["plain"])

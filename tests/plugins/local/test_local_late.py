@@ -272,7 +272,7 @@ class Normed(nn.Module):
 
 @pytest.mark.ranks(3, timeout=120)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("links", [{}, {"gradients": "int4", "options": {"block": 8}}])
+@pytest.mark.parametrize("links", [{}, {"gradients": "int4", "options": {"block": 16}}])
 def test_workers_that_come_as_they_like(seed, links):
     training = Training(Rounds(every=2, fragments=2), late_s=0.02, model=Normed(), links=links)
     chance = random.Random(10 * seed + training.rank)
