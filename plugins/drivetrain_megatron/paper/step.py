@@ -283,11 +283,27 @@ def cell_step(config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun)
         each = run.bytes.parameter + run.bytes.gradient
         copies = sum(unit.borrowed for unit in stages[-1]) * each
         steps[-1].held = [{**steps[-1].held[0], "tied copies": copies}]
+    if config.pp > 1 and config.schedule == "gpipe":
+        _keep_for_loss(steps[-1], stages[-1][-1])
     activation = max(unit.enters for unit in parts)
     near, far = (
         Collective("pp", "send", nbytes) for nbytes in (activation, run.between_hosts(activation))
     )
     return PipelineStep(steps, schedule, near, far, run.together("pp")).merged()
+
+
+def _keep_for_loss(step: PaperStep, head: PaperUnit) -> None:
+    """Let a loss outside of the model keep its tensors until all backwards have ended.
+
+    GPipe's schedule is the one for such a loss: the script gets a copy of the outputs, and the
+    outputs' gradients wait for the backwards of all micro-batches.
+    """
+    waiting = 0.0
+    for task in step.tasks:
+        if task.phase == "backward" and task.name == head.name:
+            waiting += task.frees + head.passing
+            task.takes, task.frees = task.takes + head.passing, 0.0
+    step.tasks[-1].frees += waiting
 
 
 def cell_bound(
