@@ -112,6 +112,10 @@ class Wait:
         missing = {rank: word for rank, word in words.items() if self._is_missing(word)}
         return self._explain(missing, f"failed ({found})")
 
+    def late(self, waited: float) -> str:
+        """Return the message of a wait that took too long."""
+        return f"{self.doing} on rank {self.rank} waited {waited:.1f} s: {self.missing()}"
+
     def missing(self) -> str:
         """Return the words of the ranks that have not begun the operation, in one sentence."""
         with suppress(RuntimeError):
@@ -220,21 +224,30 @@ def named(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[Wait]:
     wait.over()
 
 
-def meet(work: Any, wait: Wait, group: dist.ProcessGroup | None = None) -> None:
+def meet(
+    work: Any,
+    wait: Wait,
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+) -> None:
     """Wait for a small collective that no rank completes alone.
 
     Args:
         work: the backend's handle.
         wait: from ``named``.
         group: of the ranks; None means all.
+        timeout: of the wait; None leaves it to the group, whose own may be longer.
 
     Raises:
-        CollectiveError: ranks will not come, as their words prove.
+        CollectiveError: ranks will not come, as their words prove, or did not come in time.
     """
     start = time.monotonic()
     while not work.is_completed():
         waited = time.monotonic() - start
-        if why := wait.look(waited):
+        why = wait.look(waited)
+        if not why and timeout is not None and waited > timeout.total_seconds():
+            why = wait.late(waited)
+        if why:
             _let_fail(group)
             raise CollectiveError(why)
         time.sleep(min(max(POLL_SHARE * waited, SHORTEST_POLL_S), LONGEST_POLL_S))

@@ -87,7 +87,7 @@ class Exchange:
         doing = "optimizer.step(), where ranks exchange what they found"
         with named(doing, self._group) as wait:
             work = dist.all_gather(list(words.unbind()), word, group=self._group, async_op=True)
-            meet(work, wait, self._group)
+            meet(work, wait, self._group, self._world.timeout)
         found: list[int] = words.flatten().tolist()
         if any(each >> _MARK_BITS != _MARK for each in found):
             refuse_other_operation(doing, self._group, doing)
