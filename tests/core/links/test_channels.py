@@ -50,7 +50,8 @@ def check_sums(
         far += exact
         results += flat.float()
         if step == 0 and method in HALF_STEP:
-            bound = (2 if options else 1) * HALF_STEP[method] * (1 + levels) * 1.01 * exact.abs().max() * 2
+            error = (2 if options else 1) * HALF_STEP[method]
+            bound = error * (1 + levels) * 1.01 * exact.abs().max() * 2
             assert 0 < (flat - exact).abs().max() < bound
     if method != "bf16":  # what did not come is kept for the next step, down to rounding
         torch.testing.assert_close(results + kept_back(communicator), far, rtol=0, atol=2e-5)

@@ -106,7 +106,8 @@ def test_a_resumed_run_draws_what_the_saved_one_would_have_drawn(scattered):
         communicator = connected(hosts, links)
         channel = channel_of(communicator, scattered=scattered)
         take_kept([communicator], saved, "int4")
-        counts = [int(count) for each in communicator.channels for _, count in each.reduction.factors()]
+        sums = [each.reduction for each in communicator.channels]
+        counts = [int(count) for each in sums for _, count in each.factors()]
         assert counts
         assert max(counts) == 2
         found = gradients(2, communicator.rank)

@@ -25,9 +25,8 @@ def test_each_number_comes_back_as_the_mean_size_of_its_block_with_its_sign(nume
         signs = torch.where(block >= 0, 1.0, -1.0)
         torch.testing.assert_close(back, signs * block.abs().mean())
         lost = (back - block).square().sum()
-        torch.testing.assert_close(
-            lost, block.square().sum() - block.abs().sum() ** 2 / block.numel(), atol=1e-5, rtol=1e-5
-        )
+        expected = block.square().sum() - block.abs().sum() ** 2 / block.numel()
+        torch.testing.assert_close(lost, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_block_of_zeros_comes_back_as_zeros_and_one_with_nan_spoils_no_other():
