@@ -15,10 +15,10 @@ rounded values of parameters is what experiments of the ZeRO++ paper found.
 With ``rounding: stochastic`` a gradient is rounded up with a chance of the share of s that is above
 the lower integer: then its mean is the gradient, and SGD converges without any error that is kept
 (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
-NeurIPS 2017, section 3). With feedback, chance must still be a contraction. The mean square of the error of
-a number x is at most x^2 + s^2 / 8, as for |x| = s / 4, and the largest number of a block, q s, has
-no error. So all B errors together are smaller than the block as long as B - 1 < 8 q^2: for all
-blocks of 8 bits, and for 4 bits up to B = 392. For larger ones there is no proof.
+NeurIPS 2017, section 3). With feedback, chance must still be a contraction. The mean square of the
+error of a number x is at most x^2 + s^2 / 8, as for |x| = s / 4, and the largest number of a block,
+q s, has no error. So all B errors together are smaller than the block as long as B - 1 < 8 q^2: for
+all blocks of 8 bits, and for 4 bits up to B = 392. For larger ones there is no proof.
 """
 
 from abc import abstractmethod

@@ -58,13 +58,13 @@ class OneBit(Codec[OneBitOptions]):
             means.div_(rows.shape[1])
         positive = torch.ge(values, 0).view(torch.uint8)
         place.zero_()
-        for bit, signs in enumerate(positive.split(place.numel())):
+        for bit, signs in _by_bit(positive, place.numel()):
             place[: signs.numel()].bitwise_or_(signs << bit)
 
     @override
     def decode(self, message: Tensor, values: Tensor) -> None:
         scales, place = self._parts(message, values.numel())
-        for bit, numbers in enumerate(values.split(place.numel())):
+        for bit, numbers in _by_bit(values, place.numel()):
             signs = place[: numbers.numel()].bitwise_right_shift(bit).bitwise_and_(1)
             numbers.copy_(signs).mul_(2).sub_(1)
         for rows, means in self._in_rows(values, scales):
@@ -87,3 +87,9 @@ class OneBit(Codec[OneBitOptions]):
             yield values[:edge].view(whole, block), scales[:whole]
         if edge < values.numel():
             yield values[None, edge:], scales[whole:]
+
+
+def _by_bit(values: Tensor, nbytes: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield each bit, and the numbers whose signs have that place in the bytes."""
+    for bit in range(_BITS):
+        yield bit, values[bit * nbytes : (bit + 1) * nbytes]
