@@ -29,7 +29,6 @@ from drivetrain.paper.seen import seen_model
 from drivetrain.planner.fit import fits, judged, more_hosts, room_of
 from drivetrain.planner.layout import PlannedLayout, layout_of, plain
 from drivetrain.planner.predict import Prediction, Predictor, Task
-from drivetrain.registry import strategies
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.room import host_room
 from drivetrain.runtime.world import World
@@ -195,17 +194,15 @@ def _predicted(
     predictor: Predictor, run: Run, rows: int, recompute: Sequence[str]
 ) -> Iterator[Prediction]:
     """Yield the prediction of every data-parallel layout that this run can have."""
-    task, registry = predictor.task, strategies()
-    for name in registry.names:
-        kind = registry.load(name)
-        if kind.inner_option or kind.reference or not kind.draws_steps():
-            continue
+    task = predictor.task
+    for name, kind in predictor.installed.planned.items():
         for keys in kind.layouts(task.model.layers, task.model.heads, task.ranks, task.per_host):
             for mode in recompute:
                 own = {"micro_batch": rows, "recompute": mode, "precision": run.precision.name}
                 words = {**keys, **own, "data_parallel": name}
                 try:
-                    planned = layout_of({key: str(value) for key, value in words.items()})
+                    texts = {key: str(value) for key, value in words.items()}
+                    planned = layout_of(texts, predictor.installed)
                     _check(planned, run)
                     prediction = predictor.predict(planned)
                     if not prediction.stored_most("disk"):  # which directory, only users know

@@ -16,6 +16,7 @@ from drivetrain.paper.run import BYTES, PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.planner.far import far_method
+from drivetrain.planner.installed import InstalledKinds
 from drivetrain.planner.layout import PlannedLayout
 from drivetrain.planner.parts import difference, leaving_hosts, parts_of
 
@@ -165,10 +166,16 @@ class _Sample:
 
 
 class Predictor:
-    """Predicts layouts of a task; common parts are computed once."""
+    """Predicts layouts of a task; common parts are computed once.
+
+    Attributes:
+        task: see there.
+        installed: the strategies of its layouts.
+    """
 
     def __init__(self, task: Task) -> None:
         self.task = task
+        self.installed = InstalledKinds()
         self._prices: dict[tuple[str, tuple[tuple[str, int], ...]], HardwarePrices] = {}
         self._costs: dict[int, UnitCosts] = {}
         self._units = lru_cache(maxsize=64)(self._made)

@@ -55,10 +55,10 @@ def search(task: Task, precision: str) -> Found:
     sketches: list[tuple[float, PlannedLayout]] = []
     smallest: tuple[float, PlannedLayout] | None = None
     tried = 0
-    for keys in candidates(task, precision):
+    for keys in candidates(task, precision, predictor.installed):
         tried += 1
         try:
-            planned = layout_of(keys)
+            planned = layout_of(keys, predictor.installed)
             bound = predictor.bound(planned)
         except ConfigError as error:
             left_out[_reason(str(error))] += 1
