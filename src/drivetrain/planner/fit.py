@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import GIB
+from drivetrain.links.compressor import Honesty
 from drivetrain.planner.candidates import least_candidates
 from drivetrain.planner.installed import InstalledKinds
 from drivetrain.planner.layout import RECOMPUTE, PlannedLayout, layout_of
@@ -27,6 +28,10 @@ DOUBT_OF_CELLS, DOUBT_OF_STORES = 1.03, 1.10
 ranks promises less than 3% more, or offloaded state less than 10%: predictions are off by more
 (docs/planning.md), and those of stores were compared with no measurement."""
 
+DOUBT_OF_METHODS = 1.03
+"""The same factor for each class of honesty between a layout and an exact one: the time to encode
+is an estimate, and nobody gives up exact training for less."""
+
 
 def room_of(task: Task) -> float:
     """Return the bytes of memory of a device that a run may use."""
@@ -42,6 +47,7 @@ def judged(prediction: Prediction) -> float:
         prediction.step_seconds
         * (DOUBT_OF_STORES if stored else 1.0)
         * (DOUBT_OF_CELLS if cell else 1.0)
+        * DOUBT_OF_METHODS ** list(Honesty).index(prediction.planned.honesty)
     )
 
 

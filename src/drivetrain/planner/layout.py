@@ -12,6 +12,7 @@ from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import BF16, EXACT
+from drivetrain.links.compressor import Honesty
 from drivetrain.paper.run import BYTES
 from drivetrain.planner.far import methods_of
 from drivetrain.planner.installed import InstalledKinds
@@ -60,6 +61,18 @@ class PlannedLayout:
     links: str
     activations: str
     keys: Mapping[str, str]
+
+    @property
+    def honesty(self) -> Honesty:
+        """How far training may be from exact training, by the methods between hosts."""
+        rounds = self.activations == BF16
+        return methods_of(self.links, rounds_activations=rounds).honesty
+
+    def methods(self) -> str:
+        """Return the methods between hosts and their class in words, such as int8 (theory)."""
+        used = [] if self.links == EXACT else [self.links]
+        used += [] if self.activations == EXACT else [f"activations {self.activations}"]
+        return f"{', '.join(used)} ({self.honesty})" if used else EXACT
 
     def yaml(self) -> str:
         """Return the strategy's section of a configuration file."""

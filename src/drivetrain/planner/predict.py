@@ -117,6 +117,7 @@ class Prediction:
         return {
             "layout": self.layout,
             "strategy": self.planned.strategy,
+            "honesty": self.planned.honesty.value,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
