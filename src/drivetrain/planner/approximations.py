@@ -14,6 +14,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import AUTO, BF16, EXACT, LinkMethods
 from drivetrain.links.compressor import Honesty
 from drivetrain.links.rule import permitted
+from drivetrain.paper.run import BF16_BYTES, BYTES
 from drivetrain.planner.far import far_method, far_settings
 from drivetrain.planner.layout import PlannedLayout, layout_of
 from drivetrain.planner.predict import FRAGMENTS, Predictor
@@ -67,9 +68,10 @@ class Approximations:
     def of(self, planned: PlannedLayout) -> Iterator[PlannedLayout]:
         """Yield the approximate forms that a layout can have."""
         sums = self._spans_hosts(planned, "dp")
-        stages = "activations" in planned.kind.channels(planned.config)
+        stages = self._rounds and "activations" in planned.kind.channels(planned.config)
+        longer = BYTES[planned.precision].parameter > BF16_BYTES  # others cross as they are
         for links in (EXACT, *self.methods) if sums else (EXACT,):
-            for activations in (EXACT, BF16) if stages and self._rounds else (EXACT,):
+            for activations in (EXACT, BF16) if stages and longer else (EXACT,):
                 if (links, activations) == (EXACT, EXACT):
                     continue
                 with suppress(ConfigError):  # the strategy or the precision cannot take it
