@@ -46,7 +46,7 @@ sys.path.insert(0, str(ROOT / "tests" / "shared"))
 
 PORT = 29531
 NONE = "none"
-ROWS = ["ddp/powersgd", "zero2/powersgd/powersgd", "zero3/powersgd/int8", "hybrid/powersgd"]
+ROWS = ["ddp/powersgd", "zero2/powersgd/topk", "zero3/powersgd/int8", "hybrid/powersgd"]
 HOSTS = 2
 PASSES = {"zero3": 3, "fsdp": 3}
 """Reduce-scatters and all-gathers of a step; two for all strategies that are not named here."""

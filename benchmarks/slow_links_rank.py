@@ -28,7 +28,7 @@ from drivetrain.links.chosen import EXACT
 from drivetrain.registry import compressors
 
 WARM_UP = 3
-ROUND, FRAGMENTS, DELAY = 30, 3, 5
+ROUND, FRAGMENTS, DELAY = 36, 6, 5
 STREAMING = {"name": "local", "every": ROUND, "fragments": FRAGMENTS, "delay": DELAY, "keep": 0.5}
 BETWEEN = DELAY + (ROUND // FRAGMENTS - DELAY) // 2
 """A step of a round at which no exchange is under way."""
