@@ -28,6 +28,9 @@ from drivetrain.links.chosen import EXACT
 from drivetrain.registry import compressors
 
 WARM_UP = 3
+SETTLE_S = 0.5
+"""Time for what a step has left under way, such as gathers of parameters: its bytes count, too."""
+
 ROUND, FRAGMENTS, DELAY = 36, 6, 5
 STREAMING = {"name": "local", "every": ROUND, "fragments": FRAGMENTS, "delay": DELAY, "keep": 0.5}
 BETWEEN = DELAY + (ROUND // FRAGMENTS - DELAY) // 2
@@ -92,10 +95,12 @@ def block_of(index: int, steps: int, timed: Callable[[], float], folder: Path) -
     while not (folder / f"go{index}").exists():
         time.sleep(0.01)
     dist.barrier()
+    time.sleep(SETTLE_S)
     link, busy = link_bytes(), processor_s()
     times = [timed() for _ in range(steps)]
     busy = processor_s() - busy
     dist.barrier()
+    time.sleep(SETTLE_S)
     return {"ms": times, "processor_s": busy, "link": link_bytes() - link}
 
 
