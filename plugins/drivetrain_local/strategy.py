@@ -23,7 +23,6 @@ from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run
 from drivetrain_local.cost import estimate
@@ -68,11 +67,6 @@ class Local(Worker):
     def missed(self) -> int:
         """How many exchanges were without this worker, because it came late."""
         return sum(late.missed for outer in self._outer for late in outer.late)
-
-    @classmethod
-    def crosses_links(cls, config: LocalOptions, world: World) -> bool:
-        """Return whether there are several workers: on one host, too, if each rank is one."""
-        return world.spans_hosts or (config.workers == "ranks" and world.size > 1)
 
     @property
     def steps_apart(self) -> bool:
