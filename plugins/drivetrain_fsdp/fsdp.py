@@ -98,7 +98,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
     @classmethod
     def forms(cls, world: World) -> Sequence[Form]:
         """Return division over all ranks, and inside of each of several hosts."""
-        inside = world.spans_hosts and world.local_size > 1
+        inside = world.spans_hosts and world.island_size > 1
         return [Form(), *([Form({"sharding": "hybrid"})] if inside else [])]
 
     @classmethod

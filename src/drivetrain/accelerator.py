@@ -49,7 +49,7 @@ from drivetrain.facade.settings import (
     Arguments,
     Runs,
     StrategyChoice,
-    agree,
+    agreed_world,
     check_unchanged,
     resolve_run,
 )
@@ -69,8 +69,6 @@ from drivetrain.tracking import Trackers
 from drivetrain.tracking.run_figures import RunFigures
 from drivetrain.verify.recorder import launched_observer
 
-HOSTS_OWN = ("launch.node_rank", "launch.nproc_per_node", "launch.log_dir")
-"""Keys of the configuration in which hosts may differ."""
 T = TypeVar("T")
 
 
@@ -159,10 +157,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             start_timeout=timedelta(seconds=self.config.run.launch.start_s),
         )
         super().__init__(self.world)
-        shown = [f"{key} = {value}" for key, value, _ in self.config.rows()]
-        agree(
-            self.world, "the configuration", [row for row in shown if not row.startswith(HOSTS_OWN)]
-        )
+        self.world = agreed_world(self.world, self.config)
         announce_unused(handlers, self.config)
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.handlers = handlers

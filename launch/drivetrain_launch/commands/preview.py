@@ -48,7 +48,7 @@ def preview(resolved: Resolved, listed: Sequence[RemoteHost] = ()) -> None:
     show_table(
         f"Cost of a model of {EXAMPLE}, on rank 0", ("what", "amount"), list(_cost_rows(cost))
     )
-    if len(set(run.world.hosts)) > 1:
+    if run.world.spans_hosts:
         show_placement(cost, run)
 
 
@@ -90,7 +90,7 @@ def foresee_links(resolved: Resolved, run: Run, model: ModelSpec) -> tuple[Run, 
 
 def show_placement(cost: Cost, run: Run) -> None:
     """Print which ranks lie on which host, and the bytes over each link in a step."""
-    hosts = run.world.hosts
+    hosts = run.world.islands
     places = [(host, tuple(r for r, name in enumerate(hosts) if name == host))
               for host in dict.fromkeys(hosts)]  # fmt: skip
     show_table("Ranks", ("host", "ranks"), [(host, _ranks(ranks)) for host, ranks in places])

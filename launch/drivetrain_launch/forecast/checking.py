@@ -1,8 +1,12 @@
 """Everything that can be refused before ranks start: the same errors as ``prepare()``, at once."""
 
+from pathlib import Path
+
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
+from drivetrain.hardware.catalog import names_a_device
 from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.islands import declared_islands
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import find_strategy
@@ -27,9 +31,13 @@ def check_run(resolved: Resolved) -> None:
     settings = resolved.run.launch
     if settings.nproc_per_node == "auto":
         return
+    hardware = resolved.run.links.hardware  # a file may lie on the hosts of the run alone
+    described_here = names_a_device(hardware) or Path(hardware).exists()
     for hosts in range(settings.nnodes, settings.least_nnodes - 1, -1):
         world = planned_world(settings.nproc_per_node, hosts)
         try:
+            if described_here:
+                world = declared_islands(world, hardware)
             Mesh.plan(kind.axes(options, world.size), world)
         except ConfigError as error:
             if hosts == settings.nnodes:

@@ -7,6 +7,7 @@ import torch
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.islands import declared_islands
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
@@ -27,6 +28,7 @@ def plan(resolved: Resolved, ranks: int, *, on_accelerators: bool = False) -> Ru
 def plan_on(resolved: Resolved, hosts: Sequence[str], *, on_accelerators: bool = False) -> Run:
     """Return the run as rank 0 would see it, with the host of each rank; hosts may be unequal."""
     world = World(size=len(hosts), local_size=hosts.count(hosts[0]), hosts=tuple(hosts))
+    world = declared_islands(world, resolved.run.links.hardware)
     if on_accelerators:
         world = replace(world, device=torch.device(ACCELERATOR))
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)

@@ -9,6 +9,7 @@ from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import ConfigError, DrivetrainError
+from drivetrain.links.islands import declared_islands
 from drivetrain.registry import strategies
 from drivetrain.strategy import Form, find_strategy
 from drivetrain.telemetry.link import bytes_between_hosts
@@ -76,7 +77,7 @@ def promises_for(
     registry = strategies()
     chosen = "strategy.name" in resolved.origins
     hosts = resolved.run.launch.nnodes
-    world = planned_world(ranks // hosts, hosts)
+    world = declared_islands(planned_world(ranks // hosts, hosts), resolved.run.links.hardware)
     forms: list[tuple[str, Form]] = [
         (name, form)
         for name in registry.names

@@ -272,6 +272,11 @@ class LinksConfig:
         "none hides, and auto takes the permitted method with the least time.",
         minimum=0,
     )
+    hardware: str = option(
+        "",
+        help="Description of the hardware, by name or as a file: each host.devices consecutive "
+        "ranks count as one host, whatever their host names. Empty: host names decide.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from drivetrain.facade.options import (
 )
 from drivetrain.links.automatic import Sender, choose_links
 from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.islands import agreed_islands
 from drivetrain.log import get_logger
 from drivetrain.paper.contract import StrategyPick
 from drivetrain.runtime.gradient_state import GradientState
@@ -35,6 +36,9 @@ from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain.traffic import Traffic
 
 logger = get_logger(__name__)
+
+HOSTS_OWN = ("launch.node_rank", "launch.nproc_per_node", "launch.log_dir")
+"""Keys of the configuration in which hosts may differ."""
 
 RECOMPUTE = "recompute"
 """The section of activation recompute; a choice respects it where somebody has set it."""
@@ -276,6 +280,18 @@ def _write_choice(folder: Path, pick: StrategyPick) -> None:
     text = dump_yaml({STRATEGY: dict(pick.section), **pick.settings})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CHOICE_FILE).write_text(f"# {pick.reason}\n{text}", encoding="utf-8")
+
+
+def agreed_world(world: World, config: Resolved) -> World:
+    """Return the world with the islands of a configuration that is alike on all ranks. Collective.
+
+    Raises:
+        RankMismatchError: the configurations differ, or the sizes of the declared islands.
+        ConfigError: the islands cannot be read, or do not fit the ranks.
+    """
+    shown = [f"{key} = {value}" for key, value, _ in config.rows()]
+    agree(world, "the configuration", [row for row in shown if not row.startswith(HOSTS_OWN)])
+    return agreed_islands(world, config.run.links.hardware)
 
 
 def agree(world: World, subject: str, lines: Sequence[str]) -> None:

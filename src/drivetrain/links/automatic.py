@@ -69,8 +69,8 @@ def choose_links(
     times = slowest_times(every, world.device)
     link = SlowLink(
         bytes_per_s=rate,
-        hosts=len(set(world.hosts)),
-        per_host=world.size // len(set(world.hosts)),
+        hosts=len(set(world.islands)),
+        per_host=world.size // len(set(world.islands)),
     )
     crossing = _crossing(tensors)
     lines, chosen = [], {}

@@ -43,7 +43,8 @@ def rate_between_hosts(declared_mbit: float, world: World) -> tuple[float, str]:
     """
     if declared_mbit:
         return declared_mbit * 1e6 / 8, "as links.mbit_per_s says"
-    if link := share_facts(host_link(), float, doing="the launcher's rate between hosts"):
+    launched = 0.0 if world.declared else host_link()  # of launchers, whatever lies between islands
+    if link := share_facts(launched, float, doing="the launcher's rate between hosts"):
         return link, "as the launcher measured"
     return _measured_rate(world), "measured now"
 

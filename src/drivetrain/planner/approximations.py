@@ -87,7 +87,7 @@ class Approximations:
 
 
 def permitted_methods(links: LinkMethods) -> list[str]:
-    """Return the names of the methods for gradients that ``auto`` may choose; none without it."""
+    """Return the methods for gradients that ``auto`` may choose; none under other words."""
     auto = links.auto
     if auto is None or "gradients" not in auto.uses:
         return []

@@ -134,9 +134,9 @@ def _chosen(
     hardware, described = _hardware(config, world)
     paper = seen_model(model, _candidates(model, examples))
     rows = run.examples.rows(run.mesh["dp"].size) or 1
-    hosts = len(set(world.hosts))
-    hardware.check_measured(hosts, world.local_size)
-    task = Task(paper, rows * run.accumulation * world.size, hardware, hosts, world.local_size)
+    hosts, per_host = len(set(world.islands)), world.island_size
+    hardware.check_measured(hosts, per_host)
+    task = Task(paper, rows * run.accumulation * world.size, hardware, hosts, per_host)
     found = list(_predicted(Predictor(task), run, rows, recompute if paper.layers else ("none",)))
     if not found:
         raise ConfigError("no installed strategy draws the step of such a run")

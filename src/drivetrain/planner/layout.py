@@ -184,7 +184,7 @@ def _around(
 
 
 def _unknown(unknown: Sequence[str], known: set[str], installed: InstalledKinds) -> ConfigError:
-    """Return the error for keys that no strategy around another one has."""
+    """Return the error for keys of no strategy around the data-parallel strategy."""
     inner = {key for kind in installed.inner.values() for key in kind.layout_keys}
     if elsewhere := sorted(set(unknown) & inner):
         fitting = ", ".join(

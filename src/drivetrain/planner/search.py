@@ -125,7 +125,7 @@ def _with_approximate(
     approximate: Sequence[PlannedLayout],
     left_out: Counter[str],
 ) -> list[Prediction]:
-    """Return exact layouts and those approximate ones that are quicker than all of them."""
+    """Return all exact layouts, and the approximate layouts that are quicker than all of these."""
     best = list(exact)
     quickest = min((each.step_seconds for each in exact), default=math.inf)
     for planned in approximate:

@@ -200,7 +200,9 @@ class ProfileSession:
         world, mesh = self._run.world, self._run.mesh
         axes = [f"{name} {axis.rank}" for name, axis in mesh.items() if axis.size > 1]
         cell = f" ({', '.join(axes)})" if axes else ""
-        where = f" on {world.hosts[world.rank].partition('@')[2]}" if world.spans_hosts else ""
+        where = (
+            f" on {world.hosts[world.rank].partition('@')[2]}" if len(set(world.hosts)) > 1 else ""
+        )
         threads = {str(t.native_id): t.name for t in threading.enumerate() if t.native_id}
         return RankPlace(
             rank=world.rank,

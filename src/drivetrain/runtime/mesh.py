@@ -25,7 +25,7 @@ class Axis:
         size: number of ranks along the axis.
         rank: this rank's index along the axis.
         ranks: the global ranks of this rank's line along the axis.
-        hosts: host name of each of these ranks.
+        hosts: host name of each of these ranks; of its island, where the run declares islands.
         group: the process group of the line; None when the size is 1 or nothing was started.
         streams: numbers for the senders on the group, to tell their messages apart; every rank must
             take numbers in the same order.
@@ -130,7 +130,7 @@ class Mesh(Mapping[str, Axis]):
                 size=len(line),
                 rank=line.index(world.rank),
                 ranks=line,
-                hosts=tuple(world.hosts[rank] for rank in line),
+                hosts=tuple(world.islands[rank] for rank in line),
             )
         return cls(axes)
 
@@ -347,7 +347,7 @@ def lines_along(name: str, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]
 
 def _runs(line: tuple[int, ...], world: World) -> list[tuple[str, int]]:
     """Return the hosts that a line passes through, each with how many ranks follow each other."""
-    hosts = itertools.groupby(world.hosts[rank] for rank in line)
+    hosts = itertools.groupby(world.islands[rank] for rank in line)
     return [(host, len(list(run))) for host, run in hosts]
 
 

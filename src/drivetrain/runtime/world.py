@@ -59,6 +59,7 @@ class World:
         backend: name of the communication library: gloo, nccl, ..., or "" for one process.
         hosts: host name of every rank.
         timeout: how long a collective may wait.
+        declared: name of every rank's island, where the run declares islands; else empty.
     """
 
     rank: int = 0
@@ -69,6 +70,7 @@ class World:
     backend: str = ""
     hosts: tuple[str, ...] = ("localhost",)
     timeout: timedelta = timedelta(minutes=10)
+    declared: tuple[str, ...] = ()
 
     @classmethod
     def discover(
@@ -123,9 +125,22 @@ class World:
         )
 
     @property
+    def islands(self) -> tuple[str, ...]:
+        """The name of every rank's island: of ranks with quick links among them.
+
+        These are the hosts, unless the run declares islands (``drivetrain.links.islands``).
+        """
+        return self.declared or self.hosts
+
+    @property
+    def island_size(self) -> int:
+        """Number of ranks on this rank's island."""
+        return self.islands.count(self.islands[self.rank])
+
+    @property
     def spans_hosts(self) -> bool:
-        """Whether ranks of other hosts take part."""
-        return len(set(self.hosts)) > 1
+        """Whether ranks of other hosts take part, or of other islands where these are declared."""
+        return len(set(self.islands)) > 1
 
     @property
     def is_main(self) -> bool:

@@ -28,7 +28,7 @@ def bytes_between_hosts(sent: Mapping[tuple[str, str], int], run: Run) -> int:
         except KeyError:
             continue  # of another strategy's mesh
         if line.spans_hosts:
-            total += nbytes * run.world.local_size // line.hosts.count(line.hosts[line.rank])
+            total += nbytes * run.world.island_size // line.hosts.count(line.hosts[line.rank])
     return total
 
 
