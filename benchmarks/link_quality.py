@@ -49,11 +49,16 @@ HELD_OUT, EVALUATED, EVERY_STEPS = 0.05, 64, 100
 ROUND = 30
 STREAMING = {"name": "local", "every": ROUND, "fragments": 3, "delay": 5, "keep": 0.5}
 DDP: dict[str, Any] = {"name": "ddp"}
+CHANCE: dict[str, Any] = {"rounding": "stochastic"}
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "exact": (DDP, {}),
     "bf16": (DDP, {"gradients": "bf16"}),
     "int8": (DDP, {"gradients": "int8"}),
     "int4": (DDP, {"gradients": "int4"}),
+    "int8 by chance": (DDP, {"gradients": "int8", "options": {**CHANCE, "feedback": False}}),
+    "int4 by chance": (DDP, {"gradients": "int4", "options": {**CHANCE, "feedback": False}}),
+    "int4 by chance, feedback": (DDP, {"gradients": "int4", "options": CHANCE}),
+    "onebit": (DDP, {"gradients": "onebit", "warmup_steps": 50}),
     "powersgd": (DDP, {"gradients": "powersgd", "warmup_steps": 50}),
     "topk": (DDP, {"gradients": "topk", "warmup_steps": 50}),
     "zero2, int8, updates int8": ({"name": "zero2"}, {"gradients": "int8", "parameters": "int8"}),

@@ -37,7 +37,9 @@ def predicted(row: Mapping[str, str], hardware: Hardware, fixed: Mapping[str, st
     per_host = min(count["gpus"], hardware.host.devices)
     task = Task(shape, count["global_batch"], hardware, count["gpus"] // per_host, per_host)
     keys = {key: row[key] for key in ("tp", "pp", "dp", "micro_batch")}
-    return 1e3 * Predictor(task).predict(layout_of({**keys, **fixed})).step_seconds
+    predictor = Predictor(task)
+    planned = layout_of({**keys, **fixed}, predictor.installed)
+    return 1e3 * predictor.predict(planned).step_seconds
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:

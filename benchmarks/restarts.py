@@ -166,6 +166,7 @@ def main() -> None:
     given = parser.parse_args()
     if reason := why_not():
         raise SystemExit(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no host and no rank is left
     with (
         tempfile.TemporaryDirectory() as folder,
         Hosts(Path(folder) / "hosts", setup="mount -t tmpfs tmpfs /dev/shm") as hosts,

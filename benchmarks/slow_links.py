@@ -3,17 +3,27 @@
 ::
 
     python benchmarks/slow_links.py                               # the best row of each strategy
-    python benchmarks/slow_links.py --model large --blocks 2
-    python benchmarks/slow_links.py --rows ddp/exact ddp/int8 zero2/powersgd/int4 --rate 1gbit
+    python benchmarks/slow_links.py --model large --rows ddp/powersgd --blocks 2
+    python benchmarks/slow_links.py --rows local/int4 --rate 10mbit --blocks 1
+    python benchmarks/slow_links.py --rows torch_fsdp2 deepspeed_z3 zero3/powersgd/int8 --steps 2 \\
+        --blocks 1 --against zero3/powersgd/int8 --peer-python PEERS/bin/python
+    python benchmarks/slow_links.py --rate none --per-host 2 --rows ddp/exact zero3/exact
+    python benchmarks/slow_links.py --rate none --model large --rows ddp/exact ddp/powersgd
+    python benchmarks/slow_links.py --table                       # of all runs, without a new one
 
-Needs root: a host is a network namespace, and ``tc tbf`` limits the rate at which a host sends. A
-row is ``STRATEGY/GRADIENTS``, or with a method for parameters ``STRATEGY/GRADIENTS/PARAMETERS``;
-``hybrid`` is fsdp with ``sharding: hybrid``.
+Needs root: a host is a network namespace, and ``tc tbf`` limits the rate at which a host sends.
+What a row may be, ``slow_links_rank.py`` says. Each run of a row goes through pairs of blocks of
+steps, one without a limit, one with it; the ranks stop while the limit changes. ``--rate none``
+leaves the second block of each pair out.
 
-Each row is one run. It goes through pairs of blocks: some steps without a limit, some with it; the
-ranks stop while the limit changes, and the first step of a block does not count. Per row: the
-median step of all blocks of a kind, in milliseconds, the median of the ratios of the pairs, and the
-bytes that rank 0 sends per step, to the other host alone where a method is used.
+Each run adds a line to the file of ``--results``, and the table has the medians over all lines of
+the same model, rate and number of ranks. So a long measurement can be made of many short calls.
+Columns: a step without and with the limit, in milliseconds; the median of the ratios of pairs; the
+ratio of steps with the limit to those of ``--against`` in the same call; megabytes per step that
+the kernel has counted on the link of a host, and their ratio to the least bytes of an exact step,
+(H-1)/H times the parameters for each reduce-scatter and each all-gather; processor seconds of a
+rank per step without a limit, of which the row ``STRATEGY/exact`` has how many; and the processor
+seconds of the methods alone, for all matrices of the model, as a part of the step of that row.
 """
 
 import argparse
@@ -24,81 +34,34 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from ddp_step import Gpt, loss_of
+from ddp_step import Gpt
 from side_by_side import MODELS
-
-from drivetrain import Accelerator
+from slow_links_rank import train
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "shared"))
 
-WARM_UP = 3
 PORT = 29531
-ROWS = ["ddp/powersgd", "zero2/powersgd/powersgd", "zero3/powersgd/int8", "hybrid/powersgd"]
+NONE = "none"
+ROWS = ["ddp/powersgd", "zero2/powersgd/topk", "zero3/powersgd/int8", "hybrid/powersgd"]
+HOSTS = 2
+PASSES = {"zero3": 3, "fsdp": 3}
+"""Reduce-scatters and all-gathers of a step; two for all strategies that are not named here."""
 
 
-def config_of(row: str) -> dict[str, object]:
-    """Return the configuration that a row names."""
-    name, gradients, *rest = row.split("/")
-    hybrid = {"name": "fsdp", "sharding": "hybrid"}
-    far = {"gradients": gradients, "parameters": rest[0] if rest else "exact"}
-    return {"strategy": hybrid if name == "hybrid" else {"name": name}, "links": {"far": far}}
-
-
-def await_limit(folder: Path, block: int, accelerator: Accelerator) -> None:
-    """Stop until the other process has changed the limit for the next block."""
-    if accelerator.is_main_process:
-        (folder / f"ask{block}").touch()
-    while not (folder / f"go{block}").exists():
-        time.sleep(0.01)
-    accelerator.wait_for_everyone()
-
-
-def train(arguments: argparse.Namespace) -> None:
-    """Train on this rank, and let rank 0 print the median step of each block."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    size, (row,) = MODELS[arguments.model], arguments.rows
-    accelerator = Accelerator(config=config_of(row), cpu=True)
-    model = Gpt(size)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-4))
-    generator = torch.Generator().manual_seed(accelerator.process_index)
-
-    def step() -> float:
-        tokens = torch.randint(size.vocab, (size.batch, size.seq + 1), generator=generator)
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(model, tokens))
-        optimizer.step()
-        return 1000 * (time.perf_counter() - start)
-
-    for _ in range(WARM_UP):
-        step()
-    medians, before = [], accelerator.traffic.sent()
-    for block in range(2 * arguments.blocks):
-        await_limit(arguments.folder, block, accelerator)
-        medians.append(statistics.median([step() for _ in range(1 + arguments.steps)][1:]))
-    exact = all(method == "exact" for method in row.split("/")[1:])
-    sent = sum(
-        count - before.get(key, 0)
-        for key, count in accelerator.traffic.sent().items()
-        if key[0].endswith((".far", ".across")) or exact
-    )
-    if accelerator.is_main_process:
-        steps = 2 * arguments.blocks * (1 + arguments.steps)
-        print(json.dumps({"ms": medians, "mb": sent / steps / 1e6}), flush=True)
-    accelerator.free_memory()
+# --- runs ---
 
 
 def start(hosts: "Hosts", row: str, folder: Path, arguments: argparse.Namespace) -> list:
     """Start one row on both hosts, with ``--per-host`` ranks each."""
-    program = [sys.executable, __file__, "--worker", "--model", arguments.model, "--rows", row]
-    program += ["--steps", str(arguments.steps), "--blocks", str(arguments.blocks)]
+    python = arguments.peer_python if row.startswith("deepspeed") else sys.executable
+    program = [python, __file__, "--worker", "--model", arguments.model, "--rows", row]
+    program += ["--steps", str(arguments.steps), "--blocks", str(count_blocks(arguments))]
     program += ["--folder", str(folder)]
-    per_host, size = arguments.per_host, 2 * arguments.per_host
+    per_host, size = arguments.per_host, HOSTS * arguments.per_host
     processes = []
     for rank in range(size):
         env = {
@@ -118,33 +81,41 @@ def start(hosts: "Hosts", row: str, folder: Path, arguments: argparse.Namespace)
     return processes
 
 
-def run(hosts: "Hosts", row: str, arguments: argparse.Namespace) -> dict:
-    """Run one row, and change the limit whenever its ranks wait for that."""
+def count_blocks(arguments: argparse.Namespace) -> int:
+    """Return the blocks of a run: each pair has one without a limit, and perhaps one with it."""
+    return arguments.blocks * (1 if arguments.rate == NONE else 2)
+
+
+def run(hosts: "Hosts", row: str, arguments: argparse.Namespace) -> list[dict]:
+    """Run one row, change the limit when its ranks wait for that; return the words of all ranks."""
     unlimited(hosts)
     with tempfile.TemporaryDirectory() as name:
         folder, until = Path(name), time.monotonic() + arguments.timeout
         processes = start(hosts, row, folder, arguments)
-        for block in range(2 * arguments.blocks):
+        for block in range(count_blocks(arguments)):
             while not (folder / f"ask{block}").exists():
                 if any(one.poll() for one in processes) or time.monotonic() > until:
                     raise SystemExit(f"{row} failed:\n{ended(processes)}")
                 time.sleep(0.01)
-            if block % 2:
+            unlimited(hosts)
+            if block % 2 and arguments.rate != NONE:
                 for host in hosts:
                     host.limit(arguments.rate)
-            else:
-                unlimited(hosts)
             (folder / f"go{block}").touch()
-        texts = [one.communicate(timeout=arguments.timeout)[0] for one in processes]
+        try:
+            left = max(1.0, until - time.monotonic())
+            texts = [one.communicate(timeout=left)[0] for one in processes]
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"{row} did not end:\n{ended(processes)}") from None
         if any(one.returncode for one in processes):
             raise SystemExit(f"{row} failed:\n" + "\n".join(texts))
-    return json.loads(texts[0].strip().splitlines()[-1])
+    return [json.loads(text.strip().splitlines()[-1]) for text in texts]
 
 
 def ended(processes: list) -> str:
     """End all ranks, and return what they printed."""
     for one in processes:
-        one.terminate()
+        one.kill()
     return "\n".join(one.communicate()[0] for one in processes)
 
 
@@ -155,31 +126,132 @@ def unlimited(hosts: "Hosts") -> None:
         subprocess.run(command, check=False, capture_output=True)
 
 
+def measure(arguments: argparse.Namespace) -> None:
+    """Run all rows once, and add a line for each to the file of results."""
+    call = time.time()
+    rate = "1gbit" if arguments.rate == NONE else arguments.rate  # taken off before each run
+    with tempfile.TemporaryDirectory() as name, Hosts(Path(name), rate=rate) as hosts:
+        for row in arguments.rows:
+            if row.startswith("deepspeed") and arguments.peer_python is None:
+                print(f"{row} is left out: --peer-python names no Python that has deepspeed")
+                continue
+            line = {"call": call, "row": row, "ranks": run(hosts, row, arguments)}
+            line |= {key: getattr(arguments, key) for key in ("model", "rate", "per_host")}
+            with arguments.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+# --- the table ---
+
+
+def step_ms(row: str, block: dict) -> float:
+    """Return a step of a block: the median, or the mean of a round, whose steps are not alike."""
+    times = block["ms"]
+    return statistics.mean(times) if row.startswith("local") else statistics.median(times[1:])
+
+
+def pairs(line: dict) -> Iterator[tuple[float, float | None]]:
+    """Yield the steps of each pair of blocks: without the limit, and with it if it had one."""
+    blocks = [step_ms(line["row"], block) for block in line["ranks"][0]["blocks"]]
+    if line["rate"] == NONE:
+        yield from ((free, None) for free in blocks)
+    else:
+        yield from zip(blocks[::2], blocks[1::2], strict=True)
+
+
+def limited(line: dict) -> float:
+    """Return the median step of a run with the limit."""
+    return statistics.median(slow for _, slow in pairs(line) if slow is not None)
+
+
+def processor_s(lines: list[dict]) -> float:
+    """Return the median processor time of a rank for a step, over blocks without a limit."""
+    every = [rank["blocks"][:: 1 if line["rate"] == NONE else 2] for line in lines
+             for rank in line["ranks"]]  # fmt: skip
+    return statistics.median(b["processor_s"] / len(b["ms"]) for each in every for b in each)
+
+
+def sent(line: dict) -> float:
+    """Return the bytes per step on the link of the host that sends more, over all blocks."""
+    blocks = [rank["blocks"] for rank in line["ranks"]]
+    steps = sum(len(block["ms"]) for block in blocks[0])
+    return max(sum(block["link"] for block in each) for each in blocks) / steps
+
+
+def least(line: dict) -> float:
+    """Return the bytes that a host must send in an exact step."""
+    bytes_of_all = 4 * sum(p.numel() for p in Gpt(MODELS[line["model"]]).parameters())
+    return PASSES.get(line["row"].split("/")[0], 2) * (HOSTS - 1) / HOSTS * bytes_of_all
+
+
+def cells(row: str, lines: list[dict], known: dict[str, list[dict]], against: str | None) -> list:
+    """Return the cells of one row."""
+    both = [pair for line in lines for pair in pairs(line)]
+    slow = [pair for pair in both if pair[1] is not None]
+    beside = [limited(line) / limited(other) for line in lines for other in known.get(against, [])
+              if slow and other["call"] == line["call"] and row != against]  # fmt: skip
+    crossed = statistics.median(sent(line) for line in lines)
+    busy, base = processor_s(lines), known.get(f"{row.split('/', maxsplit=1)[0]}/exact")
+    encoding = [rank["encoding_s"] for line in lines for rank in line["ranks"]]
+    more = f"{busy / processor_s(base):.2f}" if base else "-"
+    part = (
+        f"{statistics.median(encoding) / processor_s(base):.1%}" if base and any(encoding) else "-"
+    )
+    return [
+        row,
+        f"{statistics.median(free for free, _ in both):,.0f}",
+        f"{statistics.median(limit for _, limit in slow):,.0f}" if slow else "-",
+        f"{statistics.median(limit / free for free, limit in slow):.3f}" if slow else "-",
+        *([f"{statistics.median(beside):.1f}" if beside else "-"] if against else []),
+        f"{crossed / 1e6:.2f}",
+        f"{crossed / least(lines[0]):.4f}",
+        f"{busy:.2f}",
+        more,
+        part,
+        f"{len(both)}",
+    ]  # fmt: skip
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """Print a table of all lines in the file of results that fit the options."""
+    text = arguments.results.read_text(encoding="utf-8") if arguments.results.exists() else ""
+    known: dict[str, list[dict]] = {}
+    for line in map(json.loads, text.splitlines()):
+        if all(line[key] == getattr(arguments, key) for key in ("model", "rate", "per_host")):
+            known.setdefault(line["row"], []).append(line)
+    heads = ["row", "no limit, ms", f"{arguments.rate}, ms", "ratio"]
+    heads += [f"x {arguments.against}"] if arguments.against else []
+    heads += ["MB sent", "x least of exact", "processor, s", "x exact", "encoding", "pairs"]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    for row, lines in known.items():
+        if arguments.table or row in arguments.rows:
+            print(f"| {' | '.join(cells(row, lines, known, arguments.against))} |")
+
+
 def main() -> None:
-    """Time all rows, and print a table."""
+    """Measure rows, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rate", default="100mbit", help="of the link, as tc writes it")
+    parser.add_argument("--rate", default="100mbit", help="of the link, as tc writes it, or none")
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--per-host", type=int, default=1, help="ranks of a host")
     parser.add_argument("--steps", type=int, default=4, help="steps of a block that count")
     parser.add_argument("--blocks", type=int, default=3, help="pairs of blocks")
-    parser.add_argument("--timeout", type=float, default=400.0, help="seconds of one row")
+    parser.add_argument("--against", help="a row that all others are compared with")
+    parser.add_argument("--peer-python", help="a Python that has drivetrain and deepspeed")
+    parser.add_argument("--results", type=Path, default=Path("slow_links.jsonl"))
+    parser.add_argument("--table", action="store_true", help="only print the table of all rows")
+    parser.add_argument("--timeout", type=float, default=290.0, help="seconds of one row")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        train(arguments)
+        (row,) = arguments.rows
+        train(row, arguments.model, arguments.steps, arguments.blocks, arguments.folder)
         return
-    print(f"| row | no limit, ms | {arguments.rate}, ms | ratio | MB sent |")
-    print("|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as name, Hosts(Path(name), rate=arguments.rate) as hosts:
-        for row in arguments.rows:
-            found = run(hosts, row, arguments)
-            free, slow = found["ms"][::2], found["ms"][1::2]
-            ratio = statistics.median(b / a for a, b in zip(free, slow, strict=True))
-            medians = f"{statistics.median(free):,.0f} | {statistics.median(slow):,.0f}"
-            print(f"| {row} | {medians} | {ratio:.2f} | {found['mb']:.1f} |", flush=True)
+    if not arguments.table:
+        measure(arguments)
+    table(arguments)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 ===============  ===================================================================
 ``casts.py``     numbers rounded to half precision
 ``blocks.py``    blocks of integers with a scale each
+``onebit.py``    signs with a scale per block
 ``powersgd.py``  matrices as two factors of low rank
 ``topk.py``      the largest numbers of each chunk
 ===============  ===================================================================
@@ -13,7 +14,8 @@ The sums of encoded gradients, their error feedback and the gathers of encoded p
 
 from drivetrain_links.blocks import Int4, Int8
 from drivetrain_links.casts import Bf16
+from drivetrain_links.onebit import OneBit
 from drivetrain_links.powersgd import PowerSgd
 from drivetrain_links.topk import TopK
 
-__all__ = ["Bf16", "Int4", "Int8", "PowerSgd", "TopK"]
+__all__ = ["Bf16", "Int4", "Int8", "OneBit", "PowerSgd", "TopK"]

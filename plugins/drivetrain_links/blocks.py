@@ -1,7 +1,7 @@
 """Blocks of integers with a scale each: a quarter or an eighth of the bytes of fp32.
 
 A block of B numbers x becomes a scale s = max|x| / q and integers round(x / s) of -q to q, with q
-= 127 for 8 bits and q = 7 for 4. The error of a number is at most s / 2::
+= 127 for 8 bits and q = 7 for 4. The error of a number is at most s / 2, or s if chance rounds::
 
     | scales, fp32: one per block | integers: one per number, or two in a byte |
 
@@ -11,18 +11,28 @@ errors; here gradients have error feedback, with which rounding to the nearest n
 (Karimireddy et al., ICML 2019, theorem II: any contraction converges at the rate of SGD). Updates
 of parameters have it, too (``drivetrain.links.encoded``); that training goes on as well with
 rounded values of parameters is what experiments of the ZeRO++ paper found.
+
+With ``rounding: stochastic`` a gradient is rounded up with a chance of the share of s that is above
+the lower integer: then its mean is the gradient, and SGD converges without any error that is kept
+(Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
+NeurIPS 2017, section 3). With feedback, chance must still be a contraction. The mean square of the
+error of a number x is at most x^2 + s^2 / 8, as for |x| = s / 4, and the largest number of a block,
+q s, has no error. So all B errors together are smaller than the block as long as B - 1 < 8 q^2: for
+all blocks of 8 bits, and for 4 bits up to B = 392. For larger ones there is no proof.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.config.option import option
+from drivetrain.errors import ConfigError
 from drivetrain.links.codec import Codec
 from drivetrain.links.compressor import Honesty
 
@@ -39,6 +49,24 @@ class BlockOptions:
     block: int = option(
         256, help="numbers that share a scale; fewer are more exact", minimum=16, maximum=65536
     )
+    rounding: Literal["nearest", "stochastic"] = option(
+        "nearest",
+        help="how gradients are rounded: to the nearest integer, or by chance to one of both "
+        "neighbors, so that the mean is right",
+    )
+    feedback: bool = option(
+        True,
+        help="whether errors of gradients are kept for the next step; false only with rounding: "
+        "stochastic",
+    )
+
+    def __post_init__(self) -> None:
+        if not self.feedback and self.rounding == "nearest":
+            raise ConfigError(
+                "expected links.far.options.feedback: true with rounding: nearest, found false: "
+                "errors that nobody keeps would push all steps the same way; take rounding: "
+                "stochastic, or leave feedback out"
+            )
 
 
 class Blocks(Codec[BlockOptions]):
@@ -49,14 +77,21 @@ class Blocks(Codec[BlockOptions]):
     """
 
     honesty: ClassVar[Honesty] = Honesty.THEORY
-    keeps_feedback: ClassVar[bool] = True
     Config: ClassVar[type] = BlockOptions
     steps: ClassVar[int]
 
+    def __init__(self, config: BlockOptions) -> None:
+        super().__init__(config)
+        self.keeps_feedback = config.feedback
+        self.draws = config.rounding == "stochastic"
+
     @override
-    @classmethod
-    def honesty_of(cls, use: str) -> Honesty:
-        return Honesty.EMPIRICAL if use == "parameters" else cls.honesty
+    def honesty_of(self, use: str) -> Honesty:
+        if use == "parameters":
+            return Honesty.EMPIRICAL
+        fed_back = use == "gradients" and self.draws and self.keeps_feedback
+        proved = not fed_back or self.config.block <= 8 * self.steps**2
+        return self.honesty if proved else Honesty.EMPIRICAL
 
     @override
     def nbytes(self, numel: int) -> int:
@@ -64,6 +99,27 @@ class Blocks(Codec[BlockOptions]):
 
     @override
     def encode(self, values: Tensor, message: Tensor) -> None:
+        self._encode(values, message, torch.round_)
+
+    @override
+    def encode_gradients(self, values: Tensor, message: Tensor, seed: int) -> None:
+        if not self.draws:
+            self.encode(values, message)
+            return
+        generator = torch.Generator(values.device).manual_seed(seed)
+        self._encode(values, message, partial(self._round_by_chance, generator=generator))
+
+    def _round_by_chance(self, scaled: Tensor, generator: torch.Generator) -> Tensor:
+        """Return one of the two neighboring integers of each number; the mean is the number."""
+        lower = scaled.floor()
+        share = scaled.sub_(lower)  # exact, so that no draw rounds up too often
+        drawn = torch.rand(scaled.shape, generator=generator, device=scaled.device)
+        # The largest number of a block is an integer but for a rounding of its division.
+        return lower.add_(drawn < share).clamp_(-self.steps, self.steps)
+
+    def _encode(
+        self, values: Tensor, message: Tensor, rounded_from: Callable[[Tensor], Tensor]
+    ) -> None:
         scales, place = self._parts(message, values.numel())
         integers = torch.empty(values.numel(), dtype=torch.int8, device=values.device)
         for numbers, units, rounded in self._in_rows(values, scales, integers):
@@ -71,7 +127,7 @@ class Blocks(Codec[BlockOptions]):
             units.div_(self.steps)
             # A block of zeros has the scale 0: any other divisor gives its zeros back.
             divisors = units.masked_fill(units == 0, 1.0).unsqueeze(1)
-            rounded.copy_(torch.div(numbers, divisors).round_())
+            rounded.copy_(rounded_from(torch.div(numbers, divisors)))
         self.write(integers, place)
 
     @override

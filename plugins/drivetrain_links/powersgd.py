@@ -331,7 +331,7 @@ class PowerSgd(Compressor[PowerSgdOptions]):
     summary: ClassVar[str] = "matrices as two factors of low rank: r (n + m) numbers for n x m"
     honesty: ClassVar[Honesty] = Honesty.THEORY
     updates: ClassVar[bool] = True
-    keeps_feedback: ClassVar[bool] = True
+    keeps_feedback = True
     Config: ClassVar[type] = PowerSgdOptions
 
     @override

@@ -57,7 +57,7 @@ class TopK(Codec[TopKOptions]):
     )
     honesty: ClassVar[Honesty] = Honesty.THEORY
     parameters: ClassVar[bool] = False  # of values, almost all would be zeros
-    keeps_feedback: ClassVar[bool] = True
+    keeps_feedback = True
     Config: ClassVar[type] = TopKOptions
 
     @override

@@ -55,6 +55,11 @@ class Worker(Strategy[LocalOptions]):
         self._inner: Strategy[Any] = kind(options, run_inside(run, self._near))
 
     @classmethod
+    def crosses_links(cls, config: LocalOptions, world: World) -> bool:
+        """Return whether there are several workers: on one host, too, if each rank is one."""
+        return world.spans_hosts or (config.workers == "ranks" and world.size > 1)
+
+    @classmethod
     def axes(cls, config: LocalOptions, world_size: int) -> Mapping[str, int]:
         """Return one axis, ``dp``, over all ranks: each has its own part of the data."""
         return {AXIS: world_size}

@@ -20,8 +20,12 @@ from drivetrain.strategy import find_strategy
 
 WIDTH, ROWS, STEPS = 64, 8, 3
 
-LIMITS = {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "powersgd": 1.5, "topk": 1.5}
+LIMITS = {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "onebit": 1.5, "powersgd": 1.5, "topk": 1.5}
 """The largest difference of an update, in units of the largest update: a few roundings."""
+
+CHANCE = {"rounding": "stochastic"}
+FREE = {"rounding": "stochastic", "feedback": False}
+"""Options of ``int8`` and ``int4``: rounding by chance, with errors that are kept, or without."""
 
 
 def strategies_with(use: str) -> list[str]:
@@ -85,13 +89,15 @@ def trained(accelerator: Accelerator, steps: int) -> tuple[nn.Module, dict[str, 
     return each, {name: value.clone() for name, value in accelerator.get_state_dict(each).items()}
 
 
-def check(strategy: str, ranks: int, **far: str) -> dict[str, Tensor]:
+def check(
+    strategy: str, ranks: int, options: Mapping[str, object] | None = None, **far: str
+) -> dict[str, Tensor]:
     before, exact = model().state_dict(), alone(ranks, STEPS).state_dict()
-    accelerator = accelerator_of(strategy, **far)
+    accelerator = accelerator_of(strategy, **far, options=options or {})
     assert accelerator.world.spans_hosts
     _, found = trained(accelerator, STEPS)
     accelerator.free_memory()
-    limit = max(LIMITS[method] for method in far.values())
+    limit = max(LIMITS[method] for method in far.values()) * (2 if options else 1)
     difference = 0.0
     for name, value in found.items():
         update = (exact[name] - before[name]).abs().max()
@@ -102,7 +108,7 @@ def check(strategy: str, ranks: int, **far: str) -> dict[str, Tensor]:
     return found
 
 
-def check_costs(strategy: str, **far: str) -> None:
+def check_costs(strategy: str, **far: object) -> None:
     accelerator = accelerator_of(strategy, **far)
     each, _ = trained(accelerator, 2)
     run, kind = accelerator.strategy_of(each).run, type(accelerator.strategy_of(each))
@@ -132,9 +138,41 @@ def test_gradients_over_two_hosts(monkeypatch):
     assert set(compressors().names) >= LIMITS.keys()
     pairs = [("ddp", method) for method in LIMITS]
     pairs += [("fsdp", "int8"), ("zero1", "bf16"), ("zero2", "topk"), ("zero3", "powersgd")]
-    for strategy, method in pairs:
+    for strategy, method in [*pairs, ("zero2", "onebit")]:
         check(strategy, 2, gradients=method)
         check_costs(strategy, gradients=method)
+
+
+@pytest.mark.ranks(2, timeout=300)
+def test_gradients_rounded_by_chance_over_two_hosts(monkeypatch):
+    host_of_each_rank(monkeypatch, 1)
+    for strategy, method, options in (
+        ("ddp", "int8", FREE),
+        ("zero2", "int4", FREE),
+        ("zero3", "int4", CHANCE),
+        ("fsdp", "int8", FREE),
+    ):
+        found, again = (check(strategy, 2, options, gradients=method) for _ in range(2))
+        assert all(torch.equal(value, again[name]) for name, value in found.items())
+        check_costs(strategy, gradients=method, options=options)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_the_cost_without_feedback_holds_no_errors(monkeypatch):
+    host_of_each_rank(monkeypatch, 1)
+    held = []
+    for options in ({}, FREE):
+        accelerator = accelerator_of("ddp", gradients="int8", options=options)
+        each, _ = trained(accelerator, 1)
+        strategy = accelerator.strategy_of(each)
+        cost = type(strategy).cost(strategy.config, ModelSpec.of(model(), states=1), strategy.run)
+        sizes = [each.nbytes for each in link_state(accelerator, each).values()]
+        held.append((sum(cost.held.values()), sum(sizes)))
+        accelerator.free_memory()
+    (kept, _), (free, counts) = held
+    matrices = 2 * WIDTH * WIDTH
+    assert kept - free == 4 * matrices - 8 * 3  # one of the matrices is cut between the ranks
+    assert counts in (0, 8 * 3)  # saved by one host
 
 
 @pytest.mark.exhaustive
@@ -145,6 +183,9 @@ def test_every_method_under_every_strategy(monkeypatch):
         for method in LIMITS:
             check(strategy, 2, gradients=method)
             check_costs(strategy, gradients=method)
+        for options in (CHANCE, FREE):
+            check(strategy, 2, options, gradients="int4")
+            check_costs(strategy, gradients="int4", options=options)
 
 
 @pytest.mark.ranks(4, timeout=300)
@@ -222,6 +263,36 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_another_method(monkeypatch, 
             found = one_step(accelerator, each)
             equal = all(torch.equal(found[name], expected[name]) for name in expected)
             assert equal is (now == method), f"{strategy}, {method} and then {now}"
+            accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, timeout=200)
+def test_a_checkpoint_of_draws_goes_on_bit_for_bit_and_under_another_method(monkeypatch, tmp_path):
+    host_of_each_rank(monkeypatch, 1)
+    for strategy, method, options in (
+        ("ddp", "int4", FREE),
+        ("zero2", "int8", CHANCE),
+        ("fsdp hybrid", "int4", FREE),
+    ):
+        place = tmp_path / f"{strategy} {method}"
+        accelerator = accelerator_of(strategy, gradients=method, options=options)
+        each, _ = trained(accelerator, 2)
+        accelerator.save_state(place)
+        kept = summed_errors(accelerator, each)
+        assert all(bool(errors.abs().max() > 0) is (options == CHANCE) for errors in kept.values())
+        expected = one_step(accelerator, each)
+        accelerator.free_memory()
+        for now, chance in ((method, options), ("int8", {}), ("onebit", {}), ("powersgd", {})):
+            accelerator = accelerator_of(strategy, gradients=now, options=chance)
+            each, _ = trained(accelerator, 0)
+            accelerator.load_state(place)
+            if now != "powersgd":  # which has no errors where a row is cut
+                for name, errors in summed_errors(accelerator, each).items():
+                    torch.testing.assert_close(errors, kept[name], rtol=0, atol=1e-6)
+            found = one_step(accelerator, each)
+            equal = all(torch.equal(found[name], expected[name]) for name in expected)
+            assert equal is bool(chance), f"{strategy}, {method} and then {now}"
+            assert all(value.isfinite().all() for value in found.values())
             accelerator.free_memory()
 
 

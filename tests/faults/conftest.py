@@ -1,11 +1,13 @@
 """A folder for launched trainings, in which nothing may be left, and the times of the matrix.
 
 ``pytest tests/faults --times`` writes the seconds that tests measure into ``times.toml`` and into
-the table of ``docs/faults.md``. They are worth something on a machine that does nothing else.
+the table of ``docs/faults.md``, and holds them to the bars of the matrix: they are worth something
+on a machine that does nothing else. Without the option tests allow for a busy machine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -41,12 +43,23 @@ def pytest_sessionfinish(session, exitstatus):
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), column), encoding="utf-8")
 
 
-@pytest.fixture
-def took(request: pytest.FixtureRequest) -> Callable[[str, str, float], None]:
-    """Note how many seconds something took: the fault's row, the end of the time, the seconds."""
-    measured = request.config.stash[MEASURED]
+class Note(Protocol):
+    """Notes how many seconds something took."""
 
-    def note(row: str, until: str, seconds: float) -> None:
+    def __call__(self, row: str, until: str, seconds: float, bar: float = float("inf")) -> None:
+        """Note seconds of a fault's row, from the fault until something; with ``--times`` they must
+        be within the bar.
+        """
+
+
+@pytest.fixture
+def took(request: pytest.FixtureRequest) -> Note:
+    """Note how many seconds something took."""
+    measured = request.config.stash[MEASURED]
+    is_figure = request.config.getoption("--times", False)
+
+    def note(row: str, until: str, seconds: float, bar: float = float("inf")) -> None:
+        assert seconds <= bar or not is_figure, f"{row}: {until} after {seconds:.1f} s, not {bar:g}"
         slowest = max(seconds, measured.get(row, {}).get(until, 0.0))
         measured.setdefault(row, {})[until] = round(slowest, 1)
 

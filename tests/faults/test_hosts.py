@@ -14,7 +14,8 @@ PORT = 29500
 SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
 SLOW = {"step": "time.sleep(0.15)"}
 LOST_S, CUT_S = 10.0, 20.0
-"""All have ended so soon after a host was lost, or a link was cut; tests give half of it more."""
+"""All have ended so soon after a host was lost, or a link was cut. A busy machine gets half of
+it more: what is measured has to keep to it, see ``took``."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_a_host_that_is_gone_is_named_and_ends_the_run(trainings, hosts, took):
     assert done.returncode == 5, done.stderr
     assert "host 1 (n2) is lost" in done.stderr
     assert seconds < 1.5 * LOST_S
-    took("F22", "all have ended", seconds)
+    took("F22", "all have ended", seconds, bar=LOST_S)
     assert trainings.checkpoints() == ["checkpoint_0"]
     (private,) = trainings.temporary.glob("drivetrain-*")  # of the launcher that was killed
     shutil.rmtree(private)
@@ -97,7 +98,7 @@ def test_a_link_that_is_cut_ends_both_sides(trainings, hosts, took):
     assert "host 0 at " in done[1].stderr
     assert "is lost" in done[1].stderr
     assert seconds < 1.5 * CUT_S
-    took("F23", "both sides have ended", seconds)
+    took("F23", "both sides have ended", seconds, bar=CUT_S)
     assert saved == ["checkpoint_0"]  # neither side went on alone
 
 

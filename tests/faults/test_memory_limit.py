@@ -1,6 +1,7 @@
 """A rank that takes more memory than its control group has: the system kills that rank alone."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,14 @@ def group():
     path.rmdir()
 
 
-def test_a_rank_that_is_killed_for_lack_of_memory_is_named(trainings, group):
+def test_a_rank_that_is_killed_for_lack_of_memory_is_named(trainings, group, took):
     enter = f"rank == 1 and Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()))"
-    grow = "rank == 1 and step == 5 and [torch.ones(4 << 20) for _ in range(200)]"
+    note = "open('fault', 'w').write(str(time.time()))"
+    grow = f"rank == 1 and step == 5 and ({note}, [torch.ones(4 << 20) for _ in range(200)])"
     done = trainings.run(faults={"start": enter, "step": grow})
+    seconds = time.time() - float((trainings.folder / "fault").read_text())
     assert done.returncode == 6, done.stderr
+    took("F31", "with the time in which the memory fills: all have ended", seconds)
     assert "rank 1 failed first" in done.stderr
     assert "killed by SIGKILL; the system kills a process like this when it is out of memory" in (
         done.stderr

@@ -52,14 +52,47 @@ def test_a_run_goes_on_after_a_killed_rank_as_if_nothing_had_happened(trainings,
 
 
 SEGMENTATION = "ctypes.string_at(1)"
+NOTE = "open('fault', 'w').write(str(time.time()))"
+
+
+def since_the_fault(trainings):
+    return time.time() - float((trainings.folder / "fault").read_text())
+
+
+EIO = "setattr(os, 'fsync', lambda fd: (_ for _ in ()).throw(OSError(5, 'Input/output error')))"
+CHECKED = ("--set", "check_replicas_every=1")
+FAILURES = {
+    "F2": ("backward", "1 / 0", (), 1, "ZeroDivisionError"),
+    "F8": ("step", "os.kill(os.getpid(), signal.SIGTERM)", (), 75, ""),
+    "F13": ("step", EIO, (), 4, "Input/output error"),
+    "F20": ("backward", "accelerator.gather(loss.detach())", (), 5, "gather"),
+    "F27": ("backward", "loss.data.fill_(torch.nan)", (), 9, "NonFiniteError"),
+    "F29": ("update", "next(model.parameters()).data.view(-1)[0].add_(1)", CHECKED, 3, "step 6"),
+}
+"""By row: where a rank does what, options of the launcher, the exit code, and a part of what is
+said."""
+
+
+@pytest.mark.parametrize("row", FAILURES)
+def test_all_end_soon_after_what_one_rank_does(trainings, took, row):
+    point, what, options, code, said = FAILURES[row]
+    fault = f"rank == 1 and step == 6 and ({NOTE}, {what})"
+    done = trainings.run("run", *options, faults={point: fault})
+    seconds = since_the_fault(trainings)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert seconds < 2 * ENDED_S
+    took(row, "all have ended", seconds, bar=ENDED_S)
+    # Before step 6 and, where the notice comes, after it: by the script, and by the notice.
+    saved = ["checkpoint_1", "checkpoint_2"] if code == 75 else ["checkpoint_0"]
+    assert trainings.checkpoints() == saved
 
 
 @pytest.mark.parametrize(("how", "name"), [(KILL, "SIGKILL"), (SEGMENTATION, "SIGSEGV")])
 def test_all_end_soon_after_a_rank_that_died(trainings, took, how, name):
-    note = "open('died', 'w').write(str(time.time()))"
-    fault = f"rank == 1 and step == 4 and ({note}, {how})"
+    fault = f"rank == 1 and step == 4 and ({NOTE}, {how})"
     done = trainings.run(faults={"backward": fault})
-    seconds = time.time() - float((trainings.folder / "died").read_text())
+    seconds = since_the_fault(trainings)
     assert done.returncode == 6, done.stderr
     assert "rank 1 failed first" in done.stderr
     assert f"killed by {name}" in done.stderr
@@ -68,7 +101,7 @@ def test_all_end_soon_after_a_rank_that_died(trainings, took, how, name):
         assert "Fatal Python error: Segmentation fault" in done.stderr
         assert "run.py" in done.stderr  # the line of the script, in the stack of the thread
     assert seconds < 2 * ENDED_S
-    took("F1" if name == "SIGKILL" else "F3", "all have ended", seconds)
+    took("F1" if name == "SIGKILL" else "F3", "all have ended", seconds, bar=ENDED_S)
     assert trainings.checkpoints() == ["checkpoint_0"]
 
 
@@ -120,7 +153,7 @@ def test_a_second_notice_ends_a_save_and_leaves_the_checkpoint_before(trainings,
         done = process.wait(30)
         seconds = time.monotonic() - begin
         assert seconds < 2 * ENDED_S
-    took("F10", "all have ended", seconds)
+    took("F10", "all have ended", seconds, bar=ENDED_S)
     assert done.returncode == 143, done.stderr
     (trainings.folder / "slow").unlink()
     done = trainings.run(faults=SLOW | {"start": "pass"})

@@ -15,7 +15,8 @@ from faulty_trainings import ENDED_S, signal_all, wait_until
 
 TIMEOUT_S = 3.0
 NAMED_S = 10.0
-"""A rank that others wait for is named so soon; tests give half of it more."""
+"""A rank that others wait for is named so soon. A busy machine gets half of it more: what is
+measured has to keep to it, see ``took``."""
 
 QUICK = ("--set", f"launch.timeout_s={TIMEOUT_S:g}", "--set", "launch.start_timeout_s=60")
 SLOW = {"step": "time.sleep(0.1)"}
@@ -55,23 +56,27 @@ def test_a_rank_that_others_wait_for_is_named_within_ten_seconds(trainings, took
         done = process.wait(60)
     assert done.returncode == 5, done.stderr
     assert named < 1.5 * NAMED_S
-    took("F4", "named", named)
+    took("F4", "named", named, bar=NAMED_S)
 
 
 # A pattern that takes longer than any run, in C code that never lets go of Python's lock.
-HOLD = "rank == 1 and step == 4 and re.match('(a+)+b', 'a' * 60)"
+HOLD = (
+    "rank == 1 and step == 4 and "
+    "(open('fault', 'w').write(str(time.time())), re.match('(a+)+b', 'a' * 60))"
+)
 
 
-def test_a_rank_that_holds_the_interpreter_ends_the_run_within_the_timeout(trainings):
-    begin = time.monotonic()
+def test_a_rank_that_holds_the_interpreter_ends_the_run_within_the_timeout(trainings, took):
     done = trainings.run("run", *QUICK, faults={"step": HOLD})
     assert done.returncode == 5, done.stderr
     assert re.search(r"^rank 0 failed first .* exit code 5\)$", done.stderr, re.MULTILINE)
     assert "stopped with it: rank 1" in done.stderr
-    assert time.monotonic() - begin < 45
+    seconds = time.time() - float((trainings.folder / "fault").read_text())
+    assert seconds < TIMEOUT_S + 2 * ENDED_S
+    took("F5", f"timeout of {TIMEOUT_S:g} s: all have ended", seconds)
 
 
-def test_a_rank_that_is_held_up_is_named(trainings):
+def test_a_rank_that_is_held_up_is_named(trainings, took):
     """The system gives it three of ten parts of the time, as on a host with another job."""
     options = ("--set", "launch.straggler_every_s=1.2", "--set", "launch.straggler_margin=1")
     work = {
@@ -90,9 +95,11 @@ def test_a_rank_that_is_held_up_is_named(trainings):
                 time.sleep(0.03)
 
         thread = threading.Thread(target=hold_up)
+        begin = time.monotonic()
         thread.start()
         try:
             wait_until("named", lambda: "slower than the others" in process.said(), 40)
+            took("F6", "looking each 1.2 s: named", time.monotonic() - begin)
             said = process.said()
         finally:
             over.set()

@@ -31,7 +31,7 @@ def world_of(hosts: str) -> World:
 
 
 def links_of(
-    gradients: str, parameters: str = "exact", *, undoable: bool = False, **options: int
+    gradients: str, parameters: str = "exact", *, undoable: bool = False, **options: object
 ) -> LinkMethods:
     far = FarConfig(gradients=gradients, parameters=parameters, **options)
     return LinkMethods.configured(LinksConfig(far=far), undoable=undoable)

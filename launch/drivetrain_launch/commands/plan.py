@@ -12,6 +12,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.sizes import size_text
+from drivetrain.links.compressor import Honesty
 from drivetrain.paper.transformer import GptShape
 from drivetrain_launch.commands.options import complete_file
 from drivetrain_launch.forecast.plan_text import explained, file_of, found_rows
@@ -63,6 +64,10 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
               "would make it fit.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["fp16", "bf16", "no"]), default="bf16",
               show_default=True, help="Of the layouts that are searched.")  # fmt: skip
+@click.option("--allow", type=click.Choice([each.value for each in Honesty]),
+              default=Honesty.EXACT.value, show_default=True,
+              help="How far training may be from exact training, at most: a search then weighs "
+              "methods for slow links, too.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE",
               help="With --layout or --explain: write the step as a Chrome trace.")  # fmt: skip
@@ -76,6 +81,7 @@ def command(
     layout: str | None,
     explain: str | None,
     precision: str,
+    allow: str,
     as_json: bool,
     trace: Path | None,
     file: Path | None,
@@ -97,7 +103,7 @@ def command(
         predictor = Predictor(task)
         _show(predictor, _one(predictor, chosen), as_json, trace, file)
         return
-    found = _search(task, precision)
+    found = _search(task, precision, Honesty(allow))
     if chosen == BEST:
         _show(Predictor(task), found.best[0], as_json, trace, file)
         return
@@ -108,7 +114,7 @@ def command(
     if as_json:
         click.echo(json.dumps([each.to_json() for each in found.best]))
     else:
-        show_found(task, found)
+        show_found(task, found, methods=allow != Honesty.EXACT)
 
 
 def _task(
@@ -245,24 +251,32 @@ def _write(file: Path, text: str) -> None:
         ) from error
 
 
-def _search(task: "Task", precision: str) -> "Found":
+def _search(task: "Task", precision: str, allow: Honesty) -> "Found":
     from drivetrain.planner.search import search
 
-    return search(task, precision)
+    return search(task, precision, allow)
 
 
-def show_found(task: "Task", found: "Found") -> None:
-    """Print the best layouts, the reasons of the others' defeat, and the numbers left out."""
+def show_found(task: "Task", found: "Found", *, methods: bool = False) -> None:
+    """Print the best layouts, the reasons of the others' defeat, and the numbers left out.
+
+    Args:
+        task: of the search.
+        found: its outcome.
+        methods: whether approximate methods took part: then a column names those of each layout.
+    """
     from drivetrain.planner.fit import room_of
 
     unit = "tokens/s" if task.model.seq > 1 else "samples/s"
     memory = f"memory of {size_text(round(room_of(task)))}"
     columns = ["layout", "step", unit, "MFU", memory, "between hosts", "idle", "why not first"]
+    if methods:
+        columns.insert(columns.index("idle"), "method (class)")
     title = (
         f"{task.model.parameters / 1e9:.3g} B parameters, batch {task.batch}, {task.ranks} x "
         f"{task.hardware.name}: {found.tried:,} layouts tried"
     )
-    show_table(title, columns, found_rows(found))
+    show_table(title, columns, found_rows(found, methods=methods))
     for reason, count in found.left_out.items():
         click.echo(f"left out: {count:,} {reason}")
     click.echo("\nthe first one as a configuration:\n" + file_of(task, found.best[0]))

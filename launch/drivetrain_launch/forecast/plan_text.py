@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from drivetrain.hardware.sizes import size_text
+from drivetrain.links.compressor import Honesty
 
 if TYPE_CHECKING:
     from drivetrain.planner.predict import Prediction, Predictor, Task
@@ -57,12 +58,14 @@ def explained(predictor: "Predictor", prediction: "Prediction") -> Iterator[str]
     for (axis, operation), nbytes in prediction.sent.items():
         yield f"  sent   {operation} over {axis}: {size_text(round(nbytes))}"
     yield f"  a host sends to others: {size_text(round(prediction.leaving))}"
+    if prediction.planned.honesty is not Honesty.EXACT:
+        yield f"  approximate between hosts: {prediction.planned.methods()}"
     if needed > room:
         yield f"would fit with any of: {'; '.join(remedies(predictor, prediction.planned))}"
 
 
-def found_rows(found: "Found") -> Sequence[Sequence[str]]:
-    """Return the rows of the table of a search."""
+def found_rows(found: "Found", *, methods: bool) -> Sequence[Sequence[str]]:
+    """Return the rows of the table of a search, with the methods between hosts or without."""
     best = found.best[0]
     return [
         [
@@ -72,6 +75,7 @@ def found_rows(found: "Found") -> Sequence[Sequence[str]]:
             f"{each.mfu:.1%}",
             size_text(round(each.needed())),
             size_text(round(each.leaving)),
+            *([each.planned.methods()] if methods else []),
             f"{each.idle:.1%}",
             each.against(best),
         ]

@@ -15,11 +15,13 @@ The rank that finds this raises and closes its connections, which ends the wait 
 
 import zlib
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from drivetrain.collectives.communicator import Request
+from drivetrain.collectives.volume import Layout
 from drivetrain.errors import CollectiveError
 from drivetrain.traffic import Page
 
@@ -69,7 +71,7 @@ class Header(NamedTuple):
         chunks = tuple(request.chunks or ())
         plan = hash((chunks, request.source, request.reduction == "sum")) & _MASK
         if request.layout is not None:
-            plan ^= zlib.crc32(repr(request.layout).encode())
+            plan ^= _layout_checksum(request.layout)
         return cls(
             number=number,
             elements=request.elements(flat),
@@ -127,6 +129,12 @@ class Header(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.operation} #{self.number} of {self.elements} {self.dtype} ({self.label})"
+
+
+@lru_cache(maxsize=1 << 12)
+def _layout_checksum(layout: Layout) -> int:
+    """Return a checksum of texts, equal in every process; steps bring the same layouts again."""
+    return zlib.crc32(repr(layout).encode())
 
 
 def disagreement(

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 _KEY = "drivetrain.option"
@@ -122,7 +123,7 @@ def options_of(cls: type) -> Iterator[Option]:
     Raises:
         TypeError: when a field was not declared with ``option()`` or ``section()``.
     """
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for field in dataclasses.fields(cls):
         if _KEY not in field.metadata:
             raise TypeError(
@@ -134,6 +135,12 @@ def options_of(cls: type) -> Iterator[Option]:
         yield Option(
             name=field.name, type=hints[field.name], default=default, **field.metadata[_KEY]
         )
+
+
+@lru_cache(maxsize=256)
+def _hints(cls: type) -> dict[str, Any]:
+    """Return the types of a class's fields, for whose names Python compiles code each time."""
+    return typing.get_type_hints(cls)
 
 
 def is_union(annotation: Any) -> bool:

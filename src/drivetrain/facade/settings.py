@@ -211,8 +211,9 @@ class Runs:
         spans = self._world.spans_hosts
         open_still = links.auto is not None and not spans  # over hosts, the choice has its own line
         if (links.active or open_still) and not told:
-            alone = "" if spans else "; all ranks are on one host, so that nothing is approximate"
             kind, options = find_strategy(self.config.strategy, self.config.strategy_config)
+            crossed = spans or (links.active and kind.crosses_links(options, self._world))
+            alone = "" if crossed else "; all ranks are on one host, so that nothing is approximate"
             logger.announce(f"{links.describe(kind.channels(options))}{alone}")
 
     def __repr__(self) -> str:

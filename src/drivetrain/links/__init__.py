@@ -11,6 +11,7 @@ pipeline are no channel: the strategy that has the stages rounds them itself.
 ``codec.py``       methods that turn numbers into bytes: their messages
 ``encoded.py``     sums and gathers of such messages, with error feedback
 ``linked.py``      the communicator whose channels between hosts are approximate
+``seeds.py``       seeds of sums whose numbers are rounded by chance
 ``warmed.py``      one of its channels: exact at first, and able to take a step back
 ``parked.py``      what channels that were given up leave to those that come
 ``kept.py``        checkpoints of errors, factors and counts

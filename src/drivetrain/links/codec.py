@@ -13,6 +13,7 @@ from drivetrain.collectives.stretch import ParameterSpan, StretchParts
 from drivetrain.links.compressor import Compressor, FarGather, FarReduction, MethodConfigT
 from drivetrain.links.encoded import EncodedGather, EncodedReduction
 from drivetrain.links.message import MessageLayout
+from drivetrain.links.seeds import SeedCounts
 from drivetrain.runtime.mesh import Axis
 
 SMALLEST = 2048
@@ -27,10 +28,12 @@ class Codec(Compressor[MethodConfigT]):
     Attributes:
         parameters: whether it can gather values of parameters.
         updates: whether it can gather updates of parameters: by default, as gradients.
+        draws: whether gradients are rounded by chance; options may decide it.
     """
 
     parameters: ClassVar[bool] = True
     updates: ClassVar[bool] = True
+    draws: bool = False
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
@@ -39,6 +42,16 @@ class Codec(Compressor[MethodConfigT]):
     @abstractmethod
     def encode(self, values: Tensor, message: Tensor) -> None:
         """Write numbers as bytes; see ``drivetrain.links.message.Encoding``."""
+
+    def encode_gradients(self, values: Tensor, message: Tensor, seed: int) -> None:
+        """Write gradients as bytes: as all numbers, unless these are rounded by chance.
+
+        Args:
+            values: see ``encode``.
+            message: see ``encode``.
+            seed: of the draws; another one for each message.
+        """
+        self.encode(values, message)
 
     @abstractmethod
     def decode(self, message: Tensor, values: Tensor) -> None:
@@ -58,7 +71,12 @@ class Codec(Compressor[MethodConfigT]):
         self, far: Communicator, stretches: StretchParts, *, everywhere: bool
     ) -> FarReduction:
         return EncodedReduction(
-            self, far, stretches, everywhere=everywhere, feedback=self.keeps_feedback
+            self,
+            far,
+            stretches,
+            everywhere=everywhere,
+            feedback=self.keeps_feedback,
+            draws=self.draws,
         )
 
     @override
@@ -73,17 +91,20 @@ class Codec(Compressor[MethodConfigT]):
 
     @override
     def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
+        layouts = [MessageLayout(self, each) for each in stretches]
+        held = sum(SeedCounts.nbytes(layout.spans) for layout in layouts) if self.draws else 0
         if not self.keeps_feedback:
-            return 0
-        numels = [MessageLayout(self, each).numel for each in stretches]
-        return _FP32 * (sum(numels) - (0 if everywhere else numels[far.rank]))
+            return held
+        numels = [layout.numel for layout in layouts]
+        return held + _FP32 * (sum(numels) - (0 if everywhere else numels[far.rank]))
 
     @override
     def rehearse(self, matrix: Tensor) -> None:
         values = matrix.view(-1)
         message = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=matrix.device)
-        self.encode(values, message)
-        self.decode(message, values)  # for the error that is kept
+        self.encode_gradients(values, message, 0)
+        if self.keeps_feedback:
+            self.decode(message, values)  # for the error
         self.decode(message, values)  # of another host
 
     @override

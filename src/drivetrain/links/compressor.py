@@ -101,7 +101,7 @@ class Compressor(ABC, Generic[MethodConfigT]):
         gradients: whether it can sum gradients.
         parameters: whether it can gather values of parameters.
         updates: whether it can gather updates of parameters.
-        keeps_feedback: whether an error of one step is added to the next.
+        keeps_feedback: whether an error of one step is added to the next; options may decide it.
         Config: a frozen dataclass whose fields are declared with ``option()``.
     """
 
@@ -110,20 +110,19 @@ class Compressor(ABC, Generic[MethodConfigT]):
     gradients: ClassVar[bool] = True
     parameters: ClassVar[bool] = False
     updates: ClassVar[bool] = False
-    keeps_feedback: ClassVar[bool] = False
+    keeps_feedback: bool = False
     Config: ClassVar[type] = NoMethodOptions
 
     def __init__(self, config: MethodConfigT) -> None:
         self.config = config
 
-    @classmethod
-    def honesty_of(cls, use: str) -> Honesty:
-        """Return how far training may be from exact training, for one use of the method.
+    def honesty_of(self, use: str) -> Honesty:
+        """Return how far training may be from exact training, for one use of these options.
 
         Args:
             use: ``gradients``, ``parameters`` (their values) or ``updates`` (of parameters).
         """
-        return cls.honesty
+        return self.honesty
 
     @abstractmethod
     def approximates(self, stretches: StretchParts) -> bool:

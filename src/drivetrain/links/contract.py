@@ -10,6 +10,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
 
 
 class OverLinks:
@@ -31,6 +32,14 @@ class OverLinks:
             which a link may then approximate.
         """
         return frozenset()
+
+    @classmethod
+    def crosses_links(cls, config: Any, world: World) -> bool:
+        """Return whether ranks of a world send anything by the methods for slow links.
+
+        By default they do where the world has several hosts.
+        """
+        return world.spans_hosts
 
     @property
     def steps_apart(self) -> bool:

@@ -32,9 +32,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle, Parts
-from drivetrain.collectives.stretch import StretchParts
+from drivetrain.collectives.stretch import ParameterSpan, StretchParts
 from drivetrain.links.compressor import FarGather, FarReduction, Kept
 from drivetrain.links.message import Encoding, MessageLayout, is_marked_finite, mark
+from drivetrain.links.seeds import SeedCounts
 
 
 class Followed:
@@ -76,6 +77,7 @@ class EncodedReduction(FarReduction):
         stretches: for each of them, the tensors whose sum it gets.
         everywhere: whether all of them get all sums.
         feedback: whether errors are kept and added to the next sum.
+        draws: whether numbers are rounded by chance.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class EncodedReduction(FarReduction):
         *,
         everywhere: bool,
         feedback: bool,
+        draws: bool = False,
     ) -> None:
         self._far = far
         self._everywhere = everywhere
@@ -94,6 +97,9 @@ class EncodedReduction(FarReduction):
         keeping = self._layouts if everywhere else [self._layouts[rank] for rank in self._others]
         # On the CPU until the first gradients say on which device they are.
         self._errors = {layout: torch.zeros(layout.numel) for layout in keeping if feedback}
+        spans = [span for layout in self._layouts for span in layout.spans]
+        self._counts = SeedCounts(spans if draws else [])
+        self._keeps = feedback or draws
 
     @override
     def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
@@ -104,13 +110,14 @@ class EncodedReduction(FarReduction):
 
         def encode() -> None:
             first()
-            finite = not self._errors or are_finite(parts)
+            finite = not self._keeps or are_finite(parts)
             mark(outgoing[far.rank], finite=finite)
             for rank in self._others:
                 layout, message = self._layouts[rank], outgoing[rank]
                 layout.write_plain(parts[rank], message)
                 mark(message, finite=finite)
-                layout.encode(self._with_errors(rank, parts, finite=finite), message)
+                values = self._with_errors(rank, parts, finite=finite)
+                layout.encode_gradients(values, message, self._seed(layout))
 
         sent = far.all_to_all(outgoing, incoming, label=label, first=encode)
         message = outgoing[far.rank]
@@ -123,6 +130,8 @@ class EncodedReduction(FarReduction):
                     sent_values = self._with_errors(rank, parts, finite=finite)
                     self._keep_errors(self._layouts[rank], sent_values, outgoing[rank])
             self._add_up(parts[far.rank], theirs, message, finite=finite)
+            if finite:
+                self._counts.advance()
 
         summed = Followed(sent, add_up)
         if not self._everywhere:
@@ -139,6 +148,14 @@ class EncodedReduction(FarReduction):
                 errors, without = self._errors[layout], None if self._everywhere else rank
                 for span in layout.spans:
                     yield Kept(span, errors[span.start : span.stop], without)
+
+    @override
+    def factors(self) -> Iterator[tuple[ParameterSpan, Tensor]]:
+        yield from self._counts
+
+    def _seed(self, layout: MessageLayout) -> int:
+        """Return the seed of this rank's message about a part: no other message has the same."""
+        return self._counts.seed(layout.spans, self._far.rank)
 
     def _with_errors(self, rank: int, parts: Parts, *, finite: bool) -> Tensor:
         """Return the numbers to encode for a rank: its part of the gradients, and the errors."""
@@ -179,7 +196,7 @@ class EncodedReduction(FarReduction):
         keeps = bool(self._errors) and finite and are_finite([[total]])  # a sum may overflow
         if keeps:
             total.add_(self._errors_of(layout, total.device))
-        layout.encode(total, message)
+        layout.encode_gradients(total, message, self._seed(layout))
         if keeps:
             self._keep_errors(layout, total, message)
 

@@ -38,6 +38,9 @@ class Encoding(Protocol):
             message: uint8, 1-D, of ``nbytes`` elements, at an address that fp32 may have.
         """
 
+    def encode_gradients(self, values: Tensor, message: Tensor, seed: int) -> None:
+        """Write gradients as bytes; draws, if there are any, begin with the seed."""
+
     def decode(self, message: Tensor, values: Tensor) -> None:
         """Write the numbers of a message; the arguments are as for ``encode``."""
 
@@ -135,6 +138,11 @@ class MessageLayout:
         """Write values into a message."""
         if self.numel:
             self._encoding.encode(values, message[MARK_BYTES : self._plain_from])
+
+    def encode_gradients(self, values: Tensor, message: Tensor, seed: int) -> None:
+        """Write gradients into a message."""
+        if self.numel:
+            self._encoding.encode_gradients(values, message[MARK_BYTES : self._plain_from], seed)
 
     def decode(self, message: Tensor, values: Tensor) -> None:
         """Read values from a message."""

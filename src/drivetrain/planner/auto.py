@@ -8,6 +8,7 @@ an error says so where nothing else fits.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,14 +23,15 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import load_hardware, name_of_device, names_a_device
 from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.sizes import GIB, size_text
+from drivetrain.links.chosen import AUTO, EXACT
 from drivetrain.model.first_batch import Candidate, batches_as_arguments
 from drivetrain.model.guesses import guessed_inputs
 from drivetrain.paper.contract import StrategyPick
 from drivetrain.paper.seen import seen_model
+from drivetrain.planner.approximations import permitted_methods
 from drivetrain.planner.fit import fits, judged, more_hosts, room_of
 from drivetrain.planner.layout import PlannedLayout, layout_of, plain
 from drivetrain.planner.predict import Prediction, Predictor, Task
-from drivetrain.registry import strategies
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.room import host_room
 from drivetrain.runtime.world import World
@@ -194,18 +196,25 @@ def _candidates(model: nn.Module, examples: Sequence[ExampleBatch]) -> Iterator[
 def _predicted(
     predictor: Predictor, run: Run, rows: int, recompute: Sequence[str]
 ) -> Iterator[Prediction]:
-    """Yield the prediction of every data-parallel layout that this run can have."""
-    task, registry = predictor.task, strategies()
-    for name in registry.names:
-        kind = registry.load(name)
-        if kind.inner_option or kind.reference or not kind.draws_steps():
-            continue
+    """Yield the prediction of every data-parallel layout that this run can have.
+
+    Gradients cross hosts as ``links.far`` says; with ``auto``, by each method within
+    ``links.allow``. Which one it is then, ``drivetrain.links.automatic`` decides by measurements.
+    """
+    task = predictor.task
+    chosen = run.links.name_for("gradients")
+    open_still = [EXACT, *permitted_methods(run.links)]
+    methods = open_still if chosen == AUTO else [chosen]
+    if not run.world.spans_hosts:
+        methods = [EXACT]
+    for name, kind in predictor.installed.planned.items():
         for keys in kind.layouts(task.model.layers, task.model.heads, task.ranks, task.per_host):
-            for mode in recompute:
+            for mode, links in product(recompute, methods):
                 own = {"micro_batch": rows, "recompute": mode, "precision": run.precision.name}
-                words = {**keys, **own, "data_parallel": name}
+                words = {**keys, **own, "data_parallel": name, "links": links}
                 try:
-                    planned = layout_of({key: str(value) for key, value in words.items()})
+                    texts = {key: str(value) for key, value in words.items()}
+                    planned = layout_of(texts, predictor.installed)
                     _check(planned, run)
                     prediction = predictor.predict(planned)
                     if not prediction.stored_most("disk"):  # which directory, only users know

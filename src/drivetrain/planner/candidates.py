@@ -3,38 +3,38 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
+from drivetrain.planner.installed import InstalledKinds
 from drivetrain.planner.layout import RECOMPUTE
 from drivetrain.planner.predict import Task
-from drivetrain.registry import strategies
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
-def candidates(task: Task, precision: str) -> Iterator[dict[str, str]]:
+def candidates(task: Task, precision: str, installed: InstalledKinds) -> Iterator[dict[str, str]]:
     """Yield the keys of every layout that installed strategies declare."""
-    return _divisions(task, precision, MICRO_BATCHES, RECOMPUTE)
+    return _divisions(task, precision, installed, MICRO_BATCHES, RECOMPUTE)
 
 
-def least_candidates(task: Task, precision: str) -> Iterator[dict[str, str]]:
+def least_candidates(
+    task: Task, precision: str, installed: InstalledKinds
+) -> Iterator[dict[str, str]]:
     """Yield the layouts with the fewest activations alone."""
-    return _divisions(task, precision, MICRO_BATCHES[:1], RECOMPUTE[-1:])
+    return _divisions(task, precision, installed, MICRO_BATCHES[:1], RECOMPUTE[-1:])
 
 
 def _divisions(
-    task: Task, precision: str, micro_batches: Sequence[int], modes: Sequence[str]
+    task: Task,
+    precision: str,
+    installed: InstalledKinds,
+    micro_batches: Sequence[int],
+    modes: Sequence[str],
 ) -> Iterator[dict[str, str]]:
-    registry = strategies()
-    kinds = {name: registry.load(name) for name in registry.names}
+    size = task.model.layers, task.model.heads, task.ranks, task.per_host
     around: list[Mapping[str, object]] = [{}]
-    for kind in kinds.values():
-        if kind.inner_option:
-            model = task.model
-            around += kind.layouts(model.layers, model.heads, task.ranks, task.per_host)
+    for kind in installed.around.values():
+        around += kind.layouts(*size)
     inner = [
-        (name, keys)
-        for name, kind in kinds.items()
-        if not kind.inner_option and not kind.reference and kind.draws_steps()
-        for keys in kind.layouts(task.model.layers, task.model.heads, task.ranks, task.per_host)
+        (name, keys) for name, kind in installed.planned.items() for keys in kind.layouts(*size)
     ]
     for outside, (name, inside), micro_batch, recompute in product(
         around, inner, micro_batches, modes

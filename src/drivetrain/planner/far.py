@@ -1,6 +1,7 @@
 """The methods for slow links that a layout names, in the numbers of a step on paper."""
 
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -45,5 +46,10 @@ def methods_of(gradients: str, *, rounds_activations: bool = False) -> LinkMetho
     Raises:
         ConfigError: see ``far_method``.
     """
-    far = FarConfig(gradients=gradients, activations=BF16 if rounds_activations else EXACT)
+    far = far_settings(gradients, BF16 if rounds_activations else EXACT)
     return LinkMethods.configured(LinksConfig(far=far))
+
+
+def far_settings(gradients: str, activations: Literal["exact", "bf16"] = EXACT) -> FarConfig:
+    """Return the section ``links.far`` of a layout."""
+    return FarConfig(gradients=gradients, activations=activations)

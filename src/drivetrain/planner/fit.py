@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import GIB
+from drivetrain.links.compressor import Honesty
 from drivetrain.planner.candidates import least_candidates
+from drivetrain.planner.installed import InstalledKinds
 from drivetrain.planner.layout import RECOMPUTE, PlannedLayout, layout_of
 from drivetrain.planner.predict import FRAGMENTS, Prediction, Predictor, Task
-from drivetrain.registry import strategies
 
 MOST_HOSTS = 64
 """Times the hosts at hand that are looked at."""
@@ -27,6 +28,10 @@ DOUBT_OF_CELLS, DOUBT_OF_STORES = 1.03, 1.10
 ranks promises less than 3% more, or offloaded state less than 10%: predictions are off by more
 (docs/planning.md), and those of stores were compared with no measurement."""
 
+DOUBT_OF_METHODS = 1.03
+"""The same factor for each class of honesty between a layout and an exact one: the time to encode
+is an estimate, and nobody gives up exact training for less."""
+
 
 def room_of(task: Task) -> float:
     """Return the bytes of memory of a device that a run may use."""
@@ -42,6 +47,7 @@ def judged(prediction: Prediction) -> float:
         prediction.step_seconds
         * (DOUBT_OF_STORES if stored else 1.0)
         * (DOUBT_OF_CELLS if cell else 1.0)
+        * DOUBT_OF_METHODS ** list(Honesty).index(prediction.planned.honesty)
     )
 
 
@@ -55,7 +61,7 @@ def fits(task: Task, prediction: Prediction) -> bool:
 def remedies(predictor: Predictor, planned: PlannedLayout) -> list[str]:
     """Return changes of a layout, each of which alone makes it fit; the smallest of each kind."""
     found: list[str] = []
-    for change in _changes(planned):
+    for change in _changes(planned, predictor.installed):
         key = next(iter(change))
         if not any(line.startswith(f"{key}=") for line in found) and _fits(
             predictor, {**planned.keys, **change}
@@ -64,7 +70,7 @@ def remedies(predictor: Predictor, planned: PlannedLayout) -> list[str]:
     return [*found, more_hosts(predictor.task, planned.precision)]
 
 
-def _changes(planned: PlannedLayout) -> Iterator[dict[str, str]]:
+def _changes(planned: PlannedLayout, installed: InstalledKinds) -> Iterator[dict[str, str]]:
     """Yield changes of keys, the smallest of each kind first."""
     for recompute in RECOMPUTE[RECOMPUTE.index(planned.recompute) + 1 :]:
         yield {"recompute": recompute}
@@ -72,20 +78,16 @@ def _changes(planned: PlannedLayout) -> Iterator[dict[str, str]]:
     while micro_batch:
         yield {"micro_batch": str(micro_batch)}
         micro_batch //= 2
-    registry = strategies()
-    for name in registry.names:
-        kind = registry.load(name)
-        if kind.draws_steps() and not kind.inner_option and not kind.reference:
-            yield {"data_parallel": name}
-    own = registry.load(planned.keys["data_parallel"])
-    for keys in own.layouts(1, 1, 1, 1):
+    for name in installed.planned:
+        yield {"data_parallel": name}
+    for keys in installed.every[planned.keys["data_parallel"]].layouts(1, 1, 1, 1):
         if keys:
             yield {key: str(value) for key, value in keys.items()}
 
 
 def _fits(predictor: Predictor, keys: dict[str, str]) -> bool:
     try:
-        return fits(predictor.task, predictor.predict(layout_of(keys)))
+        return fits(predictor.task, predictor.predict(layout_of(keys, predictor.installed)))
     except ConfigError:
         return False
 
@@ -95,7 +97,7 @@ def _smallest(predictor: Predictor, layouts: Iterable[dict[str, str]]) -> Iterat
     bounds: list[tuple[float, dict[str, str]]] = []
     for keys in layouts:
         with suppress(ConfigError):
-            nbytes = predictor.bound(layout_of(keys)).nbytes
+            nbytes = predictor.bound(layout_of(keys, predictor.installed)).nbytes
             if nbytes * FRAGMENTS <= room_of(predictor.task):
                 bounds.append((nbytes, keys))
     yield from (keys for _, keys in sorted(bounds, key=lambda each: each[0])[:PREDICTED])
@@ -107,8 +109,8 @@ def more_hosts(task: Task, precision: str) -> str:
     while factor <= MOST_HOSTS:
         larger = replace(task, hosts=task.hosts * factor, batch=task.batch * factor)
         predictor = Predictor(larger)
-        for keys in _smallest(predictor, least_candidates(larger, precision)):
-            if fits(larger, predictor.predict(layout_of(keys))):
+        for keys in _smallest(predictor, least_candidates(larger, precision, predictor.installed)):
+            if fits(larger, predictor.predict(layout_of(keys, predictor.installed))):
                 text = ",".join(f"{key}={value}" for key, value in keys.items())
                 return f"{larger.hosts} hosts (with a batch of {larger.batch}: {text})"
         factor *= 2

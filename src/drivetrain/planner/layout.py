@@ -1,7 +1,7 @@
 """A layout: how a step is spread over ranks, as text, as options of a strategy, and as YAML."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,9 +12,10 @@ from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import BF16, EXACT
+from drivetrain.links.compressor import Honesty
 from drivetrain.paper.run import BYTES
 from drivetrain.planner.far import methods_of
-from drivetrain.registry import strategies
+from drivetrain.planner.installed import InstalledKinds
 from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import Strategy, find_strategy
 
@@ -61,6 +62,18 @@ class PlannedLayout:
     activations: str
     keys: Mapping[str, str]
 
+    @property
+    def honesty(self) -> Honesty:
+        """How far training may be from exact training, by the methods between hosts."""
+        rounds = self.activations == BF16
+        return methods_of(self.links, rounds_activations=rounds).honesty
+
+    def methods(self) -> str:
+        """Return the methods between hosts and their class in words, such as int8 (theory)."""
+        used = [] if self.links == EXACT else [self.links]
+        used += [] if self.activations == EXACT else [f"activations {self.activations}"]
+        return f"{', '.join(used)} ({self.honesty})" if used else EXACT
+
     def yaml(self) -> str:
         """Return the strategy's section of a configuration file."""
         section = {"strategy": {"name": self.strategy, **plain(self.values)}}
@@ -95,20 +108,24 @@ def read_layout(text: str) -> PlannedLayout:
     Raises:
         ConfigError: a key or a value is wrong, or they do not fit together.
     """
-    return layout_of(read_pairs(text, "--layout"))
+    return layout_of(read_pairs(text, "--layout"), InstalledKinds())
 
 
-def layout_of(keys: Mapping[str, str]) -> PlannedLayout:
+def layout_of(keys: Mapping[str, str], installed: InstalledKinds) -> PlannedLayout:
     """Return the layout of keys as ``--layout`` has them.
+
+    Args:
+        keys: texts.
+        installed: the strategies.
 
     Raises:
         ConfigError: see ``read_layout``.
     """
     own = {**OWN, **{key: value for key, value in keys.items() if key in OWN}}
-    inner_name, inner_kind = _data_parallel(own["data_parallel"])
+    inner_name, inner_kind = _data_parallel(own["data_parallel"], installed)
     rest = {key: value for key, value in keys.items() if key not in OWN}
     inner = {key: rest.pop(key) for key in list(rest) if key in inner_kind.layout_keys}
-    outer = _around(rest)
+    outer = _around(rest, installed)
     inner_options = inner_kind.options_of_layout(inner)
     if outer is None:
         name, values = inner_name, dict(inner_options)
@@ -116,7 +133,7 @@ def layout_of(keys: Mapping[str, str]) -> PlannedLayout:
         name, kind = outer
         nested = {"name": inner_name, **inner_options}
         values = {**kind.options_of_layout(rest), kind.inner_option: nested}
-    kind, config = _configured(name, values)
+    kind, config = _resolved(name, json.dumps(values, sort_keys=True), installed)
     if own["recompute"] not in RECOMPUTE:
         raise ConfigError(
             f"--layout: expected recompute of {', '.join(RECOMPUTE)}, found {own['recompute']!r}"
@@ -138,10 +155,9 @@ def layout_of(keys: Mapping[str, str]) -> PlannedLayout:
     )  # fmt: skip
 
 
-def _data_parallel(name: str) -> tuple[str, type[Strategy[Any]]]:
-    registry = strategies()
-    name = name or registry.default()
-    kind = registry.load(name)
+def _data_parallel(name: str, installed: InstalledKinds) -> tuple[str, type[Strategy[Any]]]:
+    name = name or installed.registry.default()
+    kind = installed.every.get(name) or installed.registry.load(name)  # which refuses the name
     if kind.inner_option:
         raise ConfigError(
             f"--layout: expected data_parallel to name a data-parallel strategy, found {name!r}, "
@@ -150,32 +166,39 @@ def _data_parallel(name: str) -> tuple[str, type[Strategy[Any]]]:
     return name, kind
 
 
-def _around(keys: Mapping[str, str]) -> tuple[str, type[Strategy[Any]]] | None:
+def _around(
+    keys: Mapping[str, str], installed: InstalledKinds
+) -> tuple[str, type[Strategy[Any]]] | None:
     """Return the strategy that the keys are about; None where they are all at 1 or left out.
 
     Raises:
         ConfigError: no installed strategy knows the keys.
     """
-    holders = _holders()
-    known = {key for _, kind in holders for key in kind.layout_keys}
+    known = {key for kind in installed.around.values() for key in kind.layout_keys}
     if unknown := sorted(set(keys) - known):
-        if elsewhere := sorted(set(unknown) & _inner_keys()):
-            fitting = ", ".join(
-                name for name, kind in _inner_kinds() if elsewhere[0] in kind.layout_keys
-            )
-            raise ConfigError(
-                f"--layout: expected {elsewhere[0]} beside a data_parallel strategy with such a "
-                f"key, {fitting}, found another strategy; change data_parallel, or leave "
-                f"{elsewhere[0]} out"
-            )
-        every = sorted({*OWN, *known, *_inner_keys()})
-        raise ConfigError(
-            f"--layout: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(every)}"
-        )
-    for name, kind in holders:
+        raise _unknown(unknown, known, installed)
+    for name, kind in installed.around.items():
         if keys and set(keys) <= set(kind.layout_keys) and not _trivial(kind, keys):
             return name, kind
     return None
+
+
+def _unknown(unknown: Sequence[str], known: set[str], installed: InstalledKinds) -> ConfigError:
+    """Return the error for keys that no strategy around another one has."""
+    inner = {key for kind in installed.inner.values() for key in kind.layout_keys}
+    if elsewhere := sorted(set(unknown) & inner):
+        fitting = ", ".join(
+            name for name, kind in installed.inner.items() if elsewhere[0] in kind.layout_keys
+        )
+        return ConfigError(
+            f"--layout: expected {elsewhere[0]} beside a data_parallel strategy with such a "
+            f"key, {fitting}, found another strategy; change data_parallel, or leave "
+            f"{elsewhere[0]} out"
+        )
+    every = sorted({*OWN, *known, *inner})
+    return ConfigError(
+        f"--layout: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(every)}"
+    )
 
 
 def _trivial(kind: type[Strategy[Any]], keys: Mapping[str, str]) -> bool:
@@ -185,33 +208,12 @@ def _trivial(kind: type[Strategy[Any]], keys: Mapping[str, str]) -> bool:
     return all(getattr(defaults, name, None) == value for name, value in values.items())
 
 
-def _holders() -> list[tuple[str, type[Strategy[Any]]]]:
-    registry = strategies()
-    found = ((name, registry.load(name)) for name in registry.names)
-    return [(name, kind) for name, kind in found if kind.inner_option and kind.layout_keys]
-
-
-def _inner_kinds() -> list[tuple[str, type[Strategy[Any]]]]:
-    registry = strategies()
-    found = ((name, registry.load(name)) for name in registry.names)
-    return [(name, kind) for name, kind in found if not kind.inner_option]
-
-
-def _inner_keys() -> set[str]:
-    return {key for _, kind in _inner_kinds() for key in kind.layout_keys}
-
-
-def _configured(name: str, values: Mapping[str, Any]) -> tuple[type[Strategy[Any]], Any]:
-    """Return the class and its checked options."""
-    return _resolved(name, json.dumps(values, sort_keys=True))
-
-
 @lru_cache(maxsize=4096)
-def _resolved(name: str, values: str) -> tuple[type[Strategy[Any]], Any]:
+def _resolved(name: str, values: str, installed: InstalledKinds) -> tuple[type[Strategy[Any]], Any]:
     typed = plain(json.loads(values))
     origin = ValueOrigin("command line", "--layout")
     layer = Layer({"strategy": {"name": name, **typed}}, {"strategy": origin})
-    resolved = resolve(layer, find_config=strategies().find_config)
+    resolved = resolve(layer, find_config=installed.registry.find_config)
     return find_strategy(resolved.strategy, resolved.strategy_config)
 
 

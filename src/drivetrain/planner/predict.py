@@ -16,6 +16,7 @@ from drivetrain.paper.run import BYTES, PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.planner.far import far_method
+from drivetrain.planner.installed import InstalledKinds
 from drivetrain.planner.layout import PlannedLayout
 from drivetrain.planner.parts import difference, leaving_hosts, parts_of
 
@@ -116,6 +117,7 @@ class Prediction:
         return {
             "layout": self.layout,
             "strategy": self.planned.strategy,
+            "honesty": self.planned.honesty.value,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -165,10 +167,16 @@ class _Sample:
 
 
 class Predictor:
-    """Predicts layouts of a task; common parts are computed once."""
+    """Predicts layouts of a task; common parts are computed once.
+
+    Attributes:
+        task: see there.
+        installed: the strategies of its layouts.
+    """
 
     def __init__(self, task: Task) -> None:
         self.task = task
+        self.installed = InstalledKinds()
         self._prices: dict[tuple[str, tuple[tuple[str, int], ...]], HardwarePrices] = {}
         self._costs: dict[int, UnitCosts] = {}
         self._units = lru_cache(maxsize=64)(self._made)

@@ -1,15 +1,19 @@
 """The search: every layout that installed strategies declare, judged by bounds, then played.
 
 Bounds come first, from the work of single units: a layout whose bound does not fit is left out. The
-others are played in full in the order of their bounds, until no bound beats the best.
+others are played in full in the order of their bounds, until no bound beats the best. Approximate
+traffic between hosts comes last, where a user allows it: the forms of a few exact layouts.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import size_text
+from drivetrain.links.compressor import Honesty
+from drivetrain.planner.approximations import APPROXIMATED, Approximations
 from drivetrain.planner.candidates import candidates
 from drivetrain.planner.fit import fits, judged, more_hosts, room_of
 from drivetrain.planner.layout import PlannedLayout, layout_of
@@ -37,8 +41,13 @@ class Found:
     left_out: Mapping[str, int]
 
 
-def search(task: Task, precision: str) -> Found:
+def search(task: Task, precision: str, allow: Honesty = Honesty.EXACT) -> Found:
     """Return the best layouts for a task.
+
+    Args:
+        task: see there.
+        precision: of the layouts.
+        allow: how far training may be from exact training, by methods between hosts.
 
     Raises:
         ConfigError: no layout fits, or none divides the batch and the ranks.
@@ -55,10 +64,10 @@ def search(task: Task, precision: str) -> Found:
     sketches: list[tuple[float, PlannedLayout]] = []
     smallest: tuple[float, PlannedLayout] | None = None
     tried = 0
-    for keys in candidates(task, precision):
+    for keys in candidates(task, precision, predictor.installed):
         tried += 1
         try:
-            planned = layout_of(keys)
+            planned = layout_of(keys, predictor.installed)
             bound = predictor.bound(planned)
         except ConfigError as error:
             left_out[_reason(str(error))] += 1
@@ -72,6 +81,13 @@ def search(task: Task, precision: str) -> Found:
             sketches.append((bound.seconds, planned))
     sketches.sort(key=lambda each: each[0])
     best = _played(predictor, sketches, left_out)
+    if allow is not Honesty.EXACT:
+        forms = Approximations(predictor, allow)
+        exact = [each.planned for each in best[:APPROXIMATED]]
+        exact += [each for each in forms.lightest(sketches, room) if each not in exact]
+        approximate = [form for each in exact for form in forms.of(each)]
+        tried += len(approximate)
+        best = _with_approximate(predictor, best, approximate, left_out)
     if not best:
         raise ConfigError(_nowhere(predictor, smallest, room, precision))
     return Found(best, tried, {reason: count for reason, count in left_out.items() if count})
@@ -101,6 +117,29 @@ def _played(
         best.append(prediction)
         best.sort(key=judged)
     return best
+
+
+def _with_approximate(
+    predictor: Predictor,
+    exact: Sequence[Prediction],
+    approximate: Sequence[PlannedLayout],
+    left_out: Counter[str],
+) -> list[Prediction]:
+    """Return exact layouts and those approximate ones that are quicker than all of them."""
+    best = list(exact)
+    quickest = min((each.step_seconds for each in exact), default=math.inf)
+    for planned in approximate:
+        if predictor.bound(planned).seconds >= quickest:
+            left_out["are approximate, and slower than an exact one"] += 1
+            continue
+        prediction = predictor.predict(planned)
+        if not fits(predictor.task, prediction):
+            left_out["do not fit into memory"] += 1
+        elif prediction.step_seconds >= quickest:
+            left_out["are approximate, and slower than an exact one"] += 1
+        else:
+            best.append(prediction)
+    return sorted(best, key=judged)
 
 
 def _reason(text: str) -> str:

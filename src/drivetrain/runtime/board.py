@@ -201,7 +201,7 @@ def read_board(memory: Any) -> BoardView | None:
     if version != _VERSION:
         return None
     starts = range(_ROWS_AT, SIZE, _ROW.size)
-    rows = [row for start in starts if (row := _read_row(memory, start)).place]
+    rows = [_read_row(memory, start) for start in starts if memory[start]]  # open ones have names
     return BoardView(_text(section), since, rows)
 
 

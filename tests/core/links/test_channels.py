@@ -33,8 +33,10 @@ HALF_STEP = {"bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
 """The largest error of one rounding, in units of the largest number of a block (or of itself)."""
 
 
-def check_sums(hosts: str, method: str, dtype: torch.dtype = torch.float32) -> None:
-    communicator = connected(hosts, links_of(method))
+def check_sums(
+    hosts: str, method: str, dtype: torch.dtype = torch.float32, **options: object
+) -> None:
+    communicator = connected(hosts, links_of(method, options=options))
     channel = communicator.gradients_summed(Stretch.of(NUMEL, dtype, ROWS), "test")
     size, levels = communicator.size, len(set(hosts))
     far, results = torch.zeros(NUMEL), torch.zeros(NUMEL)
@@ -48,7 +50,8 @@ def check_sums(hosts: str, method: str, dtype: torch.dtype = torch.float32) -> N
         far += exact
         results += flat.float()
         if step == 0 and method in HALF_STEP:
-            bound = HALF_STEP[method] * (1 + levels) * 1.01 * exact.abs().max() * 2
+            error = (2 if options else 1) * HALF_STEP[method]
+            bound = error * (1 + levels) * 1.01 * exact.abs().max() * 2
             assert 0 < (flat - exact).abs().max() < bound
     if method != "bf16":  # what did not come is kept for the next step, down to rounding
         torch.testing.assert_close(results + kept_back(communicator), far, rtol=0, atol=2e-5)
@@ -57,7 +60,7 @@ def check_sums(hosts: str, method: str, dtype: torch.dtype = torch.float32) -> N
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("method", ["bf16", "int8", "int4", "powersgd", "topk"])
+@pytest.mark.parametrize("method", ["bf16", "int8", "int4", "onebit", "powersgd", "topk"])
 def test_sums_over_two_hosts_of_one_rank(method):
     check_sums("ab", method)
 
@@ -67,10 +70,39 @@ def test_sums_of_double_precision():
     check_sums("ab", "int8", torch.float64)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_sums_by_chance_with_feedback(method):
+    check_sums("ab", method, rounding="stochastic")
+
+
+BY_CHANCE = {"rounding": "stochastic", "feedback": False}
+"""Options with which nothing but a count is kept."""
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_sums_by_chance_without_feedback_are_right_on_average():
+    communicator = connected("ab", links_of("int4", options=BY_CHANCE))
+    channel = communicator.gradients_summed(Stretch.of(NUMEL, torch.float32, ROWS), "test")
+    exact, times = total(0, 2), 600
+    results = torch.zeros(times, NUMEL)
+    for time in range(times):  # the same gradients again, with other draws
+        results[time] = gradients(0, communicator.rank)
+        channel(results[time]).wait()
+    apart = results.mean(0) - exact
+    deviations = results.std(0) / times**0.5  # of the mean
+    assert bool((apart.abs() <= 5 * deviations + 1e-5).all())
+    # Draws that come again in later sums would make the mean worse than its deviation says.
+    assert 0.8 < float(apart.square().sum() / deviations.square().sum()) < 1.2
+    assert not any(kept_back(communicator))
+    assert all(torch.equal(results, other) for other in gathered(results))
+    communicator.close()
+
+
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("hosts", ["aabb", "abcd"])
 def test_sums_over_hosts_of_several_ranks_and_over_four_hosts(hosts):
-    for method in ("bf16", "int8", "int4", "powersgd", "topk"):
+    for method in ("bf16", "int8", "int4", "onebit", "powersgd", "topk"):
         check_sums(hosts, method)
 
 
@@ -109,7 +141,7 @@ def test_parts_are_summed_and_gathered_within_the_bound_and_alike():
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("method", ["int8", "int4", "topk", "bf16"])
+@pytest.mark.parametrize("method", ["int8", "int4", "onebit", "topk", "bf16"])
 def test_updates_of_parameters_lose_nothing_for_good(method):
     communicator = connected("aabb", links_of("exact", method))
     stretches = [
@@ -132,9 +164,14 @@ def test_updates_of_parameters_lose_nothing_for_good(method):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("hosts", ["aabb", "abcd"])
 def test_bytes_are_those_of_the_route(hosts):
-    for method in ("bf16", "int8", "int4", "powersgd", "topk"):
-        parameters = "exact" if method in ("powersgd", "topk") else method
-        traffic, links, world = Traffic(), links_of(method, parameters), world_of(hosts)
+    for method, options in (
+        *((name, {}) for name in ("bf16", "int8", "int4", "onebit", "powersgd", "topk")),
+        ("int4", {"rounding": "stochastic"}),
+        ("int4", BY_CHANCE),
+    ):
+        parameters = "exact" if method in ("onebit", "powersgd", "topk") else method
+        traffic, world = Traffic(), world_of(hosts)
+        links = links_of(method, parameters, options=options)
         communicator = connected(hosts, links, traffic)
         route = route_linked(Mesh.plan({"dp": 4}, world), "dp", world, links)
         whole = Stretch.of(NUMEL, torch.float32, ROWS)
@@ -165,7 +202,10 @@ def test_bytes_are_those_of_the_route(hosts):
             )
         )
         assert held == route.kept_back(whole)
-        skipping = links_of(method, parameters, undoable=True)
+        if options == BY_CHANCE:
+            spans = [span for channel in kept for span in channel.spans if span.is_matrix]
+            assert held == 8 * len(spans)
+        skipping = links_of(method, parameters, undoable=True, options=options)
         route = route_linked(Mesh.plan({"dp": 4}, world), "dp", world, skipping)
         assert route.kept_back(whole) == 2 * held
         communicator.close()
@@ -173,9 +213,14 @@ def test_bytes_are_those_of_the_route(hosts):
 
 @pytest.mark.ranks(3)
 @pytest.mark.complete
-@pytest.mark.parametrize("method", ["int8", "powersgd", "topk"])
-def test_a_gradient_that_is_not_finite_reaches_all_ranks_and_leaves_all_errors_as_they_are(method):
-    communicator = connected("abc", links_of(method))
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("int8", {}), ("powersgd", {}), ("topk", {}), ("onebit", {}), ("int4", BY_CHANCE)],
+)
+def test_a_gradient_that_is_not_finite_reaches_all_ranks_and_leaves_all_errors_as_they_are(
+    method, options
+):
+    communicator = connected("abc", links_of(method, options=options))
     channel = communicator.gradients_summed(Stretch.of(NUMEL, torch.float32, ROWS), "test")
     first = gradients(0, communicator.rank)
     channel(first).wait()
@@ -195,9 +240,12 @@ def test_a_gradient_that_is_not_finite_reaches_all_ranks_and_leaves_all_errors_a
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("method", ["int8", "powersgd"])
-def test_a_step_that_is_skipped_leaves_errors_factors_and_counts_as_they_were(method):
-    communicator = connected("ab", links_of(method, undoable=True, warmup_steps=1))
+@pytest.mark.parametrize(
+    ("method", "options"), [("int8", {}), ("powersgd", {}), ("int8", BY_CHANCE)]
+)
+def test_a_step_that_is_skipped_leaves_errors_factors_and_counts_as_they_were(method, options):
+    links = links_of(method, undoable=True, warmup_steps=1, options=options)
+    communicator = connected("ab", links)
     stretch = Stretch.of(NUMEL, torch.float32, ROWS)
     channels = [communicator.gradients_summed(stretch, name) for name in ("one", "two")]
     for step in range(2):

@@ -34,7 +34,8 @@ def test_by_default_all_is_exact():
 def test_every_method_says_how_honest_it_is():
     classes = {name: compressors().load(name).honesty for name in compressors().names}
     assert classes["bf16"] is Honesty.ROUNDING
-    assert {classes[name] for name in ("int8", "int4", "powersgd", "topk")} == {Honesty.THEORY}
+    own = ("int8", "int4", "onebit", "powersgd", "topk")
+    assert {classes[name] for name in own} == {Honesty.THEORY}
     assert Honesty.EXACT not in classes.values()
     both = chosen(gradients="int8", parameters="bf16", warmup_steps=3)
     assert both.honesty is Honesty.THEORY
@@ -87,6 +88,12 @@ def test_feedback_refuses_a_loss_scale_and_rounding_does_not():
     kind.check_links(options, chosen(gradients="bf16"), Precision.of("fp16"))
     with pytest.raises(ConfigError, match="found fp16"):
         kind.check_links(options, chosen(gradients="int8"), Precision.of("fp16"))
+    free = {"rounding": "stochastic", "feedback": False}
+    kind.check_links(options, chosen(gradients="int8", options=free), Precision.of("fp16"))
+    with pytest.raises(ConfigError, match=r"options.*feedback: true with rounding: nearest"):
+        chosen(gradients="int8", options={"feedback": False})
+    wide = chosen(gradients="int4", options={"rounding": "stochastic", "block": 512})
+    assert wide.describe().startswith("between hosts: gradients int4 (empirical), ")
 
 
 def test_one_host_has_nothing_to_approximate_and_says_so_once(capsys):

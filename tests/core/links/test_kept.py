@@ -89,6 +89,35 @@ def test_errors_are_folded_over_other_hosts(method, scattered):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_resumed_run_draws_what_the_saved_one_would_have_drawn(scattered):
+    links = links_of("int4", options={"rounding": "stochastic", "feedback": False})
+    communicator = connected("aabb", links)
+    channel = channel_of(communicator, scattered=scattered)
+    for step in range(2):
+        channel(gradients(step, communicator.rank))
+    saved = Saved(communicator.kept(), torch.empty(0))
+    assert {int(count) for count in saved.tensors.values()} == {2}
+    expected, repeated = gradients(2, communicator.rank), gradients(2, communicator.rank)
+    channel(expected)
+    channel(repeated)
+    communicator.close()
+    for hosts in ("aabb", "abcd"):
+        communicator = connected(hosts, links)
+        channel = channel_of(communicator, scattered=scattered)
+        take_kept([communicator], saved, "int4")
+        sums = [each.reduction for each in communicator.channels]
+        counts = [int(count) for each in sums for _, count in each.factors()]
+        assert counts
+        assert max(counts) == 2
+        found = gradients(2, communicator.rank)
+        channel(found)
+        assert torch.equal(found, expected) is (hosts == "aabb")
+        assert not torch.equal(found, repeated)  # each sum has draws of its own
+        communicator.close()
+
+
+@pytest.mark.ranks(4)
 def test_errors_go_on_under_another_method_and_that_is_said_once():
     saved = kept_after("aabb", "int4", scattered=True)
     communicator = connected("aabb", links_of("topk"))

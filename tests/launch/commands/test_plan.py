@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import hardware_names, hardware_text, load_hardware
@@ -69,6 +70,21 @@ def test_the_table_says_what_was_left_out_and_ends_with_the_yaml(command):
     assert "layouts tried" in out
     assert "left out: " in out
     assert "strategy:\n  name: " in out
+
+
+def test_methods_have_a_column_where_they_are_allowed(command):
+    slow = ("plan", *SMALL, "--hardware", "a100-80gb", "--hosts", "2", "--devices-per-host", "1",
+            "--link-between", "1MB/s")  # fmt: skip
+    code, exact, err = command(*slow)
+    assert code == 0, err
+    assert "method (class)" not in exact
+    assert "links" not in exact
+    code, allowed, err = command(*slow, "--allow", "theory")
+    assert code == 0, err
+    assert "method (class)" in allowed
+    assert "(theory)" in allowed
+    section = yaml.safe_load(allowed.partition("the first one as a configuration:")[2])
+    assert section["links"]["far"]["gradients"] != "exact"
 
 
 def test_a_step_is_written_as_a_trace(command, tmp_path):

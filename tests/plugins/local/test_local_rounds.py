@@ -8,6 +8,7 @@ import torch
 from torch.optim import SGD, AdamW, Muon
 
 from drivetrain import Accelerator, ConfigError
+from drivetrain.facade import settings
 from local_workers import Blocks, ByHand, Rounds, batch, fragment_of, loss_of
 
 EXACT = 1e-12
@@ -173,6 +174,22 @@ def test_one_host_trains_as_the_strategy_inside():
     check_equal(accelerator.get_state_dict(found), exact.get_state_dict(expected))
     accelerator.free_memory()
     exact.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_the_log_says_that_workers_of_one_host_exchange_by_a_method(monkeypatch):
+    said = []
+    monkeypatch.setattr(settings.logger, "announce", said.append)
+    links = {"links": {"far": {"gradients": "int8"}}}
+    for workers in ("ranks", "hosts"):
+        accelerator = Accelerator(
+            config={"strategy": {"name": "local", "workers": workers}, **links}, cpu=True
+        )
+        trained(accelerator, adamw, 0)
+        accelerator.free_memory()
+    apart, alone = (line for line in said if line.startswith("between hosts: "))
+    assert apart.endswith("gradients int8 (theory), parameters exact")
+    assert alone.endswith("; all ranks are on one host, so that nothing is approximate")
 
 
 @pytest.mark.ranks(1)

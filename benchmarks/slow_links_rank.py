@@ -1,0 +1,136 @@
+"""One rank of a run that ``slow_links.py`` times: a row by its name, block after block.
+
+A row is one of:
+
+- ``STRATEGY/GRADIENTS``, or ``STRATEGY/GRADIENTS/PARAMETERS`` with a method for parameters;
+  ``hybrid`` is fsdp with ``sharding: hybrid``;
+- ``local/GRADIENTS``: Streaming DiLoCo with ``ddp`` inside of a host; a block is a whole round, and
+  no exchange is under way at its edges;
+- a peer of ``side_by_side.py``, such as ``torch_fsdp2`` or ``deepspeed_z3``.
+"""
+
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from ddp_step import Gpt
+from side_by_side import AT_END, MODELS, Step, with_accelerator
+from side_by_side import ROWS as PEERS
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain.links.chosen import EXACT
+from drivetrain.registry import compressors
+
+WARM_UP = 3
+SETTLE_S = 0.5
+"""Time for what a step has left under way, such as gathers of parameters: its bytes count, too."""
+
+ROUND, FRAGMENTS, DELAY = 36, 6, 5
+STREAMING = {"name": "local", "every": ROUND, "fragments": FRAGMENTS, "delay": DELAY, "keep": 0.5}
+BETWEEN = DELAY + (ROUND // FRAGMENTS - DELAY) // 2
+"""A step of a round at which no exchange is under way."""
+
+
+def is_peer(row: str) -> bool:
+    """Return whether a row is not ours."""
+    return "/" not in row
+
+
+def is_local(row: str) -> bool:
+    """Return whether a row takes local steps."""
+    return row.startswith("local/")
+
+
+def config_of(row: str) -> dict[str, object]:
+    """Return the configuration that a row of ours names."""
+    name, gradients, *rest = row.split("/")
+    strategy = {"hybrid": {"name": "fsdp", "sharding": "hybrid"}, "local": STREAMING}
+    far = {"gradients": gradients, "parameters": rest[0] if rest else EXACT}
+    return {"strategy": strategy.get(name, {"name": name}), "links": {"far": far}}
+
+
+def made(row: str, model: nn.Module) -> Step:
+    """Return the step of a row; there is a default process group afterwards."""
+    if is_peer(row):
+        dist.init_process_group("gloo")
+        return PEERS[row](model)
+    return with_accelerator(Accelerator(config=config_of(row), cpu=True), model)
+
+
+def train(row: str, name: str, steps: int, blocks: int, folder: Path) -> None:
+    """Train on this rank, and print the times and bytes of each block as JSON."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    size = MODELS[name]
+    step = made(row, Gpt(size))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def timed() -> float:
+        tokens = torch.randint(size.vocab, (size.batch, size.seq + 1), generator=generator)
+        start = time.perf_counter()
+        step(tokens)
+        return 1000 * (time.perf_counter() - start)
+
+    for _ in range(ROUND + BETWEEN if is_local(row) else WARM_UP):
+        timed()
+    count = ROUND if is_local(row) else 1 + steps
+    found = [block_of(index, count, timed, folder) for index in range(blocks)]
+    for action in AT_END:
+        action()
+    print(json.dumps({"blocks": found, "encoding_s": encoding_s(row, size)}), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def block_of(index: int, steps: int, timed: Callable[[], float], folder: Path) -> dict:
+    """Run one block, once the limit for it is set."""
+    if dist.get_rank() == 0:
+        (folder / f"ask{index}").touch()
+    while not (folder / f"go{index}").exists():
+        time.sleep(0.01)
+    dist.barrier()
+    time.sleep(SETTLE_S)
+    link, busy = link_bytes(), processor_s()
+    times = [timed() for _ in range(steps)]
+    busy = processor_s() - busy
+    dist.barrier()
+    time.sleep(SETTLE_S)
+    return {"ms": times, "processor_s": busy, "link": link_bytes() - link}
+
+
+def link_bytes() -> int:
+    """Return the bytes that this host has sent over its link, as the kernel counts them."""
+    for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "eth0":
+            return int(counters.split()[8])
+    raise RuntimeError("no link eth0 in /proc/net/dev")
+
+
+def processor_s() -> float:
+    """Return the processor seconds of all threads of this rank, in the kernel, too."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def encoding_s(row: str, size: SimpleNamespace) -> float:
+    """Return the processor seconds in which a row's methods encode and decode a whole model."""
+    names = [] if is_peer(row) else [each for each in row.split("/")[1:] if each != EXACT]
+    with torch.device("meta"):
+        shapes = [p.shape for p in Gpt(size).parameters() if p.ndim > 1]
+    total = 0.0
+    for name in names:
+        kind = compressors().load(name)
+        method = kind(kind.Config())
+        for shape in shapes:
+            matrix = torch.randn(shape)
+            before = processor_s()
+            method.rehearse(matrix)
+            total += processor_s() - before
+    return total
