@@ -3,8 +3,9 @@
     drivetrain hardware measure mine.yaml --cpu --nproc-per-node 2
     drivetrain launch --cpu --nproc-per-node 2 benchmarks/plan_held.py --hardware mine.yaml
 
-Each layout trains the same batches. The median of the quicker half of its steps, over the slowest
-rank, is compared with the prediction for the described hardware: as the description is measured.
+Each layout trains the same batches, in three rounds over all layouts of a model. The median of its
+steps, each as long as that of the slowest rank, is compared with the prediction for the described
+hardware; the description is made of medians, too.
 The peak of memory is the most bytes that the rank with most has allocated since before the model
 was made, looked at behind every operator of a later step.
 The last lines are the median and the worst errors, and by how much the layout with the best
@@ -38,14 +39,13 @@ from drivetrain.communication import gather_object
 from drivetrain.errors import DrivetrainError
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.hardware.description import Hardware
-from drivetrain.measuring.clock import timing_of
 from drivetrain.model.first_batch import Candidate
 from drivetrain.paper.seen import SeenModel, seen_model
 from drivetrain.planner.layout import plain, read_layout
 from drivetrain.planner.predict import Prediction, Predictor, Task
 
 ROOT = Path(__file__).parents[1]
-WARM_UPS, STEPS = 3, 15
+WARM_UPS, STEPS, ROUNDS = 3, 10, 3
 MILLI, MIB = 1e3, 2**20
 
 
@@ -76,6 +76,9 @@ class Words(nn.Module):
         self.table = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Layer(width, 4) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
+        # Logits of a usual size: with those of the default table, gradients become denormal
+        # numbers, with which a processor computes many times slower.
+        nn.init.normal_(self.table.weight, std=width**-0.5)
         self.head.weight = self.table.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -105,12 +108,13 @@ def pixels() -> nn.Module:
 
 @dataclass(frozen=True)
 class Subject:
-    """One of the three models, with inputs for a rank's batch and its number of classes."""
+    """One of the three models: its inputs for a rank's batch, its classes, rows and targets."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[int], Tensor]
     classes: int
     rows: int
+    targets: int
     layouts: tuple[str, ...]
 
 
@@ -122,10 +126,11 @@ SUBJECTS = {
         lambda rows: torch.randint(2048, (rows, 64)),
         2048,
         8,
+        8 * 64,
         (*PLAIN, "tp=2", "pp=2,schedule=gpipe"),
     ),
-    "wide": Subject(wide, lambda rows: torch.randn(rows, 1024), 16, 64, PLAIN),
-    "pixels": Subject(pixels, lambda rows: torch.randn(rows, 3, 32, 32), 16, 16, PLAIN),
+    "wide": Subject(wide, lambda rows: torch.randn(rows, 1024), 16, 64, 64, PLAIN),
+    "pixels": Subject(pixels, lambda rows: torch.randn(rows, 3, 32, 32), 16, 16, 16, PLAIN),
 }
 
 
@@ -143,8 +148,8 @@ def predicted(
 
 def measured(
     accelerator: Accelerator, subject: Subject, section: dict[str, Any], steps: int = STEPS
-) -> tuple[float, float]:
-    """Return the seconds of a step on the slowest rank of each, and the peak of memory in bytes."""
+) -> tuple[list[float], float]:
+    """Return the seconds of steps, each of the slowest rank, and the peak of memory in bytes."""
     torch.manual_seed(0)
     gc.collect()
     before = allocated()
@@ -155,10 +160,10 @@ def measured(
 
     def take_step() -> float:
         x = subject.inputs(subject.rows)
+        target = torch.randint(subject.classes, (subject.targets,))
         accelerator.wait_for_everyone()
         start = time.perf_counter()
         logits = model(x)
-        target = torch.zeros(logits.numel() // subject.classes, dtype=torch.long)
         accelerator.backward(nn.functional.cross_entropy(logits.flatten(0, -2), target))
         optimizer.step()
         optimizer.zero_grad()
@@ -170,7 +175,7 @@ def measured(
         take_step()
     peak = max(gather_object([memory.peak - before]))
     accelerator.free_memory()
-    return timing_of(seconds).seconds, peak
+    return seconds, peak
 
 
 Compared: TypeAlias = tuple[str, str, float, float, float, float]
@@ -182,18 +187,25 @@ def compared(hardware: Hardware, accelerator: Accelerator) -> Iterator[Compared]
     for name, subject in SUBJECTS.items():
         inputs = subject.inputs(2)
         paper = seen_model(subject.make(), [Candidate("example", (inputs,), {})])
+        plans: dict[str, Prediction] = {}
         for text in subject.layouts:
             try:
-                plan = predicted(paper, subject, text, hardware, accelerator)
-                section = plain_section(plan)
-                measured(accelerator, subject, section, steps=1)  # some memory stays for ever
-                seconds, peak = measured(accelerator, subject, section)
+                plans[text] = predicted(paper, subject, text, hardware, accelerator)
+                # Some memory of the first steps stays for ever.
+                measured(accelerator, subject, plain_section(plans[text]), steps=1)
             except DrivetrainError as error:
+                plans.pop(text, None)
                 problem = str(error).splitlines()[0][:90]
                 accelerator.print(f"{name:8} {text:28} cannot run: {problem}")
                 accelerator.free_memory()
-                continue
-            yield name, text, plan.step_seconds, seconds, plan.peak_bytes, peak
+        seconds: dict[str, list[float]] = {text: [] for text in plans}
+        peaks: dict[str, float] = {}
+        for text in ROUNDS * list(plans):
+            found, peaks[text] = measured(accelerator, subject, plain_section(plans[text]))
+            seconds[text] += found
+        for text, plan in plans.items():
+            median = statistics.median(seconds[text])
+            yield name, text, plan.step_seconds, median, plan.peak_bytes, peaks[text]
 
 
 def plain_section(plan: Prediction) -> dict[str, Any]:

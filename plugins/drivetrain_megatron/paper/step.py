@@ -65,7 +65,7 @@ def divided(unit: PaperUnit, ranks: int, by_tokens: bool) -> PaperUnit:
         parameters=tuple(
             (-(-count // ranks) if cut else count, cut) for count, cut in unit.parameters
         ),
-        longest=-(-unit.longest // ranks),
+        sizes=tuple(-(-size // ranks) for size in unit.sizes),
         borrowed=-(-unit.borrowed // ranks),
         enters=unit.enters / (ranks if by_tokens else 1),
     )
@@ -144,6 +144,7 @@ class PipelineStep:
         message: the activation between two stages on one host.
         far: the same between two hosts.
         together: ranks of the pipeline on one host.
+        tied: bytes of values, and of gradients, of the last stage's copies of parameters.
     """
 
     steps: Sequence[PaperStep]
@@ -151,6 +152,7 @@ class PipelineStep:
     message: Collective
     far: Collective
     together: int
+    tied: tuple[float, float] = (0.0, 0.0)
 
     def merged(self) -> PaperStep:
         """Return one step of all ranks of the pipeline."""
@@ -167,11 +169,29 @@ class PipelineStep:
             for actions in waiting:
                 while actions and self._ready(actions[-1]):
                     self._act(actions.pop())
+        summed = self._between_ties("gradients", len(self.steps) - 1)
         for stage in range(len(self.steps)):
-            self._emit(stage, self.groups[stage]["", 0][1])
+            before = [] if stage else summed
+            self._emit(stage, self.groups[stage]["", 0][1], before)
+        self._between_ties("values", 0)
         held = self._summed([step.held[0] for step in self.steps])
         stored = self._summed([kept for step in self.steps for kept in step.stored])
         return PaperStep(self.tasks, held, self.steps[0].axes, stored)
+
+    def _between_ties(self, sent: str, source: int) -> list[int]:
+        """Send gradients of copies to the first stage, or new values to the last one."""
+        nbytes = self.tied[sent == "gradients"]
+        here = source % len(self.schedule.ranks)
+        if not nbytes or len(self.schedule.ranks) == 1:
+            return []
+        last = max(
+            index
+            for index, task in enumerate(self.tasks)
+            if task.stage == here and task.lane == COMPUTE
+        )
+        message = (Collective("pp", "send", nbytes),)
+        self.tasks.append(PaperTask(f"send {sent} of ties", message, "pp", (last,), here))
+        return [len(self.tasks) - 1]
 
     def _summed(self, of_stages: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
         """Return the bytes of the ranks, each of which has one stage or several."""
@@ -279,17 +299,18 @@ def cell_step(config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun)
     parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
     stages = cut_into_stages(parts, config.pp * config.chunks)
     steps = [kind.step(options, stage, run) for stage in stages]
+    tied = (0.0, 0.0)
     if len(stages) > 1:  # the last stage has copies of parameters that are tied to the first one's
-        each = run.bytes.parameter + run.bytes.gradient
-        copies = sum(unit.borrowed for unit in stages[-1]) * each
-        steps[-1].held = [{**steps[-1].held[0], "tied copies": copies}]
+        copies = sum(unit.borrowed for unit in stages[-1])
+        tied = copies * run.bytes.parameter, copies * run.bytes.gradient
+        steps[-1].held = [{**steps[-1].held[0], "tied copies": sum(tied)}]
     if config.pp > 1 and config.schedule == "gpipe":
         _keep_for_loss(steps[-1], stages[-1][-1])
     activation = max(unit.enters for unit in parts)
     near, far = (
         Collective("pp", "send", nbytes) for nbytes in (activation, run.between_hosts(activation))
     )
-    return PipelineStep(steps, schedule, near, far, run.together("pp")).merged()
+    return PipelineStep(steps, schedule, near, far, run.together("pp"), tied).merged()
 
 
 def _keep_for_loss(step: PaperStep, head: PaperUnit) -> None:

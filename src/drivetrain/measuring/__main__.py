@@ -25,15 +25,20 @@ from drivetrain.measuring.kernels import kernel_timings, measure_kernels
 from drivetrain.measuring.links import (
     DISK,
     RINGS,
+    SLOW_BYTES_PER_S,
+    BesideFigures,
     RingFigures,
     host_pairs,
     levels_of,
+    measure_beside,
     measure_disk,
     measure_pairs,
     measure_ring,
-    measure_slowdown,
     measured_pairs,
 )
+
+ROUNDS = 5
+"""Rounds of measurements of a device; the figures are those of all rounds together."""
 
 
 class _Measured(NamedTuple):
@@ -50,22 +55,25 @@ def main() -> None:
     started = time.perf_counter()
     world = accelerator.world
     kind = "cpu" if world.device.type == "cpu" else "device"
-    total = 3 * len(SIDES[kind]) + len(BYTES[kind]) + 2 + kernel_timings() + len(DISK)
-    total += 2 * sum(world.rank in pair for pair in measured_pairs(world)) + 6 * len(RINGS) + 6
+    total = ROUNDS * (3 * len(SIDES[kind]) + len(BYTES[kind]) + 2 + kernel_timings()) + len(DISK)
+    total += 2 * sum(world.rank in pair for pair in measured_pairs(world))
+    total += ROUNDS * (6 * len(RINGS) + 7)
     bar: Bar[None] = Bar(total=total, desc="measuring", disable=world.rank > 0)
     clock = Clock(world.device, advance=lambda: bar.update(1))
-    figures = measure_device(clock, world.local_size)
-    figures = replace(figures, kernels=measure_kernels(clock, _plain(figures)))
+    for _ in range(ROUNDS):
+        figures = measure_device(clock, world.local_size)
+        figures = replace(figures, kernels=measure_kernels(clock, _plain(figures)))
     disk = measure_disk(clock, str(target.resolve().parent) if world.rank == 0 else None)
     pairs: dict[tuple[int, int], tuple[float, float]] = {}
     rings: list[RingFigures | None] = [None, None]
-    slowdown = 0.0
+    beside = BesideFigures()
     if world.size > 1:
         pairs = dict(measure_pairs(clock, world))
         slowest = min(rate for _, rate in pairs.values())
-        rings = list(_rings(accelerator, clock, slowest))
         ranks = connect(accelerator.mesh["dp"], accelerator.traffic, world.device, world.timeout)
-        slowdown = measure_slowdown(clock, ranks, slowest)
+        for _ in range(ROUNDS if slowest > SLOW_BYTES_PER_S else 1):
+            rings = list(_rings(accelerator, clock, slowest))
+            beside = measure_beside(clock, ranks, slowest)
         ranks.close()
     bar.close()
     every = gather_facts(_Measured(figures, clock.loud), _Measured, doing="the figures of ranks")
@@ -77,7 +85,7 @@ def main() -> None:
             f"{world.local_size} rank(s) each, all at the same time, with torch {torch.__version__}"
         )
         values = described(
-            target.stem, source, slowest_rank, rings=rings, disk=disk, slowdown=slowdown,
+            target.stem, source, slowest_rank, rings=rings, disk=disk, beside=beside,
             per_host=world.local_size,
         )  # fmt: skip
         _add_pairs(values, pairs, world.hosts, source)
@@ -105,8 +113,8 @@ def _plain(figures: DeviceFigures) -> Hardware:
     """Return a description with this device alone, which prices plain products and passes."""
     disk = (1e9, [(1.0, 1.0)])
     values = described(
-        "this device", "this measurement", figures, rings=[None, None], disk=disk, slowdown=0.0,
-        per_host=1,
+        "this device", "this measurement", figures, rings=[None, None], disk=disk,
+        beside=BesideFigures(), per_host=1,
     )  # fmt: skip
     return Hardware.model_validate(values)
 

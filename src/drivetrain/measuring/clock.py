@@ -1,7 +1,12 @@
-"""Repeated timings: the time that they show, and how far they scatter."""
+"""Repeated timings: the time that they show, and how far they scatter.
+
+A machine is slower in some seconds than in others, so the same work is best timed in several
+rounds: a clock keeps the timings of earlier rounds by name, and shows what all of them say.
+"""
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +16,9 @@ REPEATS = 7
 """Timings of one piece of work."""
 
 WARM_UPS = 2
+CACHES = 32 * 2**20
+"""Bytes that are written between some timings: more than the caches of one processor core hold."""
+
 LOUD = 0.2
 """Scatter from which a measurement is said to be doubtful."""
 
@@ -20,7 +28,7 @@ class Timing:
     """Seconds of one piece of work.
 
     Attributes:
-        seconds: the median of the quicker half of all timings.
+        seconds: the median of all timings.
         scatter: half of the range of the middle timings, over that median.
     """
 
@@ -36,11 +44,13 @@ class Clock:
         device: whose queue must be empty before the clock is read.
         advance: called after each piece of work, for a bar.
         loud: scatter by name, where it is above ``LOUD``.
+        samples: seconds of all timings so far, by name.
     """
 
     device: torch.device
     advance: Callable[[], object] = lambda: None
     loud: dict[str, float] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def time(
         self,
@@ -50,15 +60,15 @@ class Clock:
         times: int = 1,
         before: Callable[[], object] = lambda: None,
     ) -> Timing:
-        """Return the seconds of one piece of work.
+        """Return the seconds of one piece of work, over its earlier timings, too.
 
         Args:
-            name: for the report of scatter.
+            name: of the work, in all rounds and in the report of scatter.
             work: is called again and again.
             times: calls within one timing, for work too short for the clock.
             before: prepares each timing, and is not timed.
         """
-        samples = []
+        samples = self.samples[name]
         for index in range(WARM_UPS + REPEATS):
             before()
             self._finish()
@@ -69,6 +79,7 @@ class Clock:
             if index >= WARM_UPS:
                 samples.append((time.perf_counter() - start) / times)
         timing = timing_of(samples)
+        self.loud.pop(name, None)
         if timing.scatter > LOUD:
             self.loud[name] = timing.scatter
         self.advance()
@@ -80,11 +91,11 @@ class Clock:
 
 
 def timing_of(samples: list[float]) -> Timing:
-    """Return the median of the quicker half, and the scatter of all but the two extremes.
+    """Return the median, and the scatter of all but the two extremes.
 
-    Other work on a machine only adds time, so the slower half says more about this other work.
+    The quickest timings would say too little: a step is a sum of many kernels, some of them slow.
     """
     ordered = sorted(samples)
     middle = ordered[1:-1] or samples
-    median = statistics.median(ordered[: (len(ordered) + 1) // 2])
+    median = statistics.median(ordered)
     return Timing(median, (middle[-1] - middle[0]) / 2 / median if median else 0.0)

@@ -7,7 +7,7 @@ import yaml
 
 from drivetrain.hardware.description import UNMEASURED, Hardware
 from drivetrain.measuring.device import DeviceFigures
-from drivetrain.measuring.links import RingFigures
+from drivetrain.measuring.links import BesideFigures, RingFigures
 
 TILES = {True: 64, False: 16}
 """Rows and columns of a tile of products: of devices, and of processors."""
@@ -23,7 +23,7 @@ def described(
     *,
     rings: Sequence[RingFigures | None],
     disk: tuple[float, Sequence[tuple[float, float]]],
-    slowdown: float,
+    beside: BesideFigures,
     per_host: int,
 ) -> dict[str, Any]:
     """Return the values of a description; links that were not measured say so.
@@ -34,7 +34,7 @@ def described(
         device: of the slowest rank.
         rings: of the ranks of one host, and of one rank per host; None for a line of one rank.
         disk: bytes per second, and shares by size.
-        slowdown: seconds of compute lost per second beside a collective.
+        beside: of a collective beside training.
         per_host: ranks of a host.
     """
     inside, between = rings
@@ -46,8 +46,8 @@ def described(
         "links": {
             "source": source,
             "reached": 1.0,
-            "in_training": 1.0,
-            "slowdown": _short(slowdown) if slowdown else 0,
+            "in_training": _short(beside.in_training),
+            "slowdown": _short(beside.slowdown) if beside.slowdown else 0,
             "inside": _link(inside, between, source),
             "between": _link(between, inside, source),
             "disk": {
@@ -112,12 +112,12 @@ def _link(ring: RingFigures | None, other: RingFigures | None, source: str) -> d
     if ring is None:
         told = f"{UNMEASURED}: no two ranks met over this link; the numbers are placeholders"
         told += " of the other level" if other is not None else ""
-        ring = other or RingFigures(1, 1000.0, LEAST, [(1.0, 1.0)])
+        ring = other or RingFigures(1, 1000.0, 1000.0, LEAST, [(1.0, 1.0)])
     rate = ring.gigabytes_per_second
     return {
         "source": told,
-        "latency_us": LEAST,  # all of it in the steps of a ring
-        "hop_us": _short(ring.latency_us),
+        "latency_us": _short(ring.latency_us),
+        "hop_us": _short(ring.hop_us),
         "gigabytes_per_second": _short(rate),
         "shares": _curve(ring.shares),
         "operations": {name: _short(times) for name, times in ring.operations.items()},

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import MICRO, HardwarePrices
-from drivetrain.measuring.clock import Clock
+from drivetrain.measuring.clock import CACHES, Clock
 from drivetrain.model.first_batch import Candidate
 from drivetrain.paper.operations import LOSS
 from drivetrain.paper.run import BYTES
@@ -158,7 +158,10 @@ def _planned(prices: HardwarePrices, case: _Case, kind: str) -> tuple[float, int
 
 
 def _timed(clock: Clock, kind: str, case: _Case) -> tuple[float, float]:
-    """Return the seconds of a forward and of a backward; no two calls share a tensor."""
+    """Return the seconds of a forward and of a backward; no two calls share a tensor.
+
+    As in training, the input of a call was just written, and all else left the caches long ago.
+    """
     word, make, shape = case
     calls = TINY_CALLS if word == "small" else CALLS
     modules = [make().to(clock.device) for _ in range(calls)]
@@ -166,16 +169,25 @@ def _timed(clock: Clock, kind: str, case: _Case) -> tuple[float, float]:
     sources = [*inputs, *(each for module in modules for each in module.parameters())]
     kept: list[Tensor] = []
     gradients: list[Tensor] = []
+    other = torch.zeros(CACHES // 4, device=clock.device)
 
     def forward() -> None:
         kept.extend(module(x) for module, x in zip(modules, inputs, strict=True))
 
+    @torch.no_grad()
+    def cold() -> None:
+        kept.clear()
+        other.add_(1)
+        for x in inputs:
+            x.mul_(1)
+
     def filled() -> None:
         kept.clear()
         forward()
+        other.add_(1)
         gradients[:] = map(torch.ones_like, kept)
 
-    there = clock.time(f"{word} {kind}", forward, before=kept.clear)
+    there = clock.time(f"{word} {kind}", forward, before=cold)
     back = clock.time(
         f"{word} {kind} backward",
         lambda: torch.autograd.grad(kept, sources, gradients),

@@ -7,17 +7,18 @@ than a factor of two, the quick pairs belong together.
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from drivetrain.collectives.communicator import Communicator
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.measuring.clock import Clock
+from drivetrain.measuring.clock import CACHES, Clock
 from drivetrain.runtime.world import World
 
 MICRO = 1e-6
@@ -30,8 +31,11 @@ RINGS = (2**17, 2**20, 2**23, 2**25)
 SLOW_BYTES_PER_S = 50e6
 """Rate of pairs below which the longest rings are left out, to end in time."""
 
-MOST_PRODUCTS = 500
-"""Products beside a ring: a slow link is not waited for longer than these take."""
+LAYERS = 4
+"""Linear layers that are trained beside a ring."""
+
+MOST_STEPS = 100
+"""Trainings beside a ring: a slow link is not waited for longer than these take."""
 
 MOST_PAIRS = 66
 """Pairs that are measured: all of 12 ranks; of more, those with one rank per host and rank 0's."""
@@ -48,7 +52,8 @@ class RingFigures:
 
     Attributes:
         ranks: of the line.
-        latency_us: of the smallest all-reduce, per step of the ring.
+        latency_us: of a message, however few steps its ring has.
+        hop_us: of each step of a ring.
         gigabytes_per_second: the best rate of a rank.
         shares: (bytes of a rank, share of that rate).
         operations: how many times as long others take as half of an all-reduce.
@@ -56,9 +61,23 @@ class RingFigures:
 
     ranks: int
     latency_us: float
+    hop_us: float
     gigabytes_per_second: float
     shares: list[tuple[float, float]]
     operations: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BesideFigures:
+    """A collective beside training.
+
+    Attributes:
+        slowdown: seconds of compute lost per second beside it, at most 1.
+        in_training: how many times its own time it costs, at least 1.
+    """
+
+    slowdown: float = 0.0
+    in_training: float = 1.0
 
 
 class _PairFigures(NamedTuple):
@@ -128,23 +147,36 @@ def measure_ring(clock: Clock, ranks: Communicator, slowest: float) -> RingFigur
     points: list[tuple[float, float]] = []
     halves: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
     tiny = torch.zeros(ranks.size, device=clock.device)
-    alone = clock.time("the smallest ring", lambda: ranks.all_reduce(tiny).wait()).seconds
+    other = torch.zeros(CACHES // 4, device=clock.device)
+
+    def apart() -> None:
+        """Begin as in training: ranks computed a while, and threads of messages slept."""
+        ranks.all_reduce(tiny).wait()
+        other.add_(1)
+
+    def timed(name: str, work: Callable[[], object]) -> float:
+        return clock.time(name, work, before=apart).seconds
+
+    alone = timed("the smallest ring", lambda: ranks.all_reduce(tiny).wait())
+    half_alone = timed("the smallest all_gather", lambda: ranks.all_gather(tiny).wait())
+    hop = min(alone / steps, max(0.0, 2 * (alone - half_alone) / steps))
     for size in sizes:
         tensor = torch.zeros(size // 4 * ranks.size, device=clock.device)
-        seconds = clock.time(
+        seconds = timed(
             f"rings of {size} bytes",
             lambda t=tensor: ranks.all_reduce(t).wait(),  # type: ignore[misc]
-        ).seconds
+        )
         # A noisy smallest ring must not make the others seem to take no time at all.
         points.append((float(size), steps * size / max(seconds - alone, seconds / 2)))
         for name, found in halves.items():
             run = getattr(ranks, name)
-            half = clock.time(f"{name} of {size} bytes", lambda t=tensor, f=run: f(t).wait())  # type: ignore[misc]
-            found.append(2 * half.seconds / seconds)
+            half = timed(f"{name} of {size} bytes", lambda t=tensor, f=run: f(t).wait())  # type: ignore[misc]
+            found.append(2 * half / seconds)
     best = max(rate for _, rate in points)
     return RingFigures(
         ranks.size,
-        alone / steps / MICRO,
+        (alone - hop * steps) / MICRO,
+        hop / MICRO,
         best / 1e9,
         [(size, rate / best) for size, rate in points],
         {name: statistics.median(found) for name, found in halves.items()},
@@ -159,8 +191,8 @@ def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def measure_slowdown(clock: Clock, ranks: Communicator, slowest: float) -> float:
-    """Return the seconds of compute lost per second beside an all-reduce. Collective.
+def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> BesideFigures:
+    """Return what an all-reduce costs beside the training of layers. Collective.
 
     Both take about as long, because a short one tells nothing beside the scatter of a long one.
 
@@ -169,31 +201,32 @@ def measure_slowdown(clock: Clock, ranks: Communicator, slowest: float) -> float
         ranks: of the line.
         slowest: bytes per second of the slowest pair in it.
     """
-    side = 512 if clock.device.type == "cpu" else 4096
-    left = torch.randn(side, side, device=clock.device)
+    side = 256 if clock.device.type == "cpu" else 4096
+    layers = nn.Sequential(*(nn.Linear(side, side, device=clock.device) for _ in range(LAYERS)))
+    x = torch.randn(side, side, device=clock.device)
     size = RINGS[-2] if slowest > SLOW_BYTES_PER_S else RINGS[0]
     tensor = torch.zeros(size // 4 * ranks.size, device=clock.device)
     message = clock.time("a ring alone", lambda: ranks.all_reduce(tensor).wait()).seconds
-    once = clock.time("a product alone", lambda: left @ left).seconds
-    mine = torch.tensor([min(MOST_PRODUCTS, max(1, round(message / once)))], device=clock.device)
+
+    def train(times: int) -> None:
+        for _ in range(times):
+            layers(x).sum().backward()
+
+    once = clock.time("a training alone", lambda: train(1)).seconds
+    mine = torch.tensor([min(MOST_STEPS, max(1, round(message / once)))], device=clock.device)
     ranks.all_reduce(mine, reduction="max").wait()
     count = int(mine)
-
-    def compute() -> None:
-        for _ in range(count):
-            left @ left
-
-    alone = clock.time("products alone", compute).seconds
+    alone = clock.time(f"{count} trainings alone", lambda: train(count)).seconds
 
     def beside() -> None:
         handle = ranks.all_reduce(tensor)
-        compute()
+        train(count)
         handle.wait()
 
-    together = clock.time("products beside a ring", beside).seconds
+    together = clock.time(f"{count} trainings beside a ring", beside).seconds
     hidden = min(alone, message)
-    lost = together - max(alone, message)
-    return min(1.0, max(0.0, lost / hidden)) if hidden else 0.0
+    lost = (together - max(alone, message)) / hidden if hidden else 0.0
+    return BesideFigures(min(1.0, max(0.0, lost)), max(1.0, (together - alone) / message))
 
 
 def measure_disk(

@@ -5,7 +5,7 @@ Volumes follow Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 from drivetrain.collectives.arrivals import arrivals_bytes
@@ -29,6 +29,7 @@ class Sharing:
         parameters: whether parameters are divided, and gathered unit by unit.
         keeps: whether gathered parameters stay whole from forward to backward.
         ahead: units that are gathered while another one computes.
+        whole_below: elements below which a parameter stays whole, though parameters are divided.
         group: how many neighbors divide the state; 0 for all ranks of the axis.
         fused: whether one kernel makes the optimizer's update in one pass.
         lent: buffers that whole gradients pass through on their way to their owners; 0: gradients
@@ -42,6 +43,7 @@ class Sharing:
     parameters: bool = False
     keeps: bool = False
     ahead: int = 1
+    whole_below: int = 0
     group: int = 0
     fused: bool = False
     lent: int = 0
@@ -114,7 +116,7 @@ class _Drawing:
 
     def _arriving(self) -> dict[int, int]:
         """Update stored state and gather updated parameters; forward waits for each unit."""
-        divided = self.sharing.optimizer and not self.sharing.parameters and self.group > 1
+        divides = self.sharing.optimizer and self.group > 1
         stored = self.sharing.stored
         found: dict[int, int] = {}
         for index, unit in enumerate(self.units):
@@ -126,8 +128,8 @@ class _Drawing:
                 tasks = stored.update(unit, elements, self.run.bytes, len(self.tasks))
                 ended = [self._add(task) for task in tasks]
                 before = [] if stored.delayed else ended[-1:]
-            if divided:
-                before = [self._add(self._gathering(unit, "", 0, before))]
+            if divides and (elements := self._whole_of(unit)):
+                before = [self._add(self._gathering(unit, elements, "", 0, before))]
             if before:
                 found[index] = before[0]
         return found
@@ -136,7 +138,7 @@ class _Drawing:
         for at, count, unit in self._runs(alone=bool(arriving) or self._gathers):
             after = [arriving[at]] if at in arriving else []
             if self._gathers:
-                after = [self._bring(unit, "forward", index, after)]
+                after = self._bring(unit, "forward", index, after)
             task = PaperTask(unit.name, unit.forward, after=tuple(after), phase="forward")
             task.micro_batch, task.repeat = index, count
             task.takes, task.during = count * unit.kept, self._whole(at, 1)
@@ -146,9 +148,7 @@ class _Drawing:
         last = index == self.run.micro_batches - 1
         reduces = self.ranks > 1 and (self.sharing.gradients or last)
         for at, count, unit in reversed(list(self._runs(alone=reduces or self._gathers))):
-            after = []
-            if self._gathers and not self.sharing.keeps:
-                after.append(self._bring(unit, "backward", index))
+            after = self._bring(unit, "backward", index) if at in self._gathered_again else []
             nbytes = self.run.bytes.gradient if reduces else 0
             task = PaperTask(unit.name, _backward(unit, nbytes), after=tuple(after))
             task.phase, task.micro_batch, task.repeat = "backward", index, count
@@ -191,7 +191,7 @@ class _Drawing:
         parts = self._parts
         elements = self._elements / parts * (1 - self.sharing.stored.part)
         kind = "fused update" if self.sharing.fused else "update"
-        tensors = -(-sum(unit.tensors for unit in self.units) // parts)
+        tensors = -(-sum(len(unit.sizes) for unit in self.units) // parts)
         update = MemoryPass(elements * self.run.bytes.update, 0, kind=kind, starts=tensors)
         # The norm of the gradients is a sum over all of them.
         task = PaperTask("update", (update,), after=tuple(reduced[-len(self.units) :]))
@@ -229,20 +229,48 @@ class _Drawing:
         """Ranks that share the optimizer's state."""
         return self.group if self.sharing.optimizer else 1
 
-    def _bring(self, unit: PaperUnit, phase: str, index: int, values: Sequence[int] = ()) -> int:
+    @cached_property
+    def _gathered_again(self) -> frozenset[int]:
+        """The units that are freed behind forward, and that backward reads.
+
+        The last units of forward stay, since backward begins with them. What lies outside of the
+        blocks stays from its first use to the end of backward.
+        """
+        if not self._gathers or self.sharing.keeps:
+            return frozenset()
+        freed = [
+            index
+            for index, unit in enumerate(self.units)
+            if unit.repeated and unit.elements > self._whole_of(unit)
+        ]
+        again = freed[: -1 - self.sharing.ahead]
+        return frozenset(index for index in again if self.units[index].read_in_backward)
+
+    def _whole_of(self, unit: PaperUnit) -> int:
+        """Return the elements of a unit that every rank has whole between steps."""
+        if not self.sharing.parameters:
+            return unit.elements
+        return sum(size for size in unit.sizes if size < self.sharing.whole_below)
+
+    def _bring(
+        self, unit: PaperUnit, phase: str, index: int, values: Sequence[int] = ()
+    ) -> list[int]:
         """Gather a unit beside the unit before it, not earlier: its memory is limited."""
+        elements = unit.elements - self._whole_of(unit)
+        if not elements:
+            return list(values)
         before = [*self.computed[-2:-1], *values]
-        nbytes = unit.elements * self.run.bytes.parameter / self.group
+        nbytes = elements * self.run.bytes.parameter / self.group
         for task in self.sharing.stored.fetch(unit, nbytes, len(self.tasks)):
             task.after = (*task.after, *before)
             task.phase, task.micro_batch = phase, index
             before = [self._add(task)]
-        return self._add(self._gathering(unit, phase, index, before))
+        return [self._add(self._gathering(unit, elements, phase, index, before))]
 
     def _gathering(
-        self, unit: PaperUnit, phase: str, index: int, after: Sequence[int]
+        self, unit: PaperUnit, elements: int, phase: str, index: int, after: Sequence[int]
     ) -> PaperTask:
-        message = Collective(self.near, "all_gather", unit.elements * self.run.bytes.parameter)
+        message = Collective(self.near, "all_gather", elements * self.run.bytes.parameter)
         task = PaperTask(f"gather {unit.name}", (message,), self.near, tuple(after), phase=phase)
         task.micro_batch = index
         return task
@@ -280,8 +308,9 @@ class _Drawing:
     def _held(self) -> dict[str, float]:
         each, elements = self.run.bytes, self._elements
         sharing, group = self.sharing, self.group
+        whole = sum(map(self._whole_of, self.units))
         return {
-            "parameters": elements * each.parameter / (group if sharing.parameters else 1),
+            "parameters": (whole + (elements - whole) / group) * each.parameter,
             "gradients": elements * each.gradient / (group if sharing.gradients else 1),
             "optimizer": elements * each.optimizer / self._parts,
         }

@@ -13,6 +13,7 @@ from math import prod
 
 from drivetrain.model.look import Look, ModelOperation
 from drivetrain.paper.work import (
+    LINEAR,
     Boundary,
     Direction,
     MatrixProduct,
@@ -179,7 +180,7 @@ class UnitWork:
         shape = self._shape(operation.outputs[0])
         weights = any(self.base(number) in self._weights for number in operation.inputs)
         copies, rows, columns = 1, prod(shape[:-1]), shape[-1] if shape else 1
-        kind = "linear" if weights else ""
+        kind = LINEAR if weights else ""
         if operation.name.startswith("conv"):
             kind = CONVOLUTION
             columns, rows = shape[1], prod(shape) // shape[1]

@@ -130,8 +130,8 @@ class SeenModel:
             yield PaperUnit(
                 name, work.forward(fused=fused), work.saved(kept, fused=fused),
                 _counts(look, parameters), enters=enters, repeated=repeated,
-                heads=self.heads if repeated else 0, tensors=len(parameters),
-                longest=max((prod(look.tensors[n].facts.shape) for n in parameters), default=0),
+                heads=self.heads if repeated else 0,
+                sizes=tuple(prod(look.tensors[n].facts.shape) for n in parameters),
                 borrowed=sum(count for count, _ in _counts(look, tied)),
             )  # fmt: skip
 

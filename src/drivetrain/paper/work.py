@@ -178,6 +178,9 @@ class Saved:
     gradients: int = 2
 
 
+LINEAR = "linear"
+"""The kind of the products of linear layers."""
+
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 
 
@@ -195,8 +198,7 @@ class PaperUnit:
         repeated: whether it is one of the repeated blocks, which recomputation is about.
         recompute: what is computed again in backward.
         heads: of attention; ranks that share the unit must divide them.
-        tensors: number of parameters, which some optimizers step one by one; 0: not known.
-        longest: elements of the largest parameter; 0: not known.
+        sizes: elements of each parameter; empty: not known.
         borrowed: elements of tied parameters that it reads, and that belong to an earlier unit.
         back: the operations of backward, where they do not follow from those of forward.
     """
@@ -209,8 +211,7 @@ class PaperUnit:
     repeated: bool = True
     recompute: Recompute = "none"
     heads: int = 0
-    tensors: int = 0
-    longest: int = 0
+    sizes: tuple[int, ...] = ()
     borrowed: int = 0
     back: tuple[Operation, ...] | None = None
 
@@ -218,6 +219,22 @@ class PaperUnit:
     def elements(self) -> int:
         """Parameters that one rank holds."""
         return sum(count for count, _ in self.parameters)
+
+    @property
+    def longest(self) -> int:
+        """Elements of the largest parameter; 0: not known."""
+        return max(self.sizes, default=0)
+
+    @cached_property
+    def read_in_backward(self) -> bool:
+        """Whether backward reads parameters: a linear layer whose input needs no gradient does not.
+
+        A convolution's backward asks for its weight all the same.
+        """
+        products = [
+            each for each in self.forward if isinstance(each, MatrixProduct) and each.weights
+        ]
+        return not products or any(each.passes_back or each.kind != LINEAR for each in products)
 
     @property
     def again(self) -> tuple[Operation, ...]:

@@ -38,13 +38,16 @@ class OffloadInPlans(OnPaper):
         return ({}, {OFFLOAD: "cpu"}, {OFFLOAD: DISK})
 
 
-def sharing_of(options: UnitsOptions, *, group: int = 0, bucket: int = 0) -> Sharing:
+def sharing_of(
+    options: UnitsOptions, *, group: int = 0, bucket: int = 0, whole_below: int = 0
+) -> Sharing:
     """Return how ranks share the state of a model under these options.
 
     Args:
         options: of a strategy over units.
         group: see ``Sharing``.
         bucket: see ``Sharing``.
+        whole_below: see ``Sharing``.
 
     Raises:
         ConfigError: as ``stored_in`` does.
@@ -55,6 +58,7 @@ def sharing_of(options: UnitsOptions, *, group: int = 0, bucket: int = 0) -> Sha
         parameters=options.divides_parameters,
         keeps=options.until != "forward",
         ahead=options.ahead,
+        whole_below=whole_below,
         group=group,
         fused=options.fused,
         lent=options.lent_buffers,

@@ -16,18 +16,18 @@ from drivetrain.measuring import links
 from drivetrain.measuring.clock import Clock, timing_of
 from drivetrain.measuring.description import described, file_text
 from drivetrain.measuring.device import DeviceFigures
-from drivetrain.measuring.links import RingFigures, levels_of
+from drivetrain.measuring.links import BesideFigures, RingFigures, levels_of
 
 DEVICE = DeviceFigures(
     {"no": 0.05}, [(64, 0.5), (128, 1.0)], 8.0, 12.0, [(1e5, 0.4), (1e8, 1.0)], 4.0, 9.0
 )
-RING = RingFigures(2, 40.0, 1.5, [(1e5, 0.3), (1e7, 1.0)])
+RING = RingFigures(2, 20.0, 40.0, 1.5, [(1e5, 0.3), (1e7, 1.0)])
 
 
 def text(rings):
     values = described(
         "mine", "the test", DEVICE, rings=rings, disk=(1e9, [(1e5, 0.5), (1e7, 1.0)]),
-        slowdown=0.2, per_host=2,
+        beside=BesideFigures(0.2, 1.5), per_host=2,
     )  # fmt: skip
     return file_text(values, ["a note"])
 
@@ -58,6 +58,15 @@ def test_levels_follow_from_the_matrix():
     assert levels_of({(0, 1): 1.0}, 2) == [[(0, 1)]]
 
 
+def test_rounds_are_pooled_by_name():
+    """Three slow rounds of seven say more than the one quick round at their end."""
+    clock = Clock(torch.device("cpu"))
+    for milliseconds in (4, 4, 4, 1):
+        seconds = clock.time("work", lambda ms=milliseconds: time.sleep(ms / 1e3)).seconds
+    assert seconds > 3.9e-3
+    assert timing_of([3.0, 1.0, 2.0]).seconds == 2.0
+
+
 def test_scatter_is_noted_by_name():
     times = itertools.chain([0.0] * 2, itertools.cycle([0.001, 0.004]))
     clock = Clock(torch.device("cpu"))
@@ -81,7 +90,7 @@ def test_pairs_and_rings_of_two_ranks():
     shares = [share for _, share in ring.shares]
     assert max(shares) == 1.0
     assert ring.gigabytes_per_second > 0
-    assert 0 <= links.measure_slowdown(clock, ranks, pairs[0, 1][1]) <= 1
+    assert 0 <= links.measure_beside(clock, ranks, pairs[0, 1][1]).slowdown <= 1
     ranks.close()
     accelerator.end_training()
 

@@ -83,7 +83,7 @@ def test_a_pipeline_over_hosts_sends_rounded_activations_in_half_the_bytes():
     hardware = load_hardware("a100-80gb")
     between = hardware.links.between.model_copy(update={"gigabytes_per_second": 0.01})
     links = hardware.links.model_copy(update={"between": between})
-    shape = GptShape(layers=4, hidden=1024, heads=16, seq=128, vocab=512)
+    shape = GptShape(layers=4, hidden=1024, heads=16, seq=128, vocab=512, tied=False)
     task = Task(shape, 8, hardware.model_copy(update={"links": links}), 2, 2)
     predictor = Predictor(task)
 
@@ -102,6 +102,18 @@ def test_a_pipeline_over_hosts_sends_rounded_activations_in_half_the_bytes():
     assert predictor.bound(rounded.planned).seconds <= rounded.step_seconds * (1 + 1e-9)
     (_, whole), (_, half) = (predicted(name, "bf16") for name in ("exact", "bf16"))
     assert whole == half, "two bytes already"
+
+
+def test_a_pipeline_exchanges_values_and_gradients_of_tied_copies():
+    def sent(tied):
+        shape = GptShape(layers=4, hidden=1024, heads=16, seq=128, vocab=512, tied=tied)
+        predictor = Predictor(Task(shape, 8, load_hardware("a100-80gb"), 1, 2))
+        planned = read_layout("pp=2,data_parallel=ddp,precision=no")
+        step = predictor.step(planned, *predictor.divisions(planned))
+        return [each["pp", "send"] for each in step.sent()]
+
+    copy = 512 * 1024 * 4
+    assert [more - less for more, less in zip(sent(True), sent(False), strict=True)] == [copy, copy]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_tasks_that_wait_for_each_other_are_refused():
         ),
         (
             Sharing(optimizer=True, gradients=True, parameters=True),
-            {"reduce_scatter": 3 * 2, "all_gather": 3 * 2 * 2},
+            {"reduce_scatter": 3 * 2, "all_gather": 3 * 2},
             ("optimizer", "gradients", "parameters"),
         ),
     ],
@@ -83,6 +83,18 @@ def test_bytes_of_data_parallelism_are_those_of_the_paper(sharing, sent, divided
     for kind, each in (("parameters", 2), ("gradients", 2), ("optimizer", 16)):
         parts = 4 if kind in divided else 1
         assert step.held[0][kind] == pytest.approx(SHAPE.parameters * each / parts)
+
+
+def test_units_are_gathered_again_for_backward_but_for_the_last_ones():
+    """The last two blocks stay from forward to backward, and so do embedding and head."""
+    shape = GptShape(layers=6, hidden=64, heads=4, seq=16, vocab=128)
+    units = shape.units(2, "none", fused=False)
+    blocks = [unit for unit in units if unit.repeated]
+    run = PaperRun({"dp": 4}, micro_batches=3, precision="fp16")
+    sharing = Sharing(optimizer=True, gradients=True, parameters=True)
+    gathered = data_parallel_step(units, run, sharing).sent()[0]["dp", "all_gather"]
+    again = 4 * blocks[0].elements
+    assert gathered == pytest.approx(3 * 2 * (shape.parameters + again) * 3 / 4)
 
 
 def test_activations_of_a_layer_are_those_of_the_paper():

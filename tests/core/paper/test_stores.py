@@ -58,8 +58,8 @@ def test_parameters_come_from_their_store_before_every_gather():
     step = data_parallel_step(UNITS, RUN, sharing)
     share = SHAPE.parameters / 4
     assert step.held[0]["parameters"] == 0
-    # Three micro-batches, each with a forward and a backward; and the values of the update.
-    assert step.sent()[0]["bus", FROM_HOST] == pytest.approx(share * 2 * (3 * 2 + 1))
+    # Three forwards, whose units stay for backward, being only two; and the values of the update.
+    assert step.sent()[0]["bus", FROM_HOST] == pytest.approx(share * 2 * (3 + 1))
     gathers = [task for task in step.tasks if task.name.startswith("gather")]
     assert all(step.tasks[task.after[0]].name.startswith("fetch") for task in gathers)
 
