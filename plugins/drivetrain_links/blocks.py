@@ -136,7 +136,8 @@ class Blocks(Codec[BlockOptions]):
         scales, place = self._parts(message, values.numel())
         integers = self.read(place, values.numel())
         for numbers, units, rounded in self._in_rows(values, scales, integers):
-            torch.mul(rounded, units.unsqueeze(1), out=numbers)
+            # A product of two dtypes would be slower.
+            numbers.copy_(rounded).mul_(units.unsqueeze(1))
 
     @abstractmethod
     def integer_bytes(self, numel: int) -> int:

@@ -83,9 +83,8 @@ class TopK(Codec[TopKOptions]):
         books, place_bytes, bin_bytes = self._parts(message, values.numel())
         numbers = books.gather(1, _read_bins(bin_bytes).view(-1, self.config.keep))
         places = _read_places(place_bytes).view(-1, self.config.keep)
-        values.zero_()
         for chunks, found, taken in _in_pieces(values, places, numbers):
-            chunks.scatter_(1, found, taken)
+            chunks.zero_().scatter_(1, found, taken)
 
     def _largest(self, sizes: Tensor) -> Tensor:
         """Return the places of the largest numbers of each chunk.
