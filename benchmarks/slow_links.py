@@ -20,10 +20,12 @@ Each run adds a line to the file of ``--results``, and the table has the medians
 the same model, rate and number of ranks. So a long measurement can be made of many short calls.
 Columns: a step without and with the limit, in milliseconds; the median of the ratios of pairs; the
 ratio of steps with the limit to those of ``--against`` in the same call; megabytes per step that
-the kernel has counted on the link of a host, and their ratio to the least bytes of an exact step,
-(H-1)/H times the parameters for each reduce-scatter and each all-gather; processor seconds of a
-rank per step without a limit, of which the row ``STRATEGY/exact`` has how many; and the processor
-seconds of the methods alone, for all matrices of the model, as a part of the step of that row.
+the kernel has counted on the link of a host; their ratio to (H-1)/H times the parameters for each
+reduce-scatter and each all-gather of an exact step, which is below 1 where units stay from forward
+to backward and are gathered once; their ratio to what the ledger has counted on all ranks of the
+host, where each operation has the least bytes that are possible; processor seconds of a rank per
+step without a limit, of which the row ``STRATEGY/exact`` has how many; and the processor seconds of
+the methods alone, for all matrices of the model, as a part of the step of that row.
 """
 
 import argparse
@@ -178,6 +180,15 @@ def sent(line: dict) -> float:
     return max(sum(block["link"] for block in each) for each in blocks) / steps
 
 
+def counted(line: dict) -> float | None:
+    """Return the bytes per step by the ledgers of a host's ranks; None of a line without them."""
+    blocks = [rank["blocks"] for rank in line["ranks"]]
+    if not all(block.get("ledger") for each in blocks for block in each):
+        return None
+    steps = sum(len(block["ms"]) for block in blocks[0])
+    return sum(block["ledger"] for each in blocks for block in each) / steps / HOSTS
+
+
 def least(line: dict) -> float:
     """Return the bytes that a host must send in an exact step."""
     bytes_of_all = 4 * sum(p.numel() for p in Gpt(MODELS[line["model"]]).parameters())
@@ -191,6 +202,7 @@ def cells(row: str, lines: list[dict], known: dict[str, list[dict]], against: st
     beside = [limited(line) / limited(other) for line in lines for other in known.get(against, [])
               if slow and other["call"] == line["call"] and row != against]  # fmt: skip
     crossed = statistics.median(sent(line) for line in lines)
+    extra = [sent(line) / ledger for line in lines if (ledger := counted(line))]
     busy, base = processor_s(lines), known.get(f"{row.split('/', maxsplit=1)[0]}/exact")
     encoding = [rank["encoding_s"] for line in lines for rank in line["ranks"]]
     more = f"{busy / processor_s(base):.2f}" if base else "-"
@@ -205,6 +217,7 @@ def cells(row: str, lines: list[dict], known: dict[str, list[dict]], against: st
         *([f"{statistics.median(beside):.1f}" if beside else "-"] if against else []),
         f"{crossed / 1e6:.2f}",
         f"{crossed / least(lines[0]):.4f}",
+        f"{statistics.median(extra):.4f}" if extra else "-",
         f"{busy:.2f}",
         more,
         part,
@@ -221,7 +234,7 @@ def table(arguments: argparse.Namespace) -> None:
             known.setdefault(line["row"], []).append(line)
     heads = ["row", "no limit, ms", f"{arguments.rate}, ms", "ratio"]
     heads += [f"x {arguments.against}"] if arguments.against else []
-    heads += ["MB sent", "x least of exact", "processor, s", "x exact", "encoding", "pairs"]
+    heads += ["MB sent", "x passes", "x ledger", "processor, s", "x exact", "encoding", "pairs"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for row, lines in known.items():
         if arguments.table or row in arguments.rows:

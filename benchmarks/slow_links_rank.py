@@ -55,12 +55,21 @@ def config_of(row: str) -> dict[str, object]:
     return {"strategy": strategy.get(name, {"name": name}), "links": {"far": far}}
 
 
-def made(row: str, model: nn.Module) -> Step:
-    """Return the step of a row; there is a default process group afterwards."""
+def made(row: str, model: nn.Module) -> tuple[Step, Callable[[], int]]:
+    """Return the step of a row, and the bytes that its ledger has counted between hosts so far.
+
+    There is a default process group afterwards. A peer has no ledger: the bytes are 0.
+    """
     if is_peer(row):
         dist.init_process_group("gloo")
-        return PEERS[row](model)
-    return with_accelerator(Accelerator(config=config_of(row), cpu=True), model)
+        return PEERS[row](model), lambda: 0
+    accelerator = Accelerator(config=config_of(row), cpu=True)
+
+    def counted() -> int:
+        sent = accelerator.traffic.sent().items()
+        return sum(nbytes for (axis, _), nbytes in sent if not axis.endswith(".near"))
+
+    return with_accelerator(accelerator, model), counted
 
 
 def train(row: str, name: str, steps: int, blocks: int, folder: Path) -> None:
@@ -68,7 +77,7 @@ def train(row: str, name: str, steps: int, blocks: int, folder: Path) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     size = MODELS[name]
-    step = made(row, Gpt(size))
+    step, counted = made(row, Gpt(size))
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def timed() -> float:
@@ -80,7 +89,7 @@ def train(row: str, name: str, steps: int, blocks: int, folder: Path) -> None:
     for _ in range(ROUND + BETWEEN if is_local(row) else WARM_UP):
         timed()
     count = ROUND if is_local(row) else 1 + steps
-    found = [block_of(index, count, timed, folder) for index in range(blocks)]
+    found = [block_of(index, count, timed, counted, folder) for index in range(blocks)]
     for action in AT_END:
         action()
     print(json.dumps({"blocks": found, "encoding_s": encoding_s(row, size)}), flush=True)
@@ -88,7 +97,9 @@ def train(row: str, name: str, steps: int, blocks: int, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def block_of(index: int, steps: int, timed: Callable[[], float], folder: Path) -> dict:
+def block_of(
+    index: int, steps: int, timed: Callable[[], float], counted: Callable[[], int], folder: Path
+) -> dict:
     """Run one block, once the limit for it is set."""
     if dist.get_rank() == 0:
         (folder / f"ask{index}").touch()
@@ -96,12 +107,13 @@ def block_of(index: int, steps: int, timed: Callable[[], float], folder: Path) -
         time.sleep(0.01)
     dist.barrier()
     time.sleep(SETTLE_S)
-    link, busy = link_bytes(), processor_s()
+    link, ledger, busy = link_bytes(), counted(), processor_s()
     times = [timed() for _ in range(steps)]
     busy = processor_s() - busy
     dist.barrier()
     time.sleep(SETTLE_S)
-    return {"ms": times, "processor_s": busy, "link": link_bytes() - link}
+    link, ledger = link_bytes() - link, counted() - ledger
+    return {"ms": times, "processor_s": busy, "link": link, "ledger": ledger}
 
 
 def link_bytes() -> int:

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
-from drivetrain.links.codec import Codec
+from drivetrain.links.codec import Codec, rows_in_caches
 from drivetrain.links.compressor import Honesty
 
 _SCALE_BYTES = 4
@@ -123,11 +123,12 @@ class Blocks(Codec[BlockOptions]):
         scales, place = self._parts(message, values.numel())
         integers = torch.empty(values.numel(), dtype=torch.int8, device=values.device)
         for numbers, units, rounded in self._in_rows(values, scales, integers):
-            torch.linalg.vector_norm(numbers, float("inf"), dim=1, out=units)
-            units.div_(self.steps)
+            # Unlike a norm, an absolute value and a maximum are vectorized on the CPU.
+            scaled = numbers.abs()
+            torch.amax(scaled, dim=1, out=units).div_(self.steps)
             # A block of zeros has the scale 0: any other divisor gives its zeros back.
             divisors = units.masked_fill(units == 0, 1.0).unsqueeze(1)
-            rounded.copy_(rounded_from(torch.div(numbers, divisors)))
+            rounded.copy_(rounded_from(torch.div(numbers, divisors, out=scaled)))
         self.write(integers, place)
 
     @override
@@ -135,7 +136,8 @@ class Blocks(Codec[BlockOptions]):
         scales, place = self._parts(message, values.numel())
         integers = self.read(place, values.numel())
         for numbers, units, rounded in self._in_rows(values, scales, integers):
-            torch.mul(rounded, units.unsqueeze(1), out=numbers)
+            # A product of two dtypes would be slower.
+            numbers.copy_(rounded).mul_(units.unsqueeze(1))
 
     @abstractmethod
     def integer_bytes(self, numel: int) -> int:
@@ -143,7 +145,7 @@ class Blocks(Codec[BlockOptions]):
 
     @abstractmethod
     def write(self, integers: Tensor, place: Tensor) -> None:
-        """Write integers, int8, as bytes, uint8."""
+        """Write integers, int8, as bytes, uint8; the integers may be changed."""
 
     @abstractmethod
     def read(self, place: Tensor, numel: int) -> Tensor:
@@ -160,13 +162,13 @@ class Blocks(Codec[BlockOptions]):
     def _in_rows(
         self, values: Tensor, scales: Tensor, integers: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield all whole blocks, each a row, and then the last block if that is shorter."""
+        """Yield whole blocks, each a row, piece by piece, and then a last one that is shorter."""
         block = self.config.block
         whole = values.numel() // block
         edge = whole * block
-        if whole:
-            rows = (whole, block)
-            yield values[:edge].view(rows), scales[:whole], integers[:edge].view(rows)
+        numbers, rounded = values[:edge].view(-1, block), integers[:edge].view(-1, block)
+        for some in rows_in_caches(whole, block, values.device):
+            yield numbers[some], scales[some], rounded[some]
         if edge < values.numel():
             yield values[None, edge:], scales[whole:], integers[None, edge:]
 
@@ -203,11 +205,13 @@ class Int4(Blocks):
 
     @override
     def write(self, integers: Tensor, place: Tensor) -> None:
-        middle = place.numel()
-        place.copy_(integers[:middle].add(_ZERO))
-        place[: integers.numel() - middle].add_(integers[middle:].add(_ZERO).view(torch.uint8) << 4)
+        lower, upper = integers.add_(_ZERO).view(torch.uint8).tensor_split([place.numel()])
+        place.copy_(lower)
+        place[: upper.numel()].bitwise_or_(upper.bitwise_left_shift_(4))
 
     @override
     def read(self, place: Tensor, numel: int) -> Tensor:
-        both = torch.cat([place & _LOWER_BITS, place >> 4])
-        return both[:numel].view(torch.int8).sub_(_ZERO)
+        both = place.new_empty(2, place.numel())
+        torch.bitwise_and(place, _LOWER_BITS, out=both[0])
+        torch.bitwise_right_shift(place, 4, out=both[1])
+        return both.view(-1)[:numel].view(torch.int8).sub_(_ZERO)

@@ -288,7 +288,7 @@ class LowRankGather(FarGather):
             first()
             for (matrix, p, q), old in zip(mine, before, strict=True):
                 values = _view(matrix, parts)
-                update = values.float().sub_(old)
+                update = values.float() - old  # no view: the next line overwrites the values
                 values.copy_(old)
                 if not bool(torch.isfinite(q.sum())):  # a checkpoint was loaded after a bad step
                     q.normal_()

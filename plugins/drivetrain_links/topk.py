@@ -14,6 +14,7 @@ feedback: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018. 
 zero, so that a code never has a larger error than sending nothing, as their analysis needs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +24,7 @@ from typing_extensions import override
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
-from drivetrain.links.codec import Codec
+from drivetrain.links.codec import Codec, rows_in_caches
 from drivetrain.links.compressor import Honesty
 
 CHUNK = 4096
@@ -67,12 +68,13 @@ class TopK(Codec[TopKOptions]):
 
     @override
     def encode(self, values: Tensor, message: Tensor) -> None:
-        rows = values.new_zeros(self._chunks(values.numel()), CHUNK)
-        rows.view(-1)[: values.numel()] = values
-        # In the order of places, so that equal numbers make equal messages on every machine.
-        places = rows.abs().topk(self.config.keep, dim=1, sorted=False).indices.sort(dim=1).values
         books, place_bytes, bin_bytes = self._parts(message, values.numel())
-        bins = _write_books(rows.gather(1, places), books)
+        places = torch.empty(len(books), self.config.keep, dtype=torch.int64, device=values.device)
+        numbers = values.new_empty(places.shape)
+        for chunks, found, taken in _in_pieces(values, places, numbers):
+            found.copy_(self._largest(chunks.abs()))
+            torch.gather(chunks, 1, found, out=taken)
+        bins = _write_books(numbers, books)
         _write_places(places.view(-1), place_bytes)
         _write_bins(bins.view(-1), bin_bytes)
 
@@ -80,9 +82,33 @@ class TopK(Codec[TopKOptions]):
     def decode(self, message: Tensor, values: Tensor) -> None:
         books, place_bytes, bin_bytes = self._parts(message, values.numel())
         numbers = books.gather(1, _read_bins(bin_bytes).view(-1, self.config.keep))
-        rows = values.new_zeros(self._chunks(values.numel()), CHUNK)
-        rows.scatter_(1, _read_places(place_bytes).view(-1, self.config.keep), numbers)
-        values.copy_(rows.view(-1)[: values.numel()])
+        places = _read_places(place_bytes).view(-1, self.config.keep)
+        for chunks, found, taken in _in_pieces(values, places, numbers):
+            chunks.zero_().scatter_(1, found, taken)
+
+    def _largest(self, sizes: Tensor) -> Tensor:
+        """Return the places of the largest numbers of each chunk.
+
+        A chunk is a table of some rows; only the columns with the largest maxima are searched. As
+        many columns as numbers are sent are enough: if a number of another column were among the
+        largest, the maxima of all these columns would be as large.
+
+        Args:
+            sizes: absolute values, (chunks, 4,096).
+
+        Returns:
+            int64, (chunks, keep), in the order of places: so equal numbers make equal messages on
+            every machine.
+        """
+        keep = self.config.keep
+        height = 2 ** (((CHUNK // keep).bit_length() - 1) // 2)  # so both searches are alike long
+        width = CHUNK // height
+        maxima = sizes.view(-1, height, width).amax(1)
+        columns = maxima.topk(keep, dim=1, sorted=False).indices
+        starts = torch.arange(0, CHUNK, width, device=sizes.device)
+        searched = (starts[:, None] + columns[:, None, :]).flatten(1)
+        largest = sizes.gather(1, searched).topk(keep, dim=1, sorted=False).indices
+        return searched.gather(1, largest).sort(dim=1).values
 
     def _chunks(self, numel: int) -> int:
         return -(-numel // CHUNK)
@@ -95,6 +121,31 @@ class TopK(Codec[TopKOptions]):
             [first, second, message.numel() - first - second]
         )
         return books.view(torch.float32).view(chunks, _BINS), places, bins
+
+
+def _in_pieces(
+    values: Tensor, places: Tensor, numbers: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield whole chunks, piece by piece, and then a last one that is shorter.
+
+    Args:
+        values: 1-D.
+        places: of the numbers that are sent, (chunks, keep).
+        numbers: those that are sent, (chunks, keep).
+
+    Yields:
+        Chunks, a view of (some, 4,096), and the rows of places and numbers that belong to them. For
+        the shorter chunk: a copy with zeros behind, of which changes go to the values afterwards.
+    """
+    whole = values.numel() // CHUNK
+    rows, last = values[: whole * CHUNK].view(-1, CHUNK), values[whole * CHUNK :]
+    for some in rows_in_caches(whole, CHUNK, values.device):
+        yield rows[some], places[some], numbers[some]
+    if last.numel():
+        padded = values.new_zeros(1, CHUNK)
+        padded[0, : last.numel()] = last
+        yield padded, places[whole:], numbers[whole:]
+        last.copy_(padded[0, : last.numel()])
 
 
 def _write_books(numbers: Tensor, books: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections import Counter
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,26 @@ SMALLEST = 2048
 """Elements of the smallest matrix that is encoded: smaller ones save nothing worth an error."""
 
 _FP32 = 4
+
+_PIECE = 65536
+"""Numbers of a piece: in fp32, with two scratch tensors as large, they fill 0.75 MiB of a cache."""
+
+
+def rows_in_caches(rows: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Yield ranges of rows that are small enough for a processor's caches.
+
+    A method goes over its numbers several times, with one operation of torch each. On the CPU only
+    the first operation waits for memory, if the numbers of all of them fit into a cache. On other
+    devices a few large operations are faster, so all rows are one range.
+
+    Args:
+        rows: of a matrix; without rows there is no range.
+        width: numbers of a row.
+        device: of the numbers.
+    """
+    step = max(1, _PIECE // width) if device.type == "cpu" else max(1, rows)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
 class Codec(Compressor[MethodConfigT]):

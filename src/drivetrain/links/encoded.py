@@ -159,11 +159,11 @@ class EncodedReduction(FarReduction):
 
     def _with_errors(self, rank: int, parts: Parts, *, finite: bool) -> Tensor:
         """Return the numbers to encode for a rank: its part of the gradients, and the errors."""
-        layout = self._layouts[rank]
-        values = layout.load(parts[rank])
-        if self._errors and finite:  # otherwise NaN is all that anybody reads of the message
-            values.add_(self._errors_of(layout, values.device))
-        return values
+        layout, tensors = self._layouts[rank], parts[rank]
+        if not self._errors or not finite:  # then NaN is all that anybody reads of the message
+            return layout.load(tensors)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        return layout.load(tensors, errors=self._errors_of(layout, device))
 
     def _keep_errors(self, layout: MessageLayout, values: Tensor, message: Tensor) -> None:
         """Keep the difference between numbers and their message as errors."""

@@ -118,14 +118,20 @@ class MessageLayout:
 
     # --- encoded elements ---
 
-    def load(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a copy of the elements to encode: fp32, 1-D."""
+    def load(self, tensors: Sequence[Tensor], *, errors: Tensor | None = None) -> Tensor:
+        """Return a copy of the elements to encode, plus the errors of each: fp32, 1-D."""
         device = tensors[0].device if tensors else None
         values = torch.empty(self.numel, dtype=torch.float32, device=device)
-        pieces = [each.of(tensors) for each in self._encoded]
         lengths = [each.numel for each in self._encoded]
-        for place, piece in zip(values.split_with_sizes(lengths), pieces, strict=True):
-            place.copy_(piece)
+        places = values.split_with_sizes(lengths)
+        pieces = [each.of(tensors) for each in self._encoded]
+        if errors is None:
+            for place, piece in zip(places, pieces, strict=True):
+                place.copy_(piece)
+            return values
+        kept = errors.split_with_sizes(lengths)
+        for place, piece, added in zip(places, pieces, kept, strict=True):
+            torch.add(piece, added, out=place)
         return values
 
     def store(self, values: Tensor, tensors: Sequence[Tensor]) -> None:

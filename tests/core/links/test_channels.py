@@ -141,7 +141,7 @@ def test_parts_are_summed_and_gathered_within_the_bound_and_alike():
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("method", ["int8", "int4", "onebit", "topk", "bf16"])
+@pytest.mark.parametrize("method", ["int8", "int4", "onebit", "powersgd", "topk", "bf16"])
 def test_updates_of_parameters_lose_nothing_for_good(method):
     communicator = connected("aabb", links_of("exact", method))
     stretches = [

@@ -1,5 +1,6 @@
 """The largest numbers of each chunk: a codebook for each, and bytes as documented."""
 
+import pytest
 import torch
 
 from drivetrain_links.topk import CHUNK, TopK, TopKOptions
@@ -41,3 +42,14 @@ def test_a_chunk_of_zeros_comes_back_as_zeros_and_one_with_nan_spoils_no_other()
 def test_the_bytes_are_those_of_the_documentation():
     assert TopK(TopKOptions()).nbytes(128 * CHUNK) == 4 * 128 * CHUNK / 128
     assert TopK(TopKOptions(keep=128)).nbytes(CHUNK) == 16 + 128 * 3 // 2 + 128 // 4
+
+
+@pytest.mark.parametrize("keep", [4, 64, 100, 1024])
+def test_a_search_of_some_columns_finds_the_largest_numbers_of_all(keep):
+    # Large numbers in few columns, in many columns, and beside each other.
+    sizes = torch.rand(4, CHUNK, generator=torch.Generator().manual_seed(5))
+    sizes[1, ::16] += 1
+    sizes[2, 100:1300] += 1
+    sizes[3] = torch.arange(CHUNK)
+    expected = sizes.topk(keep, dim=1).indices.sort(dim=1).values
+    assert torch.equal(TopK(TopKOptions(keep=keep))._largest(sizes), expected)
