@@ -162,7 +162,7 @@ class Blocks(Codec[BlockOptions]):
     def _in_rows(
         self, values: Tensor, scales: Tensor, integers: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield whole blocks, each a row, piece by piece, and then a last one that is shorter."""
+        """Yield whole blocks, each a row, piece by piece, and then a shorter last block."""
         block = self.config.block
         whole = values.numel() // block
         edge = whole * block

@@ -126,7 +126,7 @@ class TopK(Codec[TopKOptions]):
 def _in_pieces(
     values: Tensor, places: Tensor, numbers: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield whole chunks, piece by piece, and then a last one that is shorter.
+    """Yield whole chunks, piece by piece, and then a shorter last chunk.
 
     Args:
         values: 1-D.

@@ -192,7 +192,7 @@ def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> BesideFigures:
-    """Return what an all-reduce costs beside the training of layers. Collective.
+    """Return the cost of an all-reduce beside the training of layers. Collective.
 
     Both take about as long, because a short one tells nothing beside the scatter of a long one.
 

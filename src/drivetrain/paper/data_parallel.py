@@ -82,6 +82,38 @@ def _backward(unit: PaperUnit, each: int) -> tuple[Operation, ...]:
     return (*unit.computed_backward, MemoryPass(2.0 * unit.elements * each, 0))
 
 
+def _beside_update(
+    units: Sequence[PaperUnit], run: PaperRun, sharing: Sharing, elements: float
+) -> float:
+    """Return the bytes of the results in between of an optimizer that is not fused, in fp32.
+
+    torch's AdamW makes the root of the second moment of all parameters at once, on a processor
+    that and a quotient of one parameter after the other.
+
+    Args:
+        units: of the model.
+        run: see there.
+        sharing: see there.
+        elements: that a rank updates.
+    """
+    longest = max((unit.longest for unit in units), default=0)
+    if sharing.fused or not longest:
+        return 0.0
+    return 2.0 * 4 * longest if run.on_host else 4.0 * elements
+
+
+def _runs(units: Sequence[PaperUnit], *, alone: bool) -> Iterator[tuple[int, int, PaperUnit]]:
+    """Yield (index, count, unit): equal neighbors together, unless each is on its own."""
+    if alone:
+        yield from ((index, 1, unit) for index, unit in enumerate(units))
+        return
+    index = 0
+    for _, equal in groupby(units, key=id):
+        same = list(equal)
+        yield index, len(same), same[0]
+        index += len(same)
+
+
 @dataclass
 class _Drawing:
     units: Sequence[PaperUnit]
@@ -135,7 +167,7 @@ class _Drawing:
         return found
 
     def _forward(self, index: int, arriving: dict[int, int]) -> None:
-        for at, count, unit in self._runs(alone=bool(arriving) or self._gathers):
+        for at, count, unit in _runs(self.units, alone=bool(arriving) or self._gathers):
             after = [arriving[at]] if at in arriving else []
             if self._gathers:
                 after = self._bring(unit, "forward", index, after)
@@ -147,7 +179,7 @@ class _Drawing:
     def _backward(self, index: int) -> None:
         last = index == self.run.micro_batches - 1
         reduces = self.ranks > 1 and (self.sharing.gradients or last)
-        for at, count, unit in reversed(list(self._runs(alone=reduces or self._gathers))):
+        for at, count, unit in reversed(list(_runs(self.units, alone=reduces or self._gathers))):
             after = self._bring(unit, "backward", index) if at in self._gathered_again else []
             nbytes = self.run.bytes.gradient if reduces else 0
             task = PaperTask(unit.name, _backward(unit, nbytes), after=tuple(after))
@@ -195,19 +227,8 @@ class _Drawing:
         update = MemoryPass(elements * self.run.bytes.update, 0, kind=kind, starts=tensors)
         # The norm of the gradients is a sum over all of them.
         task = PaperTask("update", (update,), after=tuple(reduced[-len(self.units) :]))
-        task.during = self._beside_update()
+        task.during = _beside_update(self.units, self.run, self.sharing, self._elements / parts)
         self._add(task)
-
-    def _beside_update(self) -> float:
-        """Return the bytes of the results in between of an optimizer that is not fused, in fp32.
-
-        torch's AdamW makes the root of the second moment of all parameters at once, on a processor
-        that and a quotient of one parameter after the other.
-        """
-        longest = max((unit.longest for unit in self.units), default=0)
-        if self.sharing.fused or not longest:
-            return 0.0
-        return 2.0 * 4 * longest if self.run.on_host else 4.0 * self._elements / self._parts
 
     # --- pieces ---
 
@@ -293,17 +314,6 @@ class _Drawing:
         if self._come_late and index == 0:
             return unit.passing
         return max(unit.passing, unit.passing / 2 + unit.longest * self.run.bytes.gradient)
-
-    def _runs(self, *, alone: bool) -> Iterator[tuple[int, int, PaperUnit]]:
-        """Yield (index, count, unit): equal neighbors together, unless each is on its own."""
-        if alone:
-            yield from ((index, 1, unit) for index, unit in enumerate(self.units))
-            return
-        index = 0
-        for _, equal in groupby(self.units, key=id):
-            same = list(equal)
-            yield index, len(same), same[0]
-            index += len(same)
 
     def _held(self) -> dict[str, float]:
         each, elements = self.run.bytes, self._elements
