@@ -66,11 +66,12 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
     @classmethod
     def step(cls, config: ConfigT, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
         """Draw the step of this stage: see the top of this file."""
-        sizes, divides = config.sizes, config.divides_parameters
-        bucket, whole = (0, sizes.shard_from) if divides else (sizes.bucket_bytes, 0)
-        return data_parallel_step(
-            units, run, sharing_of(config, bucket=bucket, whole_below=whole or 0)
-        )
+        sizes = config.sizes
+        if config.divides_parameters:
+            sharing = sharing_of(config, whole_below=sizes.shard_from or 0)
+        else:
+            sharing = sharing_of(config, bucket=sizes.bucket_bytes)
+        return data_parallel_step(units, run, sharing)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make everything that a step needs, once; parameters become views of units."""

@@ -6,8 +6,8 @@
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 
 from drivetrain import Accelerator
 from drivetrain.collectives import connect
+from drivetrain.collectives.communicator import Communicator
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.hardware.description import Hardware
 from drivetrain.log import Bar
@@ -36,9 +37,14 @@ from drivetrain.measuring.links import (
     measure_ring,
     measured_pairs,
 )
+from drivetrain.runtime.mesh import Axis
 
 ROUNDS = 5
 """Rounds of measurements of a device; the figures are those of all rounds together."""
+
+
+RING_TIMINGS = 3 * len(RINGS) + 2 + 4
+"""Timings of a round of rings of one line, and beside training."""
 
 
 class _Measured(NamedTuple):
@@ -57,24 +63,14 @@ def main() -> None:
     kind = "cpu" if world.device.type == "cpu" else "device"
     total = ROUNDS * (3 * len(SIDES[kind]) + len(BYTES[kind]) + 2 + kernel_timings()) + len(DISK)
     total += 2 * sum(world.rank in pair for pair in measured_pairs(world))
-    total += ROUNDS * (6 * len(RINGS) + 7)
+    total += ROUNDS * RING_TIMINGS * (world.size > 1)
     bar: Bar[None] = Bar(total=total, desc="measuring", disable=world.rank > 0)
     clock = Clock(world.device, advance=lambda: bar.update(1))
     for _ in range(ROUNDS):
         figures = measure_device(clock, world.local_size)
         figures = replace(figures, kernels=measure_kernels(clock, _plain(figures)))
     disk = measure_disk(clock, str(target.resolve().parent) if world.rank == 0 else None)
-    pairs: dict[tuple[int, int], tuple[float, float]] = {}
-    rings: list[RingFigures | None] = [None, None]
-    beside = BesideFigures()
-    if world.size > 1:
-        pairs = dict(measure_pairs(clock, world))
-        slowest = min(rate for _, rate in pairs.values())
-        ranks = connect(accelerator.mesh["dp"], accelerator.traffic, world.device, world.timeout)
-        for _ in range(ROUNDS if slowest > SLOW_BYTES_PER_S else 1):
-            rings = list(_rings(accelerator, clock, slowest))
-            beside = measure_beside(clock, ranks, slowest)
-        ranks.close()
+    links = _measure_links(accelerator, clock, bar) if world.size > 1 else _Links()
     bar.close()
     every = gather_facts(_Measured(figures, clock.loud), _Measured, doing="the figures of ranks")
     if world.rank == 0:
@@ -85,12 +81,12 @@ def main() -> None:
             f"{world.local_size} rank(s) each, all at the same time, with torch {torch.__version__}"
         )
         values = described(
-            target.stem, source, slowest_rank, rings=rings, disk=disk, beside=beside,
+            target.stem, source, slowest_rank, rings=links.rings, disk=disk, beside=links.beside,
             per_host=world.local_size,
         )  # fmt: skip
-        _add_pairs(values, pairs, world.hosts, source)
+        _add_pairs(values, links.pairs, world.hosts, source)
         notes = [f"{source}, in {seconds:.0f} s; rank 0 on {socket.gethostname()}"]
-        notes += _notes([loud for _, loud in every], pairs, world.size, slowest_rank)
+        notes += _notes([loud for _, loud in every], links.pairs, world.size, slowest_rank)
         target.write_text(file_text(values, notes), encoding="utf-8")
         sys.stdout.write("\n".join([*notes, f"written: {target}", ""]))
     accelerator.wait_for_everyone()
@@ -99,7 +95,7 @@ def main() -> None:
 
 def _add_pairs(
     values: dict[str, Any],
-    pairs: dict[tuple[int, int], tuple[float, float]],
+    pairs: Mapping[tuple[int, int], tuple[float, float]],
     hosts: Sequence[str],
     source: str,
 ) -> None:
@@ -119,33 +115,69 @@ def _plain(figures: DeviceFigures) -> Hardware:
     return Hardware.model_validate(values)
 
 
-def _rings(accelerator: Accelerator, clock: Clock, slowest: float) -> Iterator[RingFigures | None]:
-    """Yield the ring inside of a host and the ring between hosts; None for a line of one rank.
+@dataclass(frozen=True)
+class _Links:
+    """The figures of links: pairs of ranks, rings inside of a host and between hosts, training."""
 
-    The rings between hosts run side by side, one for each rank of a host, and share its link: the
-    rate of the host is that of all of them together.
+    pairs: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    rings: Sequence[RingFigures | None] = (None, None)
+    beside: BesideFigures = BesideFigures()
+
+
+def _measure_links(accelerator: Accelerator, clock: Clock, bar: Bar[None]) -> _Links:
+    """Return the figures of the links of several ranks. Collective."""
+    world = accelerator.world
+    pairs = measure_pairs(clock, world)
+    slowest = min(rate for _, rate in pairs.values())
+    ranks = connect(accelerator.mesh["dp"], accelerator.traffic, world.device, world.timeout)
+    lines = _lines(accelerator)
+    # A slow link would take minutes, and scatters less.
+    rounds = ROUNDS if slowest > SLOW_BYTES_PER_S else 1
+    bar.update((ROUNDS - rounds) * RING_TIMINGS)
+    for _ in range(rounds):
+        rings = [line and line.measured(clock, slowest) for line in lines]
+        beside = measure_beside(clock, ranks, slowest)
+    for each in (ranks, *(line.ranks for line in lines if line)):
+        each.close()
+    return _Links(pairs, rings, beside)
+
+
+class _Line(NamedTuple):
+    """A line of ranks, and how many such lines share the link of a host."""
+
+    ranks: Communicator
+    beside: int
+
+    def measured(self, clock: Clock, slowest: float) -> RingFigures:
+        """Return the figures of its rings; the rate is that of all lines of a host together."""
+        found = measure_ring(clock, self.ranks, slowest)
+        rate = self.beside * found.gigabytes_per_second
+        return replace(found, gigabytes_per_second=rate)
+
+
+def _lines(accelerator: Accelerator) -> list[_Line | None]:
+    """Return the line inside of a host and the line between hosts; None for a line of one rank.
+
+    The lines between hosts, one for each rank of a host, are measured side by side.
     """
     world, mesh = accelerator.world, accelerator.mesh
-    levels = mesh.start_levels("dp", world)
-    axis = mesh["dp"]
+    levels, axis = mesh.start_levels("dp", world), mesh["dp"]
+    lines: list[tuple[Axis | None, int]] = [(axis, 1), (None, 1)]
     if levels is not None:
-        axes = [levels.near, levels.far]
-    else:
-        axes = [None, axis] if len(set(world.hosts)) > 1 else [axis, None]  # type: ignore[list-item]
-    for each in axes:
-        if each is None or each.size == 1:
-            yield None
-            continue
-        ranks = connect(each, accelerator.traffic, world.device, world.timeout)
-        found = measure_ring(clock, ranks, slowest)
-        beside = levels.near.size if levels is not None and each is levels.far else 1
-        yield replace(found, gigabytes_per_second=beside * found.gigabytes_per_second)
-        ranks.close()
+        lines = [(levels.near, 1), (levels.far, levels.near.size)]
+    elif len(set(world.hosts)) > 1:
+        lines.reverse()
+    return [
+        _Line(connect(each, accelerator.traffic, world.device, world.timeout), beside)
+        if each is not None and each.size > 1
+        else None
+        for each, beside in lines
+    ]
 
 
 def _notes(
     every: Sequence[dict[str, float]],
-    pairs: dict[tuple[int, int], tuple[float, float]],
+    pairs: Mapping[tuple[int, int], tuple[float, float]],
     ranks: int,
     slowest: DeviceFigures,
 ) -> Iterator[str]:

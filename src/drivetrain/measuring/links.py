@@ -155,7 +155,8 @@ def measure_ring(clock: Clock, ranks: Communicator, slowest: float) -> RingFigur
         other.add_(1)
 
     def timed(name: str, work: Callable[[], object]) -> float:
-        return clock.time(name, work, before=apart).seconds
+        # Lines inside of hosts and between them have timings of their own.
+        return clock.time(f"{name} on {ranks.axis.name}", work, before=apart).seconds
 
     alone = timed("the smallest ring", lambda: ranks.all_reduce(tiny).wait())
     half_alone = timed("the smallest all_gather", lambda: ranks.all_gather(tiny).wait())

@@ -53,16 +53,25 @@ def cut_connections() -> None:
 def _connections() -> Iterator[socket.socket]:
     """Yield a copy of each TCP socket of this process, open while it is looked at."""
     for entry in list(_DESCRIPTORS.iterdir()):
-        if not _is_socket(int(entry.name)):
+        copy = _socket_copy(int(entry.name))
+        if copy is None:
             continue
-        with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+        with copy as connection:
             inet = connection.family in (socket.AF_INET, socket.AF_INET6)
             if inet and connection.type == socket.SOCK_STREAM:
                 yield connection
 
 
-def _is_socket(descriptor: int) -> bool:
+def _socket_copy(descriptor: int) -> socket.socket | None:
+    """Return a copy of a socket; None for other files.
+
+    Threads of torch close sockets at any time, and another file may get the number.
+    """
     try:
-        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+        copied = os.dup(descriptor)
     except OSError:  # closed since it was listed
-        return False
+        return None
+    if stat.S_ISSOCK(os.fstat(copied).st_mode):
+        return socket.socket(fileno=copied)
+    os.close(copied)
+    return None
