@@ -20,6 +20,7 @@ rate, measures them, and compares there:
 import argparse
 import gc
 import itertools
+import os
 import statistics
 import subprocess
 import sys
@@ -241,6 +242,8 @@ def on_hosts(rate: str) -> None:
     from emulated_hosts import Hosts
 
     folder = Path.cwd()
+    # Both hosts have this machine's cores, and would each start a thread for every core.
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     drivetrain = [sys.executable, "-m", "drivetrain_launch"]
     with tempfile.TemporaryDirectory() as place, Hosts(Path(place), 2, rate) as hosts:
         for words in (
@@ -254,6 +257,7 @@ def on_hosts(rate: str) -> None:
                     [*drivetrain, *words, *meeting, "--node-rank", str(index),
                      *(tail if words[0] == "launch" else [])],
                     folder=folder,
+                    env=alone,
                 )
                 for index, host in enumerate(hosts)
             ]  # fmt: skip

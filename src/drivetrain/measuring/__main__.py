@@ -25,8 +25,8 @@ from drivetrain.measuring.device import BYTES, SIDES, DeviceFigures, measure_dev
 from drivetrain.measuring.kernels import kernel_timings, measure_kernels
 from drivetrain.measuring.links import (
     DISK,
+    QUICK_BYTES_PER_S,
     RINGS,
-    SLOW_BYTES_PER_S,
     BesideFigures,
     RingFigures,
     host_pairs,
@@ -41,7 +41,6 @@ from drivetrain.runtime.mesh import Axis
 
 ROUNDS = 5
 """Rounds of measurements of a device; the figures are those of all rounds together."""
-
 
 RING_TIMINGS = 3 * len(RINGS) + 2 + 4
 """Timings of a round of rings of one line, and beside training."""
@@ -131,8 +130,7 @@ def _measure_links(accelerator: Accelerator, clock: Clock, bar: Bar[None]) -> _L
     slowest = min(rate for _, rate in pairs.values())
     ranks = connect(accelerator.mesh["dp"], accelerator.traffic, world.device, world.timeout)
     lines = _lines(accelerator)
-    # A slow link would take minutes, and scatters less.
-    rounds = ROUNDS if slowest > SLOW_BYTES_PER_S else 1
+    rounds = ROUNDS if slowest > QUICK_BYTES_PER_S else 1
     bar.update((ROUNDS - rounds) * RING_TIMINGS)
     for _ in range(rounds):
         rings = [line and line.measured(clock, slowest) for line in lines]

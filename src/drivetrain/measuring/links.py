@@ -34,6 +34,9 @@ SLOW_BYTES_PER_S = 50e6
 LAYERS = 4
 """Linear layers that are trained beside a ring."""
 
+QUICK_BYTES_PER_S = 1e9
+"""Rate of pairs from which rings run in rounds: slower ones take long, and scatter less."""
+
 MOST_STEPS = 100
 """Trainings beside a ring: a slow link is not waited for longer than these take."""
 
