@@ -33,6 +33,10 @@ class DdpConfig:
         help="compression of gradients on the wire: none, half precision, or low rank",
         question="Compress gradients on the wire?",
     )
+    exchange: Literal["gradients", "momentum"] = option(
+        "gradients",
+        help="what crosses slow links by a method of links.far: gradients, or momenta of Adam",
+    )
     powersgd_rank: int = option(4, help="rank of the low-rank gradients of powersgd", minimum=1)
     powersgd_dtype: Literal["same", "bf16", "fp16"] = option(
         "same", help="dtype in which powersgd sends: that of the gradients, or half precision"
@@ -60,8 +64,13 @@ class DdpConfig:
         """Return the hook that the options name, or a cast to the policy's dtype.
 
         Raises:
-            ConfigError: a hook and ``dtypes.reduce`` are both set.
+            ConfigError: two of a hook, ``dtypes.reduce`` and ``exchange: momentum`` are set.
         """
+        if self.exchange == "momentum" and (self.hook != "none" or precision.reduce is not None):
+            raise ConfigError(
+                "ddp: expected hook: none and no dtypes.reduce with exchange: momentum, found "
+                f"hook: {self.hook} and {precision}; leave out one side"
+            )
         if precision.reduce is not None and self.hook != "none":
             raise ConfigError(
                 "ddp: expected strategy.hook or dtypes.reduce, found both: "

@@ -13,7 +13,8 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.kept import take_kept
-from drivetrain.links.linked import connect_linked, route_linked
+from drivetrain.links.linked import connect_linked, hosts_apart, route_linked
+from drivetrain.log import get_logger
 from drivetrain.paper.data_parallel import data_parallel_step
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
@@ -29,7 +30,10 @@ from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Form, Prepared, Run, Strategy
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_ddp.cost import estimate
+from drivetrain_ddp.momentum import FrozenAdam, MomentumHook, check_momentum
 from drivetrain_ddp.reducer import BucketReducer
+
+logger = get_logger(__name__)
 
 
 class Ddp(Strategy[DdpConfig]):
@@ -44,7 +48,15 @@ class Ddp(Strategy[DdpConfig]):
 
     def __init__(self, config: DdpConfig, run: Run) -> None:
         super().__init__(config, run)
-        self._hook = config.compression(run.precision)
+        # On one host nothing crosses a slow link, and Adam stays what it is.
+        far = hosts_apart(run.mesh, "dp", run.world, run.links) is not None
+        momentum = far and config.exchange == "momentum"
+        if config.exchange == "momentum" and not far:
+            logger.announce(
+                "exchange: momentum: no method for links is in use here, so Adam steps exactly"
+            )
+        self._adam = FrozenAdam(run.links.warmup) if momentum else None
+        self._hook = MomentumHook(self._adam) if self._adam else config.compression(run.precision)
         self._communicator: Communicator = connect_linked(
             run.mesh, "dp", run.traffic, run.world, run.links
         )
@@ -83,6 +95,8 @@ class Ddp(Strategy[DdpConfig]):
                 f"ddp: expected links.far.gradients or strategy.hook, found both: "
                 f"{links.name_for('gradients')} and {config.hook}; leave one of them out"
             )
+        if config.exchange == "momentum":
+            check_momentum(links, precision)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
@@ -100,10 +114,20 @@ class Ddp(Strategy[DdpConfig]):
         return Prepared(model, tuple(map(self.bind, optimizers)))
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
-        """Save, load and step one more optimizer."""
+        """Save, load and step one more optimizer.
+
+        Raises:
+            ConfigError: momenta are exchanged, and the optimizer is no plain Adam or AdamW.
+        """
+        if self._adam:
+            self._adam.add(optimizer)
         self._state.add(optimizer)
-        handle = optimizer.register_step_pre_hook(self._before_step)
-        self._closing.callback(handle.remove)
+        handles = [optimizer.register_step_pre_hook(self._before_step)]
+        if self._adam:
+            handles.append(optimizer.register_step_pre_hook(self._adam.before_step))
+            handles.append(optimizer.register_step_post_hook(self._adam.after_step))
+        for handle in handles:
+            self._closing.callback(handle.remove)
         return optimizer
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -133,11 +157,35 @@ class Ddp(Strategy[DdpConfig]):
         *,
         only: Collection[nn.Parameter] | None = None,
     ) -> Tensor:
-        """Scale the gradients to a norm of at most max_norm; all ranks have the same ones."""
+        """Scale the gradients to a norm of at most max_norm; all ranks have the same ones.
+
+        Raises:
+            UsageError: momenta are exchanged.
+        """
+        self._refuse_clipping()
         gradients = list(self.gradients(only))
         norm = global_norm(gradients, norm_type, device=self.run.world.device)
         clip_(gradients, norm, max_norm)
         return norm
+
+    def clip_grad_value(
+        self, limit: float, *, only: Collection[nn.Parameter] | None = None
+    ) -> None:
+        """Clamp the gradients.
+
+        Raises:
+            UsageError: momenta are exchanged.
+        """
+        self._refuse_clipping()
+        super().clip_grad_value(limit, only=only)
+
+    def _refuse_clipping(self) -> None:
+        if self._adam:
+            raise UsageError(
+                "expected no clipping of gradients under exchange: momentum, whose gradients have "
+                "the errors of the momenta ten times as large; leave it out, or take exchange: "
+                "gradients"
+            )
 
     def shards(self) -> Iterator[Shard]:
         """Yield the tensors that this rank saves; ranks share them out evenly by bytes."""

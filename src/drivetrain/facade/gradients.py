@@ -190,8 +190,7 @@ class WindowGradients:
             return
         for entry in self._prepared.owners_of(given):
             self._see_gradients(entry)
-            for piece in entry.strategy.gradients(_subset(entry, given)):
-                piece.clamp_(-clip_value, clip_value)
+            entry.strategy.clip_grad_value(clip_value, only=_subset(entry, given))
 
     def unscale(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
         """Divide by the loss scale the gradients of these optimizers' models; None means all."""

@@ -1,0 +1,200 @@
+"""1-bit Adam: momenta cross slow links in place of gradients, and variances are frozen.
+
+Paper: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+Convergence Speed", ICML 2021 (arXiv 2102.02888), algorithm 1. The first steps are exact steps of
+Adam. From then on, for host h of H, its mean gradient g_h, the common momentum m and the error e_h::
+
+    sent      C(beta1 m + (1 - beta1) g_h + e_h)    e_h keeps what C, the method of the link, leaves
+    m'        the mean over hosts, encoded once more with an error of its own
+    w         w - lr m' / (1 - beta1^t) / (sqrt(v) + eps)
+
+The sum of a bucket takes the two lines of the exchange, ``MomentumHook``. Every rank then knows the
+same m', and turns it into the gradient that would have led to it, (m' - beta1 m) / (1 - beta1):
+so a short window or weighted losses scale a gradient, and a second backward adds to one, as ever.
+``FrozenAdam`` takes the step from that gradient.
+
+The frozen variance is v / (1 - beta2^t), without the bias of the first steps. At each step v itself
+moves as if each new squared gradient were the frozen variance: then ``exp_avg_sq`` and ``step`` are
+at all times a state with which an exact Adam can go on.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+from typing_extensions import override
+
+from drivetrain.collectives import Communicator
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.compressor import Honesty
+from drivetrain.parts.buckets import Bucket
+from drivetrain.runtime.precision import Precision
+from drivetrain_ddp.compression import CommunicationHook, Finish
+
+REFUSED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+"""Options of torch's Adam that change the update, or where ``step`` lives."""
+
+
+def check_momentum(links: LinkMethods, precision: Precision) -> None:
+    """Refuse methods for which momenta are of no use, and a loss scale.
+
+    Raises:
+        ConfigError: says what to change.
+    """
+    method = links.gradients
+    if method is None or method.honesty_of("gradients").within(Honesty.ROUNDING):
+        raise ConfigError(
+            "ddp: expected with exchange: momentum a method with a trajectory of its own, such as "
+            "links.far.gradients: onebit, found "
+            f"{links.name_for('gradients')}; name one, or take exchange: gradients"
+        )
+    if links.warmup < 1:
+        raise ConfigError(
+            "ddp: expected links.far.warmup_steps of at least 1 with exchange: momentum, found "
+            f"{links.warmup}: the exact steps find the variances; take a fifth of all steps"
+        )
+    if precision.compute == torch.float16:
+        raise ConfigError(
+            "ddp: expected precision: bf16 or no with exchange: momentum, found fp16: gradients "
+            "of a loss scale do not add up with momenta; change one of them"
+        )
+
+
+class FrozenAdam:
+    """The steps of torch's Adam and AdamW after the warm-up, with frozen variances.
+
+    A parameter's own count of steps says when its variance is frozen. State, groups and schedules
+    are those of the optimizer, whose own step then sees no gradient of such a parameter.
+
+    Args:
+        warmup: exact steps of each parameter.
+    """
+
+    def __init__(self, warmup: int) -> None:
+        self._warmup = warmup
+        self._optimizers: list[Optimizer] = []
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Step one more optimizer's parameters.
+
+        Raises:
+            ConfigError: the optimizer is no plain Adam or AdamW.
+        """
+        if type(optimizer) not in (Adam, AdamW):
+            raise ConfigError(
+                "ddp: expected torch.optim.Adam or AdamW with exchange: momentum, found "
+                f"{type(optimizer).__name__}; take one of them, or exchange: gradients"
+            )
+        set_options = {key for group in optimizer.param_groups for key in REFUSED if group.get(key)}
+        if set_options:
+            raise ConfigError(
+                f"ddp: expected {type(optimizer).__name__} without {', '.join(REFUSED)} with "
+                f"exchange: momentum, found {', '.join(sorted(set_options))}; leave them out, or "
+                "take exchange: gradients"
+            )
+        self._optimizers.append(optimizer)
+
+    def momenta(
+        self, parameters: Collection[nn.Parameter]
+    ) -> dict[nn.Parameter, tuple[float, Tensor]]:
+        """Return beta1 and the momentum of those parameters whose variance is frozen."""
+        among = frozenset(parameters)
+        return {
+            parameter: (float(group["betas"][0]), optimizer.state[parameter]["exp_avg"])
+            for optimizer in self._optimizers
+            for group, parameter in self._frozen(optimizer, among)
+        }
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
+        """Step the parameters whose variance is frozen, and hide their gradients.
+
+        Raises:
+            UsageError: the step has a closure, whose gradients would come too late.
+        """
+        # torch passes the optimizer itself as the first argument of a step.
+        if any(callable(each) for each in [*args[1:], *kwargs.values()]):
+            raise UsageError(
+                "expected optimizer.step() without a closure under exchange: momentum; call "
+                "backward before the step, or take exchange: gradients"
+            )
+        parameters = frozenset(each for group in optimizer.param_groups for each in group["params"])
+        for group, parameter in self._frozen(optimizer, parameters):
+            if parameter.grad is not None:
+                self._step(parameter, parameter.grad, group, optimizer.state[parameter])
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def after_step(self, *_: Any) -> None:
+        """Give the parameters their gradients back."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+    def _frozen(
+        self, optimizer: Optimizer, among: Collection[nn.Parameter]
+    ) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter) if parameter in among else None
+                if state and int(state["step"]) >= self._warmup:
+                    yield group, parameter
+
+    def _step(
+        self, weight: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        beta1, beta2 = map(float, group["betas"])
+        state["step"] += 1
+        step = int(state["step"])
+        momentum, variance = state["exp_avg"], state["exp_avg_sq"]
+        bias = 1 - beta2**step
+        variance.mul_(bias / (1 - beta2 ** (step - 1)))
+        if decay and group["decoupled_weight_decay"]:
+            weight.mul_(1 - lr * decay)
+        elif decay:
+            gradient = gradient.add(weight, alpha=decay)
+        momentum.lerp_(gradient, 1 - beta1)
+        # A method sends no exact zeros: without any gradient in the warm-up there is no scale by
+        # which such an element could be stepped.
+        momentum.masked_fill_(variance == 0, 0)
+        scale = variance.sqrt().div_(bias**0.5).add_(float(group["eps"]))
+        weight.addcdiv_(momentum, scale, value=-lr / (1 - beta1**step))
+
+
+class MomentumHook(CommunicationHook):
+    """Sums momenta over the ranks, for parameters whose variance is frozen; the others' gradients.
+
+    Args:
+        adam: has the momenta.
+    """
+
+    def __init__(self, adam: FrozenAdam) -> None:
+        super().__init__()
+        self._adam = adam
+
+    @override
+    def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Finish:
+        momenta = self._adam.momenta(bucket.parameters)
+        sent = [
+            (view, *momenta[parameter])
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+            if parameter in momenta
+        ]
+        with torch.no_grad():
+            for view, beta, momentum in sent:
+                # A parameter without a gradient here counts as zero, and its momentum as ever.
+                view.mul_(1 - beta).add_(momentum, alpha=beta / communicator.size)
+        wait = super().start(bucket, missing, communicator)
+
+        def finish() -> None:
+            wait()
+            with torch.no_grad():
+                for view, beta, momentum in sent:
+                    view.sub_(momentum, alpha=beta).div_(1 - beta)
+
+        return finish

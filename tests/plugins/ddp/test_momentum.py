@@ -1,0 +1,333 @@
+"""1-bit Adam: one process's algorithm with an exact method, equal ranks, errors, checkpoints."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+
+from drivetrain import Accelerator
+from drivetrain.config.schema import FarConfig, LinksConfig
+from drivetrain.cost import ModelSpec
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.runtime.precision import Precision
+from drivetrain_ddp import Ddp, DdpConfig
+from drivetrain_links import OneBit
+
+WARMUP, STEPS, TOKENS = 3, 8, 64
+LIMIT = 1e-5
+"""The largest difference of a weight after updates of up to 0.01: messages are of fp32."""
+
+
+class Awkward(nn.Module):
+    """Rows that no batch uses, tied weights, a frozen layer, and a branch for some ranks alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(TOKENS, 48)
+        self.inner = nn.Linear(48, 48)
+        self.frozen = nn.Linear(48, 48).requires_grad_(False)
+        self.branch = nn.Linear(48, 48)
+        self.norm = nn.LayerNorm(48)
+        self.head = nn.Linear(48, TOKENS, bias=False)
+        self.head.weight = self.table.weight
+        self.double()
+
+    def forward(self, tokens: Tensor, *, branch: bool) -> Tensor:
+        hidden = self.norm(self.frozen(self.inner(self.table(tokens))).tanh())
+        hidden = hidden + self.branch(hidden) if branch else hidden
+        return self.head(hidden).square().mean()
+
+
+class ExactSigns(OneBit):
+    """A double of a method: it keeps errors, and loses nothing."""
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        message.copy_(values.view(torch.uint8))
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        values.view(torch.uint8).copy_(message)
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, bool]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(TOKENS - 9, (6, 5), generator=generator), rank == 0 or step == 1
+
+
+def optimizer_of(model: nn.Module, kind: type) -> Adam:
+    matrices = [each for each in model.parameters() if each.requires_grad and each.dim() > 1]
+    vectors = [each for each in model.parameters() if each.requires_grad and each.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "betas": (0.8, 0.95)}]
+    return kind(groups, lr=0.01)
+
+
+def own_gradients(model: nn.Module, step: int, rank: int) -> dict[nn.Parameter, Tensor]:
+    model.zero_grad()
+    tokens, branch = batch(step, rank)
+    model(tokens, branch=branch).backward()
+    return {each: each.grad.clone() for each in model.parameters() if each.grad is not None}
+
+
+def reference(ranks: int, kind: type) -> nn.Module:
+    """Train in one process: exact steps of Adam, then algorithm 1 with an exact exchange."""
+    model = Awkward()
+    optimizer = optimizer_of(model, kind)
+    for step in range(STEPS):
+        each = [own_gradients(model, step, rank) for rank in range(ranks)]
+        gradients = {
+            p: [one.get(p, torch.zeros_like(p)) for one in each]
+            for p in {p for o in each for p in o}
+        }
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+            if step >= WARMUP:
+                frozen_steps(group, optimizer.state, gradients, step, kind)
+        if step < WARMUP:
+            for p, own in gradients.items():
+                p.grad = sum(own) / ranks
+            optimizer.step()
+    return model
+
+
+@torch.no_grad()
+def frozen_steps(group: dict, states: dict, gradients: dict, step: int, kind: type) -> None:
+    """Step with the mean of the ranks' momenta and the variances of the end of the warm-up."""
+    lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+    for p in group["params"]:
+        state = states[p]
+        frozen = state.setdefault("frozen", state["exp_avg_sq"] / (1 - beta2**WARMUP))
+        decayed = [each + (decay * p if kind is Adam else 0) for each in gradients[p]]
+        momenta = [beta1 * state["exp_avg"] + (1 - beta1) * each for each in decayed]
+        state["exp_avg"] = torch.where(frozen == 0, 0, sum(momenta) / len(momenta))
+        p.mul_(1 - lr * decay if kind is AdamW else 1)
+        unbiased = state["exp_avg"] / (1 - beta1 ** (step + 1))
+        p.sub_(lr * unbiased / (frozen.sqrt() + group["eps"]))
+
+
+def accelerator_of(
+    exchange: str = "momentum", bucket_mib: float = 0.02, **options: object
+) -> Accelerator:
+    far = {"gradients": "onebit", "warmup_steps": WARMUP, **options.pop("far", {})}
+    own = {"name": "ddp", "exchange": exchange, "bucket_mib": bucket_mib}
+    own["first_bucket_mib"] = bucket_mib
+    return Accelerator(config={"strategy": own, "links": {"far": far}, **options}, cpu=True)
+
+
+def prepared(accelerator: Accelerator, kind: type = AdamW) -> tuple[nn.Module, Adam]:
+    model = Awkward()
+    return accelerator.prepare(model, optimizer_of(model, kind))
+
+
+def train(accelerator: Accelerator, model: nn.Module, optimizer: Adam, steps: range) -> None:
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        tokens, branch = batch(step, accelerator.process_index)
+        accelerator.backward(model(tokens, branch=branch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def check_equal_ranks(accelerator: Accelerator, model: nn.Module, optimizer: Adam) -> None:
+    for parameter in model.parameters():
+        state = optimizer.state.get(parameter, {})
+        for value in (parameter.detach(), *state.values()):
+            everyone = accelerator.gather(value.reshape(1, -1))
+            assert all(torch.equal(everyone[0], each) for each in everyone)
+
+
+def spread(monkeypatch: pytest.MonkeyPatch, per_host: int = 1) -> None:
+    monkeypatch.setenv("GROUP_RANK", str(int(os.environ["RANK"]) // per_host))
+
+
+def check_against_one_process(monkeypatch: pytest.MonkeyPatch, ranks: int, per_host: int) -> None:
+    spread(monkeypatch, per_host)
+    for kind in (Adam, AdamW):
+        accelerator = accelerator_of()
+        model, optimizer = prepared(accelerator, kind)
+        method = accelerator.strategy_of(model).run.links.gradients
+        with monkeypatch.context() as patch:
+            for name in ("nbytes", "encode", "decode"):
+                patch.setattr(type(method), name, getattr(ExactSigns, name))
+            train(accelerator, model, optimizer, range(STEPS))
+        expected = weights(reference(ranks, kind))
+        for name, value in weights(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=LIMIT, msg=name)
+        check_equal_ranks(accelerator, model, optimizer)
+        accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_with_an_exact_method_training_is_the_algorithm_in_one_process(monkeypatch):
+    check_against_one_process(monkeypatch, 2, 1)
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_the_same_over_two_hosts_with_two_ranks_each(monkeypatch):
+    check_against_one_process(monkeypatch, 4, 2)
+
+
+@pytest.mark.ranks(2, timeout=200)
+def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes_on(
+    monkeypatch, tmp_path
+):
+    spread(monkeypatch)
+    accelerator = accelerator_of(bucket_mib=25)  # whose order is the promised one
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, range(WARMUP + 1))
+    accelerator.save_state(tmp_path)
+    strategy = accelerator.strategy_of(model)
+    promised = Ddp.cost(strategy.config, ModelSpec.of(Awkward(), states=2), strategy.run)
+    before = accelerator.traffic.sent()
+    train(accelerator, model, optimizer, range(WARMUP + 1, STEPS))
+    after = accelerator.traffic.sent()
+    sent = {key: (after[key] - before.get(key, 0)) / (STEPS - WARMUP - 1) for key in after}
+    if accelerator.is_main_process:
+        assert {key: count for key, count in sent.items() if count} == promised.sent
+    check_equal_ranks(accelerator, model, optimizer)
+    expected, exact = weights(model), weights(reference(2, AdamW))
+    apart = max(float((expected[name] - exact[name]).abs().max()) for name in exact)
+    assert apart > LIMIT, "nothing was approximate"
+    assert torch.equal(expected["table.weight"][-9:], Awkward().table.weight[-9:]) is False
+    accelerator.free_memory()
+    for exchange, far in (
+        ("momentum", {}),
+        ("momentum", {"gradients": "topk"}),
+        ("gradients", {}),
+        ("gradients", {"gradients": "exact"}),
+    ):
+        accelerator = accelerator_of(exchange, 25, far=far)
+        model, optimizer = prepared(accelerator)
+        accelerator.load_state(tmp_path)
+        train(accelerator, model, optimizer, range(WARMUP + 1, STEPS))
+        found = weights(model)
+        equal = all(torch.equal(found[name], expected[name]) for name in expected)
+        assert equal is (exchange == "momentum" and not far), (exchange, far)
+        assert all(value.isfinite().all() for value in found.values())
+        check_equal_ranks(accelerator, model, optimizer)
+        accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_checkpoint_goes_on_on_one_host_with_exact_steps(monkeypatch, tmp_path):
+    spread(monkeypatch)
+    accelerator = accelerator_of()
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, range(WARMUP + 2))
+    accelerator.save_state(tmp_path)
+    accelerator.free_memory()
+    found = []
+    for exchange, far in (("momentum", {}), ("gradients", {"gradients": "exact"})):
+        monkeypatch.setenv("GROUP_RANK", "0")
+        accelerator = accelerator_of(exchange, far=far)
+        model, optimizer = prepared(accelerator)
+        accelerator.load_state(tmp_path)
+        train(accelerator, model, optimizer, range(WARMUP + 2, STEPS))
+        found.append(weights(model))
+        accelerator.free_memory()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_what_crossed_and_what_is_kept_are_the_momenta_of_all_gradients(monkeypatch):
+    spread(monkeypatch)
+    accelerator = accelerator_of()
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, range(WARMUP))
+    strategy = accelerator.strategy_of(model)
+    parameter = model.inner.weight
+    beta = optimizer.param_groups[0]["betas"][0]
+    due = torch.zeros_like(parameter)
+    crossed = torch.zeros_like(parameter)
+    for step in range(WARMUP, STEPS):
+        before = optimizer.state[parameter]["exp_avg"].clone()
+        own: list[Tensor] = []
+        handle = parameter.register_hook(lambda gradient, own=own: own.append(gradient.clone()))
+        tokens, branch = batch(step, accelerator.process_index)
+        accelerator.backward(model(tokens, branch=branch))
+        handle.remove()
+        due += beta * before + (1 - beta) * accelerator.reduce(own[0], "mean")
+        optimizer.step()
+        optimizer.zero_grad()
+        crossed += optimizer.state[parameter]["exp_avg"]
+    kept = torch.zeros(parameter.numel())
+    for shard in strategy.shards():
+        if shard.name == "inner.weight" and shard.state.startswith("links.error."):
+            first = int(shard.state.rpartition(".")[2])
+            kept[first : first + shard.tensor.numel()] += shard.tensor
+    kept = accelerator.reduce(kept, "sum").view_as(parameter)
+    assert kept.abs().max() > 1e-4 * due.abs().max()
+    torch.testing.assert_close(crossed + kept, due, rtol=0, atol=1e-6)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_step_that_is_not_finite_leaves_momenta_and_errors_as_they_were(monkeypatch):
+    spread(monkeypatch)
+    found = []
+    for bad in (False, True):
+        accelerator = accelerator_of(on_nonfinite="skip")
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer, range(WARMUP + 2))
+        if bad:
+            tokens, _ = batch(9, 0)
+            factor = float("nan") if accelerator.process_index else 1.0
+            accelerator.backward(factor * model(tokens, branch=True))
+            optimizer.step()
+            assert accelerator.optimizer_step_was_skipped
+            optimizer.zero_grad()
+        train(accelerator, model, optimizer, range(WARMUP + 2, STEPS))
+        found.append(weights(model))
+        accelerator.free_memory()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkeypatch):
+    spread(monkeypatch)
+    accelerator = accelerator_of()
+    for kind, options in ((SGD, {"lr": 0.1}), (AdamW, {"amsgrad": True}), (Adam, {"fused": True})):
+        model = Awkward()
+        with pytest.raises(ConfigError, match="expected (torch.optim.Adam or AdamW|Adam)"):
+            accelerator.prepare(model, kind(model.parameters(), **options))
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, range(WARMUP + 1))
+    tokens, branch = batch(0, 0)
+    accelerator.backward(model(tokens, branch=branch))
+    with pytest.raises(UsageError, match="no clipping of gradients"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(UsageError, match="no clipping of gradients"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    with pytest.raises(UsageError, match="without a closure"):
+        optimizer.step(lambda: 0.0)
+    accelerator.free_memory()
+
+
+def check_links(far: FarConfig, precision: str = "no", **options: str) -> None:
+    config = DdpConfig(exchange="momentum", **options)
+    Ddp.check_options(config, Precision.of(precision))
+    Ddp.check_links(config, LinkMethods.configured(LinksConfig(far=far)), Precision.of(precision))
+
+
+def test_options_that_do_not_go_together_are_refused():
+    signs = FarConfig(gradients="onebit", warmup_steps=9)
+    check_links(signs)
+    for method in ("exact", "bf16", "auto"):
+        with pytest.raises(ConfigError, match="a method with a trajectory of its own"):
+            check_links(FarConfig(gradients=method, warmup_steps=9))
+    with pytest.raises(ConfigError, match="warmup_steps of at least 1"):
+        check_links(FarConfig(gradients="onebit"))
+    with pytest.raises(ConfigError, match="fp16"):
+        check_links(signs, "fp16")
+    with pytest.raises(ConfigError, match="hook: none"):
+        check_links(signs, hook="bf16")
