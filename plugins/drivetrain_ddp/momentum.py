@@ -2,7 +2,7 @@
 
 Paper: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
 Convergence Speed", ICML 2021 (arXiv 2102.02888), algorithm 1. The first steps are exact steps of
-Adam. From then on, for host h of H, its mean gradient g_h, the common momentum m and the error e_h::
+Adam. From then on, for a host h, its mean gradient g_h, the common momentum m and the error e_h::
 
     sent      C(beta1 m + (1 - beta1) g_h + e_h)    e_h keeps what C, the method of the link, leaves
     m'        the mean over hosts, encoded once more with an error of its own

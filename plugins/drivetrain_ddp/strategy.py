@@ -162,30 +162,16 @@ class Ddp(Strategy[DdpConfig]):
         Raises:
             UsageError: momenta are exchanged.
         """
-        self._refuse_clipping()
+        if self._adam:
+            raise UsageError(
+                "expected no clipping by norm under exchange: momentum, whose gradients have the "
+                "errors of the momenta ten times as large, found clip_grad_norm; leave it out, or "
+                "take exchange: gradients"
+            )
         gradients = list(self.gradients(only))
         norm = global_norm(gradients, norm_type, device=self.run.world.device)
         clip_(gradients, norm, max_norm)
         return norm
-
-    def clip_grad_value(
-        self, limit: float, *, only: Collection[nn.Parameter] | None = None
-    ) -> None:
-        """Clamp the gradients.
-
-        Raises:
-            UsageError: momenta are exchanged.
-        """
-        self._refuse_clipping()
-        super().clip_grad_value(limit, only=only)
-
-    def _refuse_clipping(self) -> None:
-        if self._adam:
-            raise UsageError(
-                "expected no clipping of gradients under exchange: momentum, whose gradients have "
-                "the errors of the momenta ten times as large; leave it out, or take exchange: "
-                "gradients"
-            )
 
     def shards(self) -> Iterator[Shard]:
         """Yield the tensors that this rank saves; ranks share them out evenly by bytes."""

@@ -10,7 +10,7 @@ a block is always better than sending nothing. Only with error feedback do signs
 rate of SGD: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 Schemes", ICML 2019, algorithm 1 and theorem II; summed in two phases as Tang et al.,
 "DoubleSqueeze", ICML 2019. 1-bit Adam (Tang et al., ICML 2021, arXiv 2102.02888) sends momenta by
-such a code. Here gradients cross, under any optimizer.
+such a code. A strategy decides whether gradients or momenta cross.
 """
 
 from collections.abc import Iterator

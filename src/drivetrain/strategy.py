@@ -298,18 +298,6 @@ class Strategy(Readable, Verifiable, Profiled, OnPaper, OverLinks, ABC, Generic[
         if pieces:
             torch._foreach_mul_(pieces, factor)
 
-    def clip_grad_value(
-        self, limit: float, *, only: Collection[nn.Parameter] | None = None
-    ) -> None:
-        """Clamp all elements of gradients to at most a size.
-
-        Args:
-            limit: the size.
-            only: the parameters whose gradients are meant; None means all.
-        """
-        for piece in self.gradients(only):
-            piece.clamp_(-limit, limit)
-
     @abstractmethod
     def clip_grad_norm(
         self,

@@ -190,7 +190,8 @@ class WindowGradients:
             return
         for entry in self._prepared.owners_of(given):
             self._see_gradients(entry)
-            entry.strategy.clip_grad_value(clip_value, only=_subset(entry, given))
+            for piece in entry.strategy.gradients(_subset(entry, given)):
+                piece.clamp_(-clip_value, clip_value)
 
     def unscale(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
         """Divide by the loss scale the gradients of these optimizers' models; None means all."""
