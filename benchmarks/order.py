@@ -1,6 +1,7 @@
 """Measures the cost of watching ranks: headers and boards of operations, and the launcher's looks.
 
     python benchmarks/order.py
+    python benchmarks/order.py --alone
 
 Two ranks on one machine. Pairs of measurements have the same work once as it is, and once with
 headers and boards that do nothing, in turns. The first table has the processor time that watching
@@ -8,7 +9,7 @@ adds to one operation and to one change of section, alone: whole steps scatter b
 warm in a loop of operations, and cold where 32 MB are read and written before each operation, as in
 a step. The second table multiplies the cold times by the numbers of a step, beside the differences
 of whole steps: processor time of a rank with its 95 % interval, and the ratios of the times of
-neighbouring blocks.
+neighbouring blocks. With ``--alone`` only the first table is measured.
 """
 
 import argparse
@@ -156,8 +157,8 @@ def in_pairs(measure: Callable[[], Any], pairs: int) -> list[tuple[Any, Any]]:
     return found[1:]  # the first one makes buffers and connections
 
 
-def measured(pairs: int) -> dict[str, Any]:
-    """Return the figures of this rank, and of its launcher."""
+def measured(pairs: int, *, is_alone: bool) -> dict[str, Any]:
+    """Return the figures of this rank, and of its launcher; alone: of no whole step."""
     import torch
 
     from drivetrain import communication
@@ -190,10 +191,10 @@ def measured(pairs: int) -> dict[str, Any]:
         found["alone"][name] = [
             in_pairs(partial(added, work, is_cold=is_cold), pairs // 4) for is_cold in (False, True)
         ]
-    for name, row in OPERATIONS.items():
+    for name, row in ({} if is_alone else OPERATIONS).items():
         run = operations(*row)
         found["whole"][name] = in_pairs(partial(block, run, 1), pairs // 4)
-    for strategy in STRATEGIES:
+    for strategy in () if is_alone else STRATEGIES:
         training, name = Training(strategy), f"a step of {strategy}"
         found["whole"][name] = in_pairs(partial(block, training.step, STEPS_IN_BLOCK), pairs)
         found["counts"][name] = training.counts()
@@ -211,17 +212,19 @@ def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=100, help="of each strategy; others a quarter")
+    parser.add_argument("--alone", action="store_true", help="no whole steps")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.inside:
         import torch.distributed as dist
 
-        found = measured(given.pairs)
+        found = measured(given.pairs, is_alone=given.alone)
         if dist.get_rank() == 0:
             sys.stdout.write("\n" + json.dumps(found) + "\n")
         return
     launch = [sys.executable, "-m", "drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2"]
     script = [str(Path(__file__).resolve()), "--inside", "--pairs", str(given.pairs)]
+    script += ["--alone"] * given.alone
     done = subprocess.run([*launch, *script], stdout=subprocess.PIPE, text=True, check=True)
     show(json.loads(done.stdout.splitlines()[-1]))
 
@@ -235,6 +238,8 @@ def show(found: dict[str, Any]) -> None:
         print(f"| {name} | {costs[0]:.1f} us | {costs[1]:.1f} us |")
         each[name] = costs[1]
     print(f"\nThe launcher takes {50 * found['launcher']:.2f} % of a core for each rank.\n")
+    if not found["whole"]:
+        return
     print("| | time | ratio to none | quartiles | processor time | of the time |")
     print("|---|---|---|---|---|---|")
     for name, pairs in found["whole"].items():

@@ -18,10 +18,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from drivetrain.collectives.communicator import Request
-from drivetrain.collectives.volume import Layout
+from drivetrain.collectives.communicator import Reduction, Request
+from drivetrain.collectives.volume import Chunks, Layout, byte_lengths
 from drivetrain.errors import CollectiveError
 from drivetrain.traffic import Page
 
@@ -37,7 +38,8 @@ class Header(NamedTuple):
     Attributes:
         number: the operation's sequence number on its communicator, from 1.
         elements: how many the tensor has; of parts, their bytes.
-        plan: checksum of chunks, source, reduction, and lengths and dtypes of parts.
+        plan: checksum of operation, dtype, chunks, source, reduction, and lengths and dtypes of
+            parts.
         name: checksum of the label that the caller gave; 0 without a label: the path of the code
             may differ between hosts.
         operation: which collective.
@@ -67,23 +69,20 @@ class Header(NamedTuple):
 
         There is no flat tensor where the request is about parts.
         """
-        # Hashes of numbers, unlike those of texts, are the same in every process.
-        chunks = tuple(request.chunks or ())
-        plan = hash((chunks, request.source, request.reduction == "sum")) & _MASK
-        if request.layout is not None:
-            plan ^= _layout_checksum(request.layout)
-        return cls(
-            number=number,
-            elements=request.elements(flat),
-            plan=plan,
-            name=zlib.crc32(request.label.encode()),
-            operation=request.operation,
-            dtype=PARTS if flat is None else str(flat.dtype).removeprefix("torch."),
-            steps=page.steps,
-            backwards=page.backwards,
-            label=label,
-            axis=axis,
+        plan, name, dtype, elements = _kind(
+            request.operation,
+            request.label,
+            tuple(request.chunks or ()),
+            request.source,
+            request.reduction,
+            request.layout,
+            None if flat is None else flat.dtype,
         )
+        if flat is not None:
+            elements = flat.numel()
+        steps, backwards = page
+        operation = request.operation
+        return cls(number, elements, plan, name, operation, dtype, steps, backwards, label, axis)
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Header":
@@ -101,11 +100,8 @@ class Header(NamedTuple):
 
     def checksum(self) -> int:
         """Return 32 bits that differ for different headers, but for the rarest chance."""
-        key = (
-            f"{self.number} {self.elements} {self.plan} {self.name} {self.operation} {self.dtype} "
-            f"{self.steps} {self.backwards}"
-        )
-        return zlib.crc32(key.encode())
+        # Hashes of numbers, unlike those of texts, are the same in every process.
+        return hash((self[:4], self.steps, self.backwards)) & _MASK
 
     def differences(self, other: "Header") -> list[str]:
         """Return the difference between two headers that should be equal, in words."""
@@ -132,9 +128,22 @@ class Header(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def _layout_checksum(layout: Layout) -> int:
-    """Return a checksum of texts, equal in every process; steps bring the same layouts again."""
-    return zlib.crc32(repr(layout).encode())
+def _kind(
+    operation: str,
+    label: str,
+    chunks: Chunks,
+    source: int,
+    reduction: Reduction,
+    layout: Layout | None,
+    dtype: torch.dtype | None,
+) -> tuple[int, int, str, int]:
+    """Return plan, name, dtype, and bytes of parts; steps bring the same operations again."""
+    # Unlike the hash of a text, this checksum is equal in every process.
+    facts = repr((operation, chunks, source, reduction, layout, dtype))
+    plan, name = zlib.crc32(facts.encode()), zlib.crc32(label.encode())
+    if dtype is None:
+        return plan, name, PARTS, sum(byte_lengths(layout or ()))
+    return plan, name, str(dtype).removeprefix("torch."), 0
 
 
 def disagreement(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,17 @@ ROWS = 24
 """Orders of operations that a board shows; a rank with more shows the first ones."""
 
 _HEAD = struct.Struct("<IId24s")
+_ENTERED = struct.Struct("<d24s")
+_ENTERED_AT = struct.calcsize("<II")
 _STOP = struct.Struct("<I")
 _STOP_AT = _HEAD.size
 _ROWS_AT = _STOP_AT + _STOP.size
-_ROW = struct.Struct("<64siiiIQQdQ16s12s64s")
-_SUBMITTED = struct.Struct("<Q")
-_BEGUN = struct.Struct("<QdQ16s12s64s")
-_CHECKSUM = struct.Struct("<I")
-_CHECKSUM_AT = struct.calcsize("<64siii")
-_SUBMITTED_AT = struct.calcsize("<64siiiI")
-_BEGUN_AT = struct.calcsize("<64siiiIQ")
+_ROW = struct.Struct("<64siiiQQIdQ16s12s64s")
+_NUMBER = struct.Struct("<Q")
+_SUBMITTED_AT = struct.calcsize("<64siii")
+_RUNNING_AT = struct.calcsize("<64siiiQ")
+_TEXTS = struct.Struct("<16s12s64s")
+_BEGUN = struct.Struct(f"<QIdQ{_TEXTS.size}s")
 SIZE = _ROWS_AT + ROWS * _ROW.size
 """Bytes of a board."""
 
@@ -37,8 +39,9 @@ NATIVE = "native"
 """End of the place of operations on a device: the host does not know when they are over, so that
 the last one submitted is shown as under way."""
 
-_VERSION = 1
+_VERSION = 2
 _NOBODY = (-1, 0, 0)
+_NOTHING = (0, 0, 0, 0.0, 0, b"", b"", b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,41 +102,28 @@ class BoardRow:
         self, memory: memoryview, place: str, ranks: Sequence[int], free: Any = None
     ) -> None:
         self._memory, self._free = memory, free
-        nothing = (0, 0, 0, 0.0, 0, b"", b"", b"")
-        _ROW.pack_into(memory, 0, place.encode()[-64:], *_spaced(ranks), *nothing)
+        _ROW.pack_into(memory, 0, place.encode()[-64:], *_spaced(ranks), *_NOTHING)
 
     def submit(self, number: int) -> None:
         """Show how many operations were handed over."""
-        _SUBMITTED.pack_into(self._memory, _SUBMITTED_AT, number)
+        _NUMBER.pack_into(self._memory, _SUBMITTED_AT, number)
 
     def begin(
         self, number: int, checksum: int, operation: str, elements: int, dtype: str, label: str
     ) -> None:
         """Show the operation under way."""
         # No number while the rest is written: a reader never takes one's checksum for another's.
-        self.end()
-        _CHECKSUM.pack_into(self._memory, _CHECKSUM_AT, checksum)
-        _BEGUN.pack_into(
-            self._memory,
-            _BEGUN_AT,
-            0,
-            time.monotonic(),
-            elements,
-            operation.encode(),
-            dtype.encode(),
-            label.encode(errors="backslashreplace")[
-                -64:
-            ],  # names and lines of code differ at their ends
-        )
-        _SUBMITTED.pack_into(self._memory, _BEGUN_AT, number)
+        memory, texts = self._memory, _texts(operation, dtype, label)
+        _BEGUN.pack_into(memory, _RUNNING_AT, 0, checksum, time.monotonic(), elements, texts)
+        _NUMBER.pack_into(memory, _RUNNING_AT, number)
 
     def end(self) -> None:
         """Show that no operation is under way."""
-        _SUBMITTED.pack_into(self._memory, _BEGUN_AT, 0)
+        _NUMBER.pack_into(self._memory, _RUNNING_AT, 0)
 
     def close(self) -> None:
         """Take the row off the board."""
-        _ROW.pack_into(self._memory, 0, b"", *_NOBODY, 0, 0, 0, 0.0, 0, b"", b"", b"")
+        _ROW.pack_into(self._memory, 0, b"", *_NOBODY, *_NOTHING)
         if self._free is not None:
             self._free()
             self._free = None
@@ -168,9 +158,7 @@ class Board:
 
     def enter(self, section: str) -> None:
         """Show the part of a step that the rank is in."""
-        _HEAD.pack_into(
-            self._memory, 0, _VERSION, os.getpid(), time.monotonic(), section.encode()[:24]
-        )
+        _ENTERED.pack_into(self._memory, _ENTERED_AT, time.monotonic(), section.encode()[:24])
 
     def open(self, place: str, ranks: Sequence[int]) -> BoardRow:
         """Return a new row; where the board is full, nobody reads the row."""
@@ -207,7 +195,7 @@ def read_board(memory: Any) -> BoardView | None:
 
 def _read_row(memory: Any, start: int) -> RowView:
     """Return the contents of a row."""
-    place, *spaced, checksum, submitted, running, since, elements, operation, dtype, label = (
+    place, *spaced, submitted, running, checksum, since, elements, operation, dtype, label = (
         _ROW.unpack_from(memory, start)
     )
     first, count, stride = spaced
@@ -232,6 +220,13 @@ def _spaced(ranks: Sequence[int]) -> tuple[int, int, int]:
     if not ranks or len(steps) > 1 or min(steps, default=1) < 1:
         return _NOBODY
     return ranks[0], len(ranks), next(iter(steps), 1)
+
+
+@lru_cache(maxsize=1 << 12)
+def _texts(operation: str, dtype: str, label: str) -> bytes:
+    """Return an operation's texts as they lie in a row; steps bring the same ones again."""
+    end = label.encode(errors="backslashreplace")[-64:]  # names and lines of code differ at the end
+    return _TEXTS.pack(operation.encode(), dtype.encode(), end)
 
 
 def _text(data: bytes) -> str:
