@@ -35,7 +35,7 @@ class DdpConfig:
     )
     exchange: Literal["gradients", "momentum"] = option(
         "gradients",
-        help="tensors that cross slow links by a method of links.far: gradients, or momenta of Adam",
+        help="tensors that methods of links.far send: gradients, or momenta of Adam",
     )
     powersgd_rank: int = option(4, help="rank of the low-rank gradients of powersgd", minimum=1)
     powersgd_dtype: Literal["same", "bf16", "fp16"] = option(
