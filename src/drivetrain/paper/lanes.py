@@ -5,10 +5,10 @@ beside compute slow both down while they run together, as Galvatron measured (ar
 section 4: factors of 1.1 to 1.3).
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Protocol, TypeAlias
 
 from drivetrain.errors import UsageError
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
@@ -75,25 +75,29 @@ def play(step: PaperStep, prices: Prices) -> PlayedStep:
     tasks = step.tasks
     needs, followers = _needs(tasks)
     starts, stops = [0.0] * len(tasks), [0.0] * len(tasks)
-    ready = [0.0] * len(tasks)
-    running: dict[int, dict[str, tuple[float, float]]] = {}
-    queue = deque(index for index, count in enumerate(needs) if not count)
-    done = 0
-    while queue:
-        index = queue.popleft()
-        task, start = tasks[index], ready[index]
-        lanes = running.setdefault(task.stage, {})
-        seconds = prices.seconds(task)
-        if prices.slowdown and task.lane not in STORE_LANES:
-            seconds = _beside(lanes, task.lane, start, seconds, prices.slowdown)
-        starts[index], stops[index] = start, start + seconds
-        lanes[task.lane] = (start, start + seconds)
+    stages = [_Stage(prices.slowdown) for _ in step.held]
+    ends: list[tuple[float, int]] = []
+    ready = [index for index, count in enumerate(needs) if not count]
+    now, done = 0.0, 0
+    while ready or ends:
+        for index in ready:
+            starts[index] = now
+            task = tasks[index]
+            for end in stages[task.stage].start(index, task.lane, prices.seconds(task), now):
+                heappush(ends, end)
+        ready = []
+        now, index = heappop(ends)
+        task = tasks[index]
+        if not stages[task.stage].is_over(index, now):
+            continue
+        stops[index] = now
         done += 1
+        for end in stages[task.stage].stop(index, now):
+            heappush(ends, end)
         for follower in followers[index]:
-            ready[follower] = max(ready[follower], start + seconds)
             needs[follower] -= 1
             if not needs[follower]:
-                queue.append(follower)
+                ready.append(follower)
     if done < len(tasks):
         stuck = next(task.name for task, count in zip(tasks, needs, strict=True) if count)
         raise UsageError(f"expected a step that ends, found that {stuck!r} waits for ever")
@@ -106,6 +110,10 @@ def play(step: PaperStep, prices: Prices) -> PlayedStep:
         _peaks(step, starts, stops),
         computing,
     )
+
+
+_End: TypeAlias = tuple[float, int]
+"""When a task ends, and its index."""
 
 
 def _needs(tasks: Sequence[PaperTask]) -> tuple[list[int], list[list[int]]]:
@@ -124,15 +132,65 @@ def _needs(tasks: Sequence[PaperTask]) -> tuple[list[int], list[list[int]]]:
     return needs, followers
 
 
-def _beside(
-    lanes: dict[str, tuple[float, float]], lane: str, start: float, seconds: float, slowdown: float
-) -> float:
-    """Return the duration of a task that runs beside other lanes of its stage."""
-    together = 0.0
-    for other, (since, until) in lanes.items():
-        if other != lane and COMPUTE in (lane, other) and other not in STORE_LANES:
-            together += max(0.0, min(until, start + seconds) - max(since, start))
-    return seconds + slowdown * together
+@dataclass(slots=True)
+class _Running:
+    """A task under way.
+
+    Attributes:
+        left: seconds that it would still take alone, at the moment ``since``.
+        since: when its pace last changed.
+        until: when it ends at this pace.
+        pace: seconds alone per second.
+    """
+
+    left: float
+    since: float
+    until: float
+    pace: float = 1.0
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The tasks of a stage that run at a moment: compute and collectives slow each other down."""
+
+    slowdown: float
+    computing: dict[int, _Running] = field(default_factory=dict)
+    beside: dict[int, _Running] = field(default_factory=dict)
+    apart: dict[int, _Running] = field(default_factory=dict)
+
+    def start(self, index: int, lane: str, seconds: float, now: float) -> Iterator[_End]:
+        """Start a task; yield when it ends, and the new ends of tasks with another pace."""
+        if lane in STORE_LANES or not self.slowdown:
+            group = self.apart
+        else:
+            group = self.computing if lane == COMPUTE else self.beside
+        group[index] = _Running(seconds, now, now + seconds)
+        yield now + seconds, index
+        yield from self._paced(now)
+
+    def is_over(self, index: int, now: float) -> bool:
+        """Return whether a task ends now; it does not where its pace has changed meanwhile."""
+        return any(index in each and each[index].until == now for each in self._groups)
+
+    def stop(self, index: int, now: float) -> Iterator[_End]:
+        """End a task; yield the new ends of tasks with another pace."""
+        for group in self._groups:
+            group.pop(index, None)
+        yield from self._paced(now)
+
+    @property
+    def _groups(self) -> tuple[dict[int, _Running], ...]:
+        return self.computing, self.beside, self.apart
+
+    def _paced(self, now: float) -> Iterator[_End]:
+        for group, others in ((self.computing, self.beside), (self.beside, self.computing)):
+            pace = 1 / (1 + self.slowdown * len(others))
+            for index, task in group.items():
+                if task.pace != pace:
+                    task.left = max(0.0, task.left - (now - task.since) * task.pace)
+                    task.since, task.pace = now, pace
+                    task.until = now + task.left / pace
+                    yield task.until, index
 
 
 def _peaks(step: PaperStep, starts: Sequence[float], stops: Sequence[float]) -> list[float]:

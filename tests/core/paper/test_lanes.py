@@ -51,6 +51,23 @@ def test_compute_beside_a_collective_is_slower():
     assert play(PaperStep(tasks, [{}]), Seconds(slowdown=0.5)).seconds == 2 + 2 + 0.5
 
 
+def test_compute_is_slower_beside_each_of_many_short_collectives():
+    tasks = [PaperTask("a"), PaperTask("long", repeat=5)]
+    tasks += [PaperTask(f"reduce {at}", MESSAGE, "dp", after=(0,)) for at in range(3)]
+    played = play(PaperStep(tasks, [{}]), Seconds(slowdown=0.5))
+    # Three seconds of collectives take 4.5 beside compute, which gets three seconds done.
+    assert [each.stop for each in played.tasks[2:]] == pytest.approx([3.5, 5.0, 6.5])
+    assert played.seconds == pytest.approx(2 + 10 + 3 * 0.5)
+
+
+def test_where_nothing_is_hidden_both_take_the_sum_of_their_times():
+    tasks = [PaperTask("a")]
+    tasks += [PaperTask(f"reduce {at}", MESSAGE, "dp", after=(0,)) for at in range(6)]
+    tasks += [PaperTask("b"), PaperTask("c", MESSAGE, "pp"), PaperTask("d")]
+    played = play(PaperStep(tasks, [{}]), Seconds(slowdown=1.0))
+    assert played.seconds == pytest.approx(2 + 6 + 1 + 4)
+
+
 def test_tasks_that_wait_for_each_other_are_refused():
     tasks = [PaperTask("a", after=(1,)), PaperTask("b", MESSAGE, "dp", after=(0,))]
     with pytest.raises(UsageError, match="'a' waits for ever"):
