@@ -1,8 +1,8 @@
 """The file that describes hardware: devices, links by level, hosts, each number with its source."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from drivetrain.errors import ConfigError
 
@@ -57,14 +57,20 @@ class KernelFacts(BaseModel):
     """Kernels of one kind, beside plain products or passes over memory of their size.
 
     Attributes:
-        times: how many times as long they take.
+        times: (size, how many times as long they take), sizes ascending: floating-point operations
+            of a product, bytes of a pass; a file may have one number for all sizes.
         start_us: of the host's processor for each of them, in the place of ``dispatch_us``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    times: Positive
+    times: Annotated[list[tuple[Positive, Positive]], Field(min_length=1)]
     start_us: Annotated[float, Field(ge=0)]
+
+    @field_validator("times", mode="before")
+    @classmethod
+    def _for_all_sizes(cls, value: Any) -> Any:
+        return [(1.0, value)] if isinstance(value, int | float) else value
 
 
 class DeviceFacts(_Section):

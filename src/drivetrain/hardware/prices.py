@@ -6,11 +6,11 @@ bandwidth that grows with the message, and a latency per hop.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.description import Curve, Hardware, KernelFacts, LinkFacts
+from drivetrain.hardware.description import Hardware, KernelFacts, LinkFacts
 from drivetrain.paper.step import COMPUTE, PaperTask
 from drivetrain.paper.work import (
     Collective,
@@ -76,8 +76,18 @@ def _without_host(name: str) -> str:
     )
 
 
-def share_at(curve: Curve, size: float) -> float:
-    """Return the share of the peak at a size, linear in the size's logarithm."""
+def size_of(operation: Operation) -> float:
+    """Return the size of a kernel: operations of a product, bytes that a pass reads and writes."""
+    match operation:
+        case MatrixProduct():
+            return operation.flops
+        case MemoryPass():
+            return operation.nbytes / operation.launches
+    return 0.0
+
+
+def share_at(curve: Sequence[tuple[float, float]], size: float) -> float:
+    """Return the share of the peak, or the factor, at a size: linear in the size's logarithm."""
     below = curve[0]
     if size <= below[0]:
         return below[1]
@@ -147,9 +157,10 @@ class HardwarePrices:
     def price(self, operation: Operation) -> float:
         """Return the seconds of one operation on the device."""
         facts = self._kernels(operation)
-        return self._plain(operation) * (facts.times if facts else 1.0)
+        times = share_at(facts.times, size_of(operation)) if facts else 1.0
+        return self.plain(operation) * times
 
-    def _plain(self, operation: Operation) -> float:
+    def plain(self, operation: Operation) -> float:
         """Return the seconds that an operation takes whose kernels are of no kind."""
         match operation:
             case MatrixProduct():

@@ -87,7 +87,10 @@ def _device(device: DeviceFigures, source: str) -> dict[str, Any]:
         "teraflops": {key: _short(each) for key, each in device.teraflops.items()},
         "launch_us": _short(device.launch_us),
         "kernels": {
-            kind: {"times": _short(each.times), "start_us": _short(each.start_us)}
+            kind: {
+                "times": [[float(f"{size:.3g}"), _short(times)] for size, times in each.times],
+                "start_us": _short(each.start_us),
+            }
             for kind, each in device.kernels.items()
         },
         "products": {

@@ -1,10 +1,11 @@
 """Measures kernels by kind, beside plain products and passes of their size.
 
-Each kind is a small module of which the planner's own look says the work; its times with a tiny
-and with a large input give the host's time per start and the factor over plain kernels.
+Each kind is a small module of which the planner's own look says the work; its time with a tiny
+input gives the host's time per start, and those with larger inputs the factors over plain kernels.
+There are two factors: a pass whose data stays in caches is bound by arithmetic, not by memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drivetrain.hardware.description import Hardware
-from drivetrain.hardware.prices import MICRO, HardwarePrices
+from drivetrain.hardware.prices import MICRO, HardwarePrices, size_of
 from drivetrain.measuring.clock import CACHES, Clock
 from drivetrain.model.first_batch import Candidate
 from drivetrain.paper.operations import LOSS
@@ -46,20 +47,23 @@ class _Loss(nn.Module):
 
 @dataclass(frozen=True)
 class _Subject:
-    """A kind of kernels: a module, the shapes of a tiny and a large input, a module for the tiny.
+    """A kind of kernels: a module, shapes of a tiny, a middle and a large input.
 
-    Where there is none, the same module is for both.
+    Where there is no module for the tiny input, the same module is for all.
     """
 
     make: Callable[[], nn.Module]
     tiny: tuple[int, ...]
+    middle: tuple[int, ...]
     large: tuple[int, ...]
     small: Callable[[], nn.Module] | None = None
 
-    def cases(self) -> tuple["_Case", "_Case"]:
-        """Return the tiny case and the large case."""
-        return _Case("small", self.small or self.make, self.tiny), _Case(
-            "large", self.make, self.large
+    def cases(self) -> tuple["_Case", "_Case", "_Case"]:
+        """Return the tiny, the middle and the large case."""
+        return (
+            _Case("small", self.small or self.make, self.tiny),
+            _Case("middle", self.make, self.middle),
+            _Case("large", self.make, self.large),
         )
 
 
@@ -69,23 +73,26 @@ class _Case(NamedTuple):
     shape: tuple[int, ...]
 
 
-_LAST = (512, 1024)
+_MIDDLE, _LARGE = (128, 512), (512, 1024)
 _SUBJECTS: Mapping[str, _Subject] = {
-    "linear": _Subject(lambda: nn.Linear(256, 1024), (1, 8), (512, 256), lambda: nn.Linear(8, 8)),
+    "linear": _Subject(lambda: nn.Linear(256, 1024), (1, 8), (64, 256), (512, 256),
+                       lambda: nn.Linear(8, 8)),
     "convolution": _Subject(lambda: nn.Conv2d(16, 32, 3, padding=1), (1, 16, 4, 4),
-                            (16, 16, 32, 32)),
-    "attention": _Subject(_Attention, (1, 1, 8, 8), (8, 4, 128, 64)),
-    "gelu": _Subject(nn.GELU, (1, 64), _LAST),
-    "relu": _Subject(nn.ReLU, (1, 64), _LAST),
-    "silu": _Subject(nn.SiLU, (1, 64), _LAST),
-    "tanh": _Subject(nn.Tanh, (1, 64), _LAST),
-    "softmax": _Subject(lambda: nn.Softmax(-1), (1, 64), _LAST),
-    "layer_norm": _Subject(lambda: nn.LayerNorm(256), (1, 256), (2048, 256)),
-    "batch_norm": _Subject(lambda: nn.BatchNorm2d(16), (2, 16, 2, 2), (16, 16, 32, 32)),
+                            (16, 16, 16, 16), (16, 16, 32, 32)),
+    "attention": _Subject(_Attention, (1, 1, 8, 8), (8, 4, 64, 48), (8, 4, 128, 64)),
+    "gelu": _Subject(nn.GELU, (1, 64), _MIDDLE, _LARGE),
+    "relu": _Subject(nn.ReLU, (1, 64), _MIDDLE, _LARGE),
+    "silu": _Subject(nn.SiLU, (1, 64), _MIDDLE, _LARGE),
+    "tanh": _Subject(nn.Tanh, (1, 64), _MIDDLE, _LARGE),
+    "softmax": _Subject(lambda: nn.Softmax(-1), (1, 64), _MIDDLE, _LARGE),
+    "layer_norm": _Subject(lambda: nn.LayerNorm(256), (1, 256), (256, 256), (2048, 256)),
+    "batch_norm": _Subject(lambda: nn.BatchNorm2d(16), (2, 16, 2, 2), (4, 16, 32, 32),
+                           (16, 16, 32, 32)),
     "adaptive_avg_pool2d": _Subject(lambda: nn.AdaptiveAvgPool2d(1), (1, 32, 2, 2),
-                                    (16, 32, 32, 32)),
-    "max_pool2d": _Subject(lambda: nn.MaxPool2d(2), (1, 16, 4, 4), (16, 16, 32, 32)),
-    LOSS: _Subject(_Loss, (1, 64), (512, 2048)),
+                                    (8, 32, 16, 16), (16, 32, 32, 32)),
+    "max_pool2d": _Subject(lambda: nn.MaxPool2d(2), (1, 16, 4, 4), (16, 16, 16, 16),
+                           (16, 16, 32, 32)),
+    LOSS: _Subject(_Loss, (1, 64), (64, 1024), (512, 2048)),
 }  # fmt: skip
 
 
@@ -93,13 +100,13 @@ _SUBJECTS: Mapping[str, _Subject] = {
 class KernelFigures:
     """Kernels of one kind: see ``KernelFacts``."""
 
-    times: float
+    times: Sequence[tuple[float, float]]
     start_us: float
 
 
 def kernel_timings() -> int:
     """Return the number of timings of ``measure_kernels``."""
-    return 4 * len(_SUBJECTS) + 4
+    return 6 * len(_SUBJECTS) + 4
 
 
 def measure_kernels(clock: Clock, hardware: Hardware) -> Mapping[str, KernelFigures]:
@@ -122,12 +129,17 @@ def _of_module(
     clock: Clock, prices: HardwarePrices, kind: str, subject: _Subject
 ) -> Iterator[tuple[str, KernelFigures]]:
     """Yield the figures of forward and of backward."""
-    tiny, large = (_timed(clock, kind, case) for case in subject.cases())
+    tiny, *others = subject.cases()
+    seconds = {case: _timed(clock, kind, case) for case in subject.cases()}
     for back, name in enumerate((kind, back_kind(kind))):
-        (least, starts), (most, _) = (_planned(prices, case, name) for case in subject.cases())
-        start = max(0.0, tiny[back] - least) / starts
-        times = (large[back] - start * starts) / most
-        yield name, KernelFigures(max(LEAST, times), start / MICRO)
+        least = _planned(prices, tiny, name)
+        start = max(0.0, seconds[tiny][back] - least.seconds) / least.starts
+        times = []
+        for case in others:
+            plain = _planned(prices, case, name)
+            found = (seconds[case][back] - start * plain.starts) / plain.seconds
+            times.append((plain.size, max(LEAST, found)))
+        yield name, KernelFigures(sorted(times), start / MICRO)
 
 
 class _Trained(nn.Module):
@@ -141,8 +153,16 @@ class _Trained(nn.Module):
         return self.inner(x + self.shift)  # type: ignore[no-any-return]
 
 
-def _planned(prices: HardwarePrices, case: _Case, kind: str) -> tuple[float, int]:
-    """Return (seconds if the kernels were plain, starts of kernels) of a kind in a module."""
+class _Plain(NamedTuple):
+    """Kernels of a kind in a module: seconds if they were plain, starts, size of the largest."""
+
+    seconds: float
+    starts: int
+    size: float
+
+
+def _planned(prices: HardwarePrices, case: _Case, kind: str) -> _Plain:
+    """Return the kernels of a kind that a plan counts in a module."""
     candidate = Candidate("example", (torch.zeros(*case.shape),), {})
     units = seen_model(_Trained(case.make()), [candidate]).units(
         case.shape[0], "none", fused=True, width=4
@@ -154,7 +174,7 @@ def _planned(prices: HardwarePrices, case: _Case, kind: str) -> tuple[float, int
         if isinstance(each, MatrixProduct | MemoryPass) and each.kind == kind
     ]
     launches = (each.launches if isinstance(each, MemoryPass) else 1 for each in found)
-    return sum(map(prices.price, found)), sum(launches)
+    return _Plain(sum(map(prices.plain, found)), sum(launches), max(map(size_of, found)))
 
 
 def _timed(clock: Clock, kind: str, case: _Case) -> tuple[float, float]:
@@ -209,6 +229,6 @@ def _of_optimizer(
         optimizer = torch.optim.AdamW(parameters, fused=fused)
         timing = clock.time(f"{kind} of {elements} elements", optimizer.step)
         seconds.append(timing.seconds / PARAMETERS)
-    plain = prices.price(MemoryPass(PARAMETERS * TENSORS[1] * BYTES["no"].update, 0))
-    times = PARAMETERS * (seconds[1] - seconds[0]) / plain
-    return KernelFigures(max(LEAST, times), seconds[0] / MICRO)
+    update = MemoryPass(PARAMETERS * TENSORS[1] * BYTES["no"].update, 0)
+    times = PARAMETERS * (seconds[1] - seconds[0]) / prices.plain(update)
+    return KernelFigures([(size_of(update), max(LEAST, times))], seconds[0] / MICRO)

@@ -73,34 +73,7 @@ def play(step: PaperStep, prices: Prices) -> PlayedStep:
         UsageError: tasks wait for each other for ever.
     """
     tasks = step.tasks
-    needs, followers = _needs(tasks)
-    starts, stops = [0.0] * len(tasks), [0.0] * len(tasks)
-    stages = [_Stage(prices.slowdown) for _ in step.held]
-    ends: list[tuple[float, int]] = []
-    ready = [index for index, count in enumerate(needs) if not count]
-    now, done = 0.0, 0
-    while ready or ends:
-        for index in ready:
-            starts[index] = now
-            task = tasks[index]
-            for end in stages[task.stage].start(index, task.lane, prices.seconds(task), now):
-                heappush(ends, end)
-        ready = []
-        now, index = heappop(ends)
-        task = tasks[index]
-        if not stages[task.stage].is_over(index, now):
-            continue
-        stops[index] = now
-        done += 1
-        for end in stages[task.stage].stop(index, now):
-            heappush(ends, end)
-        for follower in followers[index]:
-            needs[follower] -= 1
-            if not needs[follower]:
-                ready.append(follower)
-    if done < len(tasks):
-        stuck = next(task.name for task, count in zip(tasks, needs, strict=True) if count)
-        raise UsageError(f"expected a step that ends, found that {stuck!r} waits for ever")
+    starts, stops = _played(step, prices)
     computing = [0.0] * len(step.held)
     for index, task in enumerate(tasks):
         if task.lane == COMPUTE:
@@ -114,6 +87,38 @@ def play(step: PaperStep, prices: Prices) -> PlayedStep:
 
 _End: TypeAlias = tuple[float, int]
 """When a task ends, and its index."""
+
+
+def _played(step: PaperStep, prices: Prices) -> tuple[list[float], list[float]]:
+    """Return when each task starts and stops, in the order of time."""
+    tasks = step.tasks
+    needs, followers = _needs(tasks)
+    starts, stops = [0.0] * len(tasks), [0.0] * len(tasks)
+    stages = [_Stage(prices.slowdown) for _ in step.held]
+    ends: list[tuple[float, int]] = []
+    ready = [index for index, count in enumerate(needs) if not count]
+    now = 0.0
+    while ready or ends:
+        for index in ready:
+            starts[index] = now
+            task = tasks[index]
+            for end in stages[task.stage].start(index, task.lane, prices.seconds(task), now):
+                heappush(ends, end)
+        ready = []
+        now, index = heappop(ends)
+        task = tasks[index]
+        if not stages[task.stage].is_over(index, now):
+            continue
+        stops[index] = now
+        for end in stages[task.stage].stop(index, now):
+            heappush(ends, end)
+        for follower in followers[index]:
+            needs[follower] -= 1
+        ready = [each for each in followers[index] if not needs[each]]
+    if any(needs):
+        stuck = next(task.name for task, count in zip(tasks, needs, strict=True) if count)
+        raise UsageError(f"expected a step that ends, found that {stuck!r} waits for ever")
+    return starts, stops
 
 
 def _needs(tasks: Sequence[PaperTask]) -> tuple[list[int], list[list[int]]]:
