@@ -3,7 +3,8 @@
 A row is one of:
 
 - ``STRATEGY/GRADIENTS``, or ``STRATEGY/GRADIENTS/PARAMETERS`` with a method for parameters;
-  ``hybrid`` is fsdp with ``sharding: hybrid``;
+  ``hybrid`` is fsdp with ``sharding: hybrid``, ``momentum`` is ddp with momenta in place of
+  gradients (1-bit Adam with the method ``onebit``);
 - ``local/GRADIENTS``: Streaming DiLoCo with ``ddp`` inside of a host; a block is a whole round, and
   no exchange is under way at its edges;
 - a peer of ``side_by_side.py``, such as ``torch_fsdp2`` or ``deepspeed_z3``.
@@ -31,6 +32,9 @@ WARM_UP = 3
 SETTLE_S = 0.5
 """Time for what a step has left under way, such as gathers of parameters: its bytes count, too."""
 
+BUCKET_MIB = 8
+"""Of momenta: the last bucket is on the link when backward has ended, so it should be small."""
+
 ROUND, FRAGMENTS, DELAY = 36, 6, 5
 STREAMING = {"name": "local", "every": ROUND, "fragments": FRAGMENTS, "delay": DELAY, "keep": 0.5}
 BETWEEN = DELAY + (ROUND // FRAGMENTS - DELAY) // 2
@@ -50,8 +54,14 @@ def is_local(row: str) -> bool:
 def config_of(row: str) -> dict[str, object]:
     """Return the configuration that a row of ours names."""
     name, gradients, *rest = row.split("/")
-    strategy = {"hybrid": {"name": "fsdp", "sharding": "hybrid"}, "local": STREAMING}
-    far = {"gradients": gradients, "parameters": rest[0] if rest else EXACT}
+    strategy: dict[str, dict[str, object]] = {
+        "hybrid": {"name": "fsdp", "sharding": "hybrid"},
+        "momentum": {"name": "ddp", "exchange": "momentum", "bucket_mib": BUCKET_MIB},
+        "local": STREAMING,
+    }
+    far: dict[str, object] = {"gradients": gradients, "parameters": rest[0] if rest else EXACT}
+    if name == "momentum":
+        far["warmup_steps"] = WARM_UP - 1
     return {"strategy": strategy.get(name, {"name": name}), "links": {"far": far}}
 
 

@@ -13,9 +13,10 @@ same m', and turns it into the gradient that would have led to it, (m' - beta1 m
 so a short window or weighted losses scale a gradient, and a second backward adds to one, as ever.
 ``FrozenAdam`` takes the step from that gradient.
 
-The frozen variance is v / (1 - beta2^t), without the bias of the first steps. At each step v itself
-moves as if each new squared gradient were the frozen variance: then ``exp_avg_sq`` and ``step`` are
-at all times a state with which an exact Adam can go on.
+An element moves no further than Adam's own bound of a step, and stays if the warm-up saw no
+gradient of it. The frozen variance is v / (1 - beta2^t), without the bias of the first steps. At
+each step v itself moves as if each new squared gradient were the frozen variance: then
+``exp_avg_sq`` and ``step`` are at all times a state with which an exact Adam can go on.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -159,11 +160,20 @@ class FrozenAdam:
         elif decay:
             gradient = gradient.add(weight, alpha=decay)
         momentum.lerp_(gradient, 1 - beta1)
-        # A method sends no exact zeros: without any gradient in the warm-up there is no scale by
-        # which such an element could be stepped.
-        momentum.masked_fill_(variance == 0, 0)
-        scale = variance.sqrt().div_(bias**0.5).add_(float(group["eps"]))
-        weight.addcdiv_(momentum, scale, value=-lr / (1 - beta1**step))
+        root = variance.sqrt().div_(bias**0.5)
+        # A method may send much for an element of which the warm-up saw next to nothing: without
+        # Adam's own bound of a step, such an element would be flung away.
+        bound = root * (longest_step(beta1, beta2) * (1 - beta1**step))
+        momentum.clamp_(-bound, bound)
+        weight.addcdiv_(momentum, root.add_(float(group["eps"])), value=-lr / (1 - beta1**step))
+
+
+def longest_step(beta1: float, beta2: float) -> float:
+    """Return the most learning rates by which a step of Adam moves an element.
+
+    Kingma and Ba, "Adam", ICLR 2015 (arXiv 1412.6980), section 2.1.
+    """
+    return max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
 
 
 class MomentumHook(CommunicationHook):
