@@ -19,8 +19,9 @@ each step v itself moves as if each new squared gradient were the frozen varianc
 ``exp_avg_sq`` and ``step`` are at all times a state with which an exact Adam can go on.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ from drivetrain.links.compressor import Honesty
 from drivetrain.parts.buckets import Bucket
 from drivetrain.runtime.precision import Precision
 from drivetrain_ddp.compression import CommunicationHook, Finish
+
+PIECE = 2**15
+"""Elements of a piece: in fp32, six of them fit into a megabyte of a processor's caches."""
 
 REFUSED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 """Options of torch's Adam that change the update, or where ``step`` lives."""
@@ -148,24 +152,79 @@ class FrozenAdam:
     def _step(
         self, weight: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
     ) -> None:
+        state["step"] += 1
+        factors = FrozenFactors.of(group, int(state["step"]))
+        whole = (weight, gradient, state["exp_avg"], state["exp_avg_sq"])
+        for values, grads, momentum, variance in in_pieces(*whole):
+            _frozen_step(values, grads, momentum, variance, factors)
+
+
+class FrozenFactors(NamedTuple):
+    """The numbers of a step of one parameter.
+
+    Attributes:
+        rate: of learning, without the momentum's bias.
+        momentum: share of the gradient in the new momentum.
+        variance: factor of the variance, whose bias is another than a step before.
+        root: factor of the variance's root, without its bias.
+        longest: most of a root by which the momentum moves an element.
+        eps: is added to the root.
+        decay: of the weight, decoupled from the gradient.
+        penalty: of the weight, as a part of the gradient.
+    """
+
+    rate: float
+    momentum: float
+    variance: float
+    root: float
+    longest: float
+    eps: float
+    decay: float
+    penalty: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any], step: int) -> "FrozenFactors":
+        """Return the factors of a step, counted from 1, for parameters of a group."""
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         beta1, beta2 = map(float, group["betas"])
-        state["step"] += 1
-        step = int(state["step"])
-        momentum, variance = state["exp_avg"], state["exp_avg_sq"]
-        bias = 1 - beta2**step
-        variance.mul_(bias / (1 - beta2 ** (step - 1)))
-        if decay and group["decoupled_weight_decay"]:
-            weight.mul_(1 - lr * decay)
-        elif decay:
-            gradient = gradient.add(weight, alpha=decay)
-        momentum.lerp_(gradient, 1 - beta1)
-        root = variance.sqrt().div_(bias**0.5)
-        # A method may send much for an element of which the warm-up saw next to nothing: without
-        # Adam's own bound of a step, such an element would be flung away.
-        bound = root * (longest_step(beta1, beta2) * (1 - beta1**step))
-        momentum.clamp_(-bound, bound)
-        weight.addcdiv_(momentum, root.add_(float(group["eps"])), value=-lr / (1 - beta1**step))
+        unbiased, bias = 1 - beta1**step, 1 - beta2**step
+        decoupled = bool(group["decoupled_weight_decay"])
+        return cls(
+            rate=lr / unbiased,
+            momentum=1 - beta1,
+            variance=bias / (1 - beta2 ** (step - 1)),
+            root=1 / math.sqrt(bias),
+            longest=longest_step(beta1, beta2) * unbiased,
+            eps=float(group["eps"]),
+            decay=1 - lr * decay if decoupled else 1.0,
+            penalty=0.0 if decoupled else decay,
+        )
+
+
+def _frozen_step(
+    weight: Tensor, gradient: Tensor, momentum: Tensor, variance: Tensor, factors: FrozenFactors
+) -> None:
+    """Step a piece of a parameter: Adam with the variance that it has."""
+    variance.mul_(factors.variance)
+    if factors.penalty:
+        gradient = gradient.add(weight, alpha=factors.penalty)
+    momentum.lerp_(gradient, factors.momentum)
+    root = variance.sqrt().mul_(factors.root)
+    # A method may send much for an element of which the warm-up saw next to nothing: without
+    # Adam's own bound of a step, such an element would be flung away.
+    bound = root * factors.longest
+    momentum.clamp_(-bound, bound)
+    if factors.decay != 1:
+        weight.mul_(factors.decay)
+    weight.addcdiv_(momentum, root.add_(factors.eps), value=-factors.rate)
+
+
+def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield pieces of tensors of one shape, which several passes find in a processor's caches."""
+    if tensors[0].device.type != "cpu" or not all(each.is_contiguous() for each in tensors):
+        yield tensors
+        return
+    yield from zip(*(torch.split(each.view(-1), PIECE) for each in tensors), strict=True)
 
 
 def longest_step(beta1: float, beta2: float) -> float:
@@ -173,7 +232,7 @@ def longest_step(beta1: float, beta2: float) -> float:
 
     Kingma and Ba, "Adam", ICLR 2015 (arXiv 1412.6980), section 2.1.
     """
-    return max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+    return max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
 
 
 class MomentumHook(CommunicationHook):
@@ -198,13 +257,15 @@ class MomentumHook(CommunicationHook):
         with torch.no_grad():
             for view, beta, momentum in sent:
                 # A parameter without a gradient here counts as zero, and its momentum as ever.
-                view.mul_(1 - beta).add_(momentum, alpha=beta / communicator.size)
+                for new, old in in_pieces(view, momentum):
+                    new.mul_(1 - beta).add_(old, alpha=beta / communicator.size)
         wait = super().start(bucket, missing, communicator)
 
         def finish() -> None:
             wait()
             with torch.no_grad():
                 for view, beta, momentum in sent:
-                    view.sub_(momentum, alpha=beta).div_(1 - beta)
+                    for new, old in in_pieces(view, momentum):
+                        new.sub_(old, alpha=beta).div_(1 - beta)
 
         return finish

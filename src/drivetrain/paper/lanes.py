@@ -138,7 +138,7 @@ def _needs(tasks: Sequence[PaperTask]) -> tuple[list[int], list[list[int]]]:
 
 
 @dataclass(slots=True)
-class _Running:
+class _UnderWay:
     """A task under way.
 
     Attributes:
@@ -159,9 +159,9 @@ class _Stage:
     """The tasks of a stage that run at a moment: compute and collectives slow each other down."""
 
     slowdown: float
-    computing: dict[int, _Running] = field(default_factory=dict)
-    beside: dict[int, _Running] = field(default_factory=dict)
-    apart: dict[int, _Running] = field(default_factory=dict)
+    computing: dict[int, _UnderWay] = field(default_factory=dict)
+    beside: dict[int, _UnderWay] = field(default_factory=dict)
+    apart: dict[int, _UnderWay] = field(default_factory=dict)
 
     def start(self, index: int, lane: str, seconds: float, now: float) -> Iterator[_End]:
         """Start a task; yield when it ends, and the new ends of tasks with another pace."""
@@ -169,7 +169,7 @@ class _Stage:
             group = self.apart
         else:
             group = self.computing if lane == COMPUTE else self.beside
-        group[index] = _Running(seconds, now, now + seconds)
+        group[index] = _UnderWay(seconds, now, now + seconds)
         yield now + seconds, index
         yield from self._paced(now)
 
@@ -184,7 +184,7 @@ class _Stage:
         yield from self._paced(now)
 
     @property
-    def _groups(self) -> tuple[dict[int, _Running], ...]:
+    def _groups(self) -> tuple[dict[int, _UnderWay], ...]:
         return self.computing, self.beside, self.apart
 
     def _paced(self, now: float) -> Iterator[_End]:
