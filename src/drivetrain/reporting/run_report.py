@@ -20,7 +20,6 @@ from drivetrain.reporting.page import missing_packages
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import host_link, work_path
 from drivetrain.strategy import Run
-from drivetrain.telemetry.backward import BackwardTime
 from drivetrain.telemetry.facts import facts_of, header_of
 from drivetrain.telemetry.figures import StepFigures
 from drivetrain.telemetry.folder import REPORT, RUN, StartFolder, new_start
@@ -76,12 +75,9 @@ class RunReport:
         self._journal: Journal | None = None
         self._recorder = StepRecorder(run.traffic, scaler, self._take, self._stop)
         self.observer: Observer = self._recorder if self._enabled else Observer()
-        if run.world.is_main:
-            # The launchers' rate is of hosts: it says nothing about links between declared islands.
-            if not run.world.declared and (link := host_link()):
-                self.listen(LinkLoad(run, link, logger.warning).take)
-            if BackwardTime.wanted(run):
-                self.listen(BackwardTime(run, logger.announce).take)
+        # The launchers' rate is of hosts: it says nothing about links between declared islands.
+        if run.world.is_main and not run.world.declared and (link := host_link()):
+            self.listen(LinkLoad(run, link, logger.warning).take)
         if self._enabled:
             # Ranks start at different moments: rank 0's name is that of all, whatever folder they
             # were given, since nothing may be asked for on some ranks alone.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from drivetrain.building import WeightSource, fill, meta_tensors
 from drivetrain.collectives import Communicator, connect
 from drivetrain.cost import TensorSpec
+from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.linked import connect_linked, connect_replicas
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.overlap import check_apart
@@ -100,6 +101,11 @@ class Ranks:
     def _communicators(self) -> list[Communicator]:
         found = (self.replicas, self.reducing, self.sharing, self.everyone)
         return list(dict.fromkeys(one for one in found if one is not None))
+
+    def take_links(self, links: LinkMethods) -> None:
+        """Let all channels go on with methods that were chosen between two steps."""
+        for communicator in self._communicators:
+            communicator.take_links(links)
 
     def close(self) -> None:
         """Close the communicators."""
@@ -218,7 +224,7 @@ class Placement:
                 rank,
                 device,
                 sharded=layout.sharded,
-                apart=self._ranks.sharing.approximates_parameters,
+                apart=self._ranks.sharing.owns_apart,
             )
             flat.shard = self._home.shard(flat, label)
             flats.append(flat)

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from drivetrain.building import WeightSource
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError, StorageError, UsageError
+from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.kept import kept_by, take_kept
 from drivetrain.links.linked import route_linked
 from drivetrain.parts.naming import named_parameters
@@ -73,6 +75,11 @@ class Accounted(OffloadInPlans, Strategy[ConfigT], Generic[ConfigT]):
     def channels(cls, config: ConfigT) -> frozenset[str]:
         """Return gradients, and values of parameters where these are divided, or updates."""
         return config.channels
+
+    @classmethod
+    def changes_links(cls, config: ConfigT) -> bool:
+        """Return True: every channel goes on with methods that are chosen later."""
+        return True
 
     @classmethod
     def lines(cls, config: ConfigT, run: Run) -> Lines:
@@ -258,6 +265,11 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
     def before_compiled_forward(self) -> None:
         """Wait for all values: a compiled forward does not ask the parameters' guards."""
         self.placement.wait_for_values()
+
+    def take_links(self, links: LinkMethods) -> None:
+        """Go on with methods that were chosen between two steps, for gradients and parameters."""
+        self.run = replace(self.run, links=links)
+        self.ranks.take_links(links)
 
     def running(self) -> AbstractContextManager[None]:
         """Gather the units of a forward that does not call the model."""
