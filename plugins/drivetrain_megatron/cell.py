@@ -108,7 +108,7 @@ class DataParallelCell(Strategy[MegatronConfig]):
 
     @classmethod
     def changes_links(cls, config: MegatronConfig) -> bool:
-        """Return what the data-parallel strategy does; no backward of its own has a pipeline."""
+        """Ask the data-parallel strategy; a pipeline mixes forwards and backwards."""
         kind, options = data_parallel(config)
         return config.pp == 1 and kind.changes_links(options)
 

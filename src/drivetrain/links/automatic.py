@@ -123,7 +123,7 @@ def _decided(
     tensors: Sequence[TensorSpec],
     source: str = "",
 ) -> tuple[LinkMethods, list[str]]:
-    """Choose the methods for some uses; those that the strategy never sends are exact.
+    """Choose the methods for some uses; all is exact that the strategy never sends.
 
     Args:
         links: the figures are known.

@@ -1,4 +1,4 @@
-"""A channel of gradients that is exact until the first steps have told which method it takes."""
+"""A channel of gradients that is exact until a method is chosen, after the first steps."""
 
 from collections.abc import Callable
 from typing import Any

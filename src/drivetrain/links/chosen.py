@@ -172,7 +172,7 @@ class LinkMethods:
 
     @property
     def in_levels(self) -> bool:
-        """Whether ranks are connected in levels of hosts, for a method or for one that may come."""
+        """Whether ranks are connected in levels of hosts: a method is in use, or may come."""
         return self.in_channels or bool(self.awaited)
 
     @property

@@ -20,10 +20,12 @@ class OverLinks:
     Attributes:
         run: has the methods for slow links.
         summing: the communicators whose channels sum the strategy's gradients.
+        linked: all communicators with channels; left empty where these are in ``summing``.
     """
 
     run: Any
     summing: Sequence[Communicator] = ()
+    linked: Sequence[Communicator] = ()
 
     @classmethod
     def channels(cls, config: Any) -> frozenset[str]:
@@ -56,11 +58,10 @@ class OverLinks:
     def take_links(self, links: LinkMethods) -> None:
         """Go on with methods that were chosen between two steps, the same on all ranks.
 
-        A strategy with ``changes_links`` whose communicators are not all in ``summing``, or that
-        has another strategy inside, extends it.
+        A strategy with ``changes_links`` around another strategy extends it.
         """
         self.run = replace(self.run, links=links)
-        for communicator in self.summing:
+        for communicator in self.linked or self.summing:
             communicator.take_links(links)
 
     @property

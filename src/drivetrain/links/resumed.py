@@ -17,7 +17,7 @@ SavedChoice: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 def saved_choice(links: LinkMethods) -> dict[str, dict[str, Any]]:
-    """Return what the first steps of a run have chosen, as plain values: at first nothing."""
+    """Return the choice after the first steps of a run, as plain values; empty before."""
     found: dict[str, dict[str, Any]] = {}
     for use in links.awaited:
         if links.is_open(use):

@@ -64,7 +64,7 @@ class SlowLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkFigures:
-    """What was measured, or declared, about a link and the methods on it: equal on all ranks.
+    """The figures of a link and of the methods, measured or declared: equal on all ranks.
 
     Attributes:
         link: between the hosts.

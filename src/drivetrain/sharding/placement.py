@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from drivetrain.building import WeightSource, fill, meta_tensors
 from drivetrain.collectives import Communicator, connect
 from drivetrain.cost import TensorSpec
-from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.linked import connect_linked, connect_replicas
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.overlap import check_apart
@@ -78,8 +77,8 @@ class Ranks:
             if replicas is None
             else connect_replicas(replicas, run.traffic, run.world, run.links),
         )
-        for one in ranks._communicators:  # a failure of one reaches the ranks of the others
-            one.accompany([other for other in ranks._communicators if other is not one])
+        for one in ranks.communicators:  # a failure of one reaches the ranks of the others
+            one.accompany([other for other in ranks.communicators if other is not one])
         return ranks
 
     @property
@@ -98,18 +97,14 @@ class Ranks:
         return [one for one in (self.reducing, self.replicas) if one is not None]
 
     @property
-    def _communicators(self) -> list[Communicator]:
+    def communicators(self) -> list[Communicator]:
+        """All communicators, each once."""
         found = (self.replicas, self.reducing, self.sharing, self.everyone)
         return list(dict.fromkeys(one for one in found if one is not None))
 
-    def take_links(self, links: LinkMethods) -> None:
-        """Let all channels go on with methods that were chosen between two steps."""
-        for communicator in self._communicators:
-            communicator.take_links(links)
-
     def close(self) -> None:
         """Close the communicators."""
-        for communicator in self._communicators:
+        for communicator in self.communicators:
             communicator.close()
 
 

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 from drivetrain.building import WeightSource
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError, StorageError, UsageError
-from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.kept import kept_by, take_kept
 from drivetrain.links.linked import route_linked
 from drivetrain.parts.naming import named_parameters
@@ -145,7 +143,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.model = nn.Module()  # until there is one
         self.home = open_home(config.offload, run)
         self.ranks = self.connect()
-        self.summing = self.ranks.summing
+        self.summing, self.linked = self.ranks.summing, self.ranks.communicators
         self.placement = Placement(
             self.ranks, self.home, self._cut, config.places, run.world.device
         )
@@ -265,11 +263,6 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
     def before_compiled_forward(self) -> None:
         """Wait for all values: a compiled forward does not ask the parameters' guards."""
         self.placement.wait_for_values()
-
-    def take_links(self, links: LinkMethods) -> None:
-        """Go on with methods that were chosen between two steps, for gradients and parameters."""
-        self.run = replace(self.run, links=links)
-        self.ranks.take_links(links)
 
     def running(self) -> AbstractContextManager[None]:
         """Gather the units of a forward that does not call the model."""

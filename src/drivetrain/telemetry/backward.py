@@ -101,7 +101,7 @@ class LinkChoice(Observer):
                 each.last_s = max(0.0, now - self._begun)
 
     def after_step(self) -> None:
-        """Count a step of each model with a backward; after the last one that counts, choose."""
+        """Count a step of each model with a backward; choose after enough steps."""
         for each in self._timed:
             if each.last_s is not None and not self._state.uneven:
                 each.steps.append(each.last_s)
