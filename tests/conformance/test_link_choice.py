@@ -1,9 +1,11 @@
 """The choice of methods for slow links after the first steps: alike on all ranks, and for good."""
 
+import json
 import os
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,11 +62,16 @@ class Training:
     """A model under a strategy, whose methods are left to drivetrain unless they are named."""
 
     def __init__(
-        self, form: str, sleep_s: float = 0.0, far: object = "auto", **links: object
+        self,
+        form: str,
+        sleep_s: float = 0.0,
+        far: object = "auto",
+        project_dir: Path | None = None,
+        **links: object,
     ) -> None:
         links = {"far": far, "allow": "rounding", "mbit_per_s": MBIT_PER_S, **links}
         config = {"strategy": STRATEGIES[form], "links": links}
-        self.accelerator = Accelerator(config=config, cpu=True)
+        self.accelerator = Accelerator(config=config, cpu=True, project_dir=project_dir)
         self.sleep_s = sleep_s
         torch.manual_seed(3)
         layers = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
@@ -254,6 +261,20 @@ def test_a_method_of_a_checkpoint_that_is_permitted_no_more_is_not_taken(monkeyp
     assert any(expected in line for line in said)
     assert resumed.train(EXACT_STEPS).links.names == ("bf16", "exact")
     resumed.end()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_the_report_has_the_promise_of_the_chosen_methods(monkeypatch, tmp_path):
+    rank = hosts(monkeypatch)
+    training = Training("ddp", project_dir=tmp_path).train(EXACT_STEPS + 2)
+    strategy = training.accelerator.strategy_of(training.model)
+    promised = type(strategy).cost(strategy.config, training.spec, strategy.run).sent
+    training.accelerator.end_training()
+    if rank == 0:
+        (path,) = tmp_path.glob("run/*/run.json")
+        (model,) = json.loads(path.read_text())["models"]
+        assert model["sent"] == {"/".join(key): count for key, count in promised.items()}
+        assert "dp.far/all_to_all" in model["sent"]
 
 
 @pytest.mark.ranks(2, timeout=60)
