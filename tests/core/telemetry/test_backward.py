@@ -98,9 +98,16 @@ def test_the_choice_comes_once_after_the_steps_that_count(events):
     assert line.endswith("beside 1 s of compute, as 3 steps tell")
 
 
-def test_the_usual_backward_counts_without_warm_up_and_without_waiting(events):
-    events.steps(1.0, 1.0, 2 * EXACT_S, 1.0, 2 * EXACT_S)
-    assert events.name == "exact"
+@pytest.mark.parametrize(
+    ("warm_up", "counted", "name"),
+    [
+        (1.0, (2 * EXACT_S, 1.0, 2 * EXACT_S), "exact"),
+        (2 * EXACT_S, (1.0, 2 * EXACT_S, 1.0), "bf16"),
+    ],
+)
+def test_the_usual_backward_after_the_warm_up_counts(events, warm_up, counted, name):
+    events.steps(warm_up, warm_up, *counted)
+    assert events.name == name
 
 
 def test_waiting_for_other_ranks_hides_nothing(events):
