@@ -87,6 +87,11 @@ class Ddp(Strategy[DdpConfig]):
         return frozenset({"gradients"})
 
     @classmethod
+    def changes_links(cls, config: DdpConfig) -> bool:
+        """Return whether gradients cross: momenta need their method from the first step on."""
+        return config.exchange == "gradients"
+
+    @classmethod
     def check_links(cls, config: DdpConfig, links: LinkMethods, precision: Precision) -> None:
         """Refuse parameters, and gradients that the option ``hook`` compresses, too."""
         super().check_links(config, links, precision)

@@ -106,6 +106,17 @@ class DataParallelCell(Strategy[MegatronConfig]):
         kind, options = data_parallel(config)
         kind.check_links(options, links.with_exact_activations(), precision)
 
+    @classmethod
+    def changes_links(cls, config: MegatronConfig) -> bool:
+        """Ask the data-parallel strategy; a pipeline mixes forwards and backwards."""
+        kind, options = data_parallel(config)
+        return config.pp == 1 and kind.changes_links(options)
+
+    def take_links(self, links: LinkMethods) -> None:
+        """Let the data-parallel strategy go on with methods that were chosen between two steps."""
+        super().take_links(links)
+        self._inner.take_links(links)
+
     @property
     def _is_one_rank(self) -> bool:
         """Whether a cell has one rank, so that the strategy inside does everything."""

@@ -64,6 +64,7 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy
+from drivetrain.telemetry.backward import LinkChoice
 from drivetrain.telemetry.live import LiveFigures
 from drivetrain.tracking import Trackers
 from drivetrain.tracking.run_figures import RunFigures
@@ -203,6 +204,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         self.report = RunReport(self.config, self.run, self.scaler, self.project_dir)
         self.report.listen(RunFigures(self._trackers, self.mesh["dp"].size).take)
         self._live = LiveFigures(self.mesh["dp"].size, self.report.listen)
+        self._link_choice = LinkChoice(self.gradient_state, self.traffic)
         self._profiler = StepProfiler(self.config, self.handlers.profile, self.project_dir)
         for end in (self.report.close, self._profiler.end):
             weakref.finalize(self, end)  # also where the script forgets to end it
@@ -213,7 +215,9 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Args:
             observer: told of the events of all models; the last one that was given counts.
         """
-        self._gradients.observer = Observers(self.report.observer, self._profiler, observer)
+        self._gradients.observer = Observers(
+            self.report.observer, self._profiler, self._link_choice, observer
+        )
         self._gradients.observer.attach(self._prepared, self._weights, self._runs)
 
     def __repr__(self) -> str:

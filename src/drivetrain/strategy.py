@@ -158,7 +158,7 @@ class Strategy(Readable, Verifiable, Profiled, OnPaper, OverLinks, ABC, Generic[
 
     def __init__(self, config: ConfigT, run: Run) -> None:
         self.config = config
-        self.run = run
+        self.run: Run = run
 
     @classmethod
     def stands_for(cls, config: ConfigT) -> "tuple[type[Strategy[Any]], Any]":

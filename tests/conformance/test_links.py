@@ -493,7 +493,7 @@ def lopsided() -> nn.Sequential:
 
 
 def automatic(strategy: str, allow: str, mbit_per_s: float) -> Accelerator:
-    links = {"far": "auto", "allow": allow, "mbit_per_s": mbit_per_s}
+    links = {"far": "auto", "allow": allow, "mbit_per_s": mbit_per_s, "backward_s": 1e-9}
     return Accelerator(config={"strategy": strategy, "links": links}, cpu=True)
 
 

@@ -5,7 +5,7 @@ Here all of them are exact; ``drivetrain.links.linked`` has those that are not.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -128,7 +128,20 @@ class Channels(ABC):
         """
         return False
 
+    def take_links(self, links: Any) -> None:
+        """Let channels go on with methods for slow links that were chosen between two steps.
+
+        Args:
+            links: ``drivetrain.links.chosen.LinkMethods``; channels that stay exact ask for none.
+        """
+        return
+
     @property
     def approximates_parameters(self) -> bool:
         """Whether gathered values of parameters may differ from the values of their owners."""
+        return False
+
+    @property
+    def owns_apart(self) -> bool:
+        """Whether owners keep values apart from gathered ones, which are approximate or may be."""
         return False

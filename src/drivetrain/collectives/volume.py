@@ -136,6 +136,10 @@ class ApproximateBytes(Protocol):
     def approximates_parameters(self) -> bool:
         """Whether gathered values of parameters may differ from the values of their owners."""
 
+    @property
+    def owns_apart(self) -> bool:
+        """Whether owners keep values apart from gathered ones, which are approximate or may be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -155,6 +159,11 @@ class Route:
     def approximates_parameters(self) -> bool:
         """Whether gathered values of parameters may differ from the values of their owners."""
         return self.between is not None and self.between.approximates_parameters
+
+    @property
+    def owns_apart(self) -> bool:
+        """Whether owners keep values apart from gathered ones, which are approximate or may be."""
+        return self.between is not None and self.between.owns_apart
 
     def gradients_summed(self, stretch: Stretch) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends in a channel of ``gradients_summed``."""

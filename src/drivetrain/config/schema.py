@@ -268,8 +268,8 @@ class LinksConfig:
     )
     backward_s: float = option(
         0.0,
-        help="Seconds of a backward, behind which traffic can hide, for the choice of auto; with 0 "
-        "none hides, and auto takes the permitted method with the least time.",
+        help="Seconds of a backward, behind which traffic can hide, for the choice of auto at "
+        "prepare(); 0 lets the first steps tell them, where ranks compute on processors.",
         minimum=0,
     )
     hardware: str = option(

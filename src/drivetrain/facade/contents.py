@@ -7,6 +7,7 @@ from drivetrain import checkpoint
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.loading import Registered
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.links.resumed import saved_choice
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
 from drivetrain.shards import Shard
@@ -74,6 +75,7 @@ class RunContents:
             **self._resumption.facts(self._gradients.state.num_steps),
             "groups": [entry.param_groups() for entry in entries],
             "progress": [dict(entry.strategy.progress()) for entry in entries],
+            "links": [saved_choice(entry.strategy.run.links) for entry in entries],
             "schedulers": [scheduler.state_dict() for scheduler in self._prepared.schedulers],
             "loaders": [loader.state_dict() for loader in self._prepared.loaders],
             "scaler": self._gradients.scaler.state_dict(),

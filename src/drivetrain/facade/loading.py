@@ -17,6 +17,8 @@ from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.options import ProjectConfiguration
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects, check_count
+from drivetrain.links.automatic import Sender
+from drivetrain.links.resumed import resume_links
 from drivetrain.log import get_logger
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
@@ -219,6 +221,7 @@ class StateLoading:
         states = together(self._world, doing, partial(self._check, reader, loaded))
         for i, entry in enumerate(loaded):
             saved = reader.model(i)
+            together(self._world, doing, partial(_take_links, entry, reader.state, i))
             together(self._world, doing, partial(entry.strategy.load, saved))
             entry.load_param_groups(reader.state["groups"][i])
             changed = entry.converted(saved, self._world)
@@ -290,6 +293,18 @@ class StateLoading:
         for name in sorted(first):
             digest.update(bytes(first[name].flatten().view(torch.uint8).tolist()))
         rng.set_seed((int.from_bytes(digest.digest()[:4], "little") + self._world.rank) % 2**32)
+
+
+def _take_links(entry: PreparedModel, state: Mapping[str, Any], index: int) -> None:
+    """Let a model go on with the methods for slow links that the saved run has chosen."""
+    strategy, choices = entry.strategy, state.get("links", ())
+    if index < len(choices):
+        sender = Sender(type(strategy), strategy.config, strategy.run.precision)
+        links, lines = resume_links(strategy.run.links, sender, choices[index])
+        if links is not strategy.run.links:
+            strategy.take_links(links)
+        for line in lines:
+            logger.announce(line)
 
 
 def _owners(

@@ -12,11 +12,13 @@ pipeline are no channel: the strategy that has the stages rounds them itself.
 ``encoded.py``     sums and gathers of such messages, with error feedback
 ``linked.py``      the communicator whose channels between hosts are approximate
 ``seeds.py``       seeds of sums whose numbers are rounded by chance
+``awaited.py``     one of its channels before the method is chosen
 ``warmed.py``      one of its channels: exact at first, and able to take a step back
 ``parked.py``      what channels that were given up leave to those that come
 ``kept.py``        checkpoints of errors, factors and counts
 ``chosen.py``      the methods of a run
 ``automatic.py``   the methods of a run that leaves the choice to drivetrain
+``resumed.py``     their choice in a checkpoint
 ``rule.py``        the rule by which these are chosen
 ``figures.py``     what the rule needs to know: the rate between hosts, the time of encodings
 =================  ============================================================================

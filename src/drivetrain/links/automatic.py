@@ -3,9 +3,17 @@
 ``links: {far: auto, allow: theory}`` permits methods up to a class of honesty. For each model, the
 ranks agree on the figures, and ``drivetrain.links.rule`` chooses. Methods that the strategy or the
 precision cannot take are no candidates.
+
+Traffic may hide behind compute. Without declared seconds of a backward, the first steps are exact
+and tell them, and the choice comes then (``drivetrain.telemetry.backward``)::
+
+    prepare()                 figures of the link and of the methods; what no compute hides
+    steps 1 to 5              exact, while ranks time their backward
+    after step 5              all ranks take the methods of the same figures
+    a checkpoint after that   has the choice: a resumed run goes on with it
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from drivetrain.cost import TensorSpec
@@ -17,6 +25,7 @@ from drivetrain.links.figures import rate_between_hosts, slowest_times
 from drivetrain.links.rule import (
     NO_TIME,
     CrossingTensor,
+    LinkFigures,
     LinkUse,
     MethodOnLink,
     Outlook,
@@ -29,6 +38,10 @@ from drivetrain.runtime.world import World
 
 FORWARD = 0.5
 """Seconds of a forward for each second of the backward, which computes two gradients."""
+
+WARM_UP, COUNTED = 2, 3
+"""Steps whose backward does not count, because allocators and connections begin, and steps whose
+does; the choice comes after them."""
 
 
 class Sender(NamedTuple):
@@ -45,7 +58,8 @@ def choose_links(
     """Return methods in place of ``auto``, and a line for each choice.
 
     Collective where ranks run. Without them, as in a dry run, this process alone times encodings,
-    and the configuration must declare the rate. On one host nothing is measured or chosen.
+    and the configuration must declare the rate. On one host nothing is measured or chosen. Where
+    the first steps decide, ``auto`` is left for ``settle_links``.
 
     Args:
         links: the methods of the configuration.
@@ -59,52 +73,118 @@ def choose_links(
     wish = links.auto
     if wish is None or not world.spans_hosts:
         return links, []
-    uses = _uses(wish, sender)
-    methods = {name: _candidates(wish, name, use, sender) for name, use in uses.items()}
+    uses = uses_of(wish, sender, wish.backward_s)
+    methods = {name: candidates_for(wish, name, use, sender) for name, use in uses.items()}
     every = {name: each for found in methods.values() for name, each in found.items()}
-    limit = f"between hosts, auto, {wish.allow} at most"
     if not every:
-        return links.decided({}), [f"{limit}: all exact, since no other method can be taken here"]
+        line = f"{limit_of(wish)}: all exact, since no other method can be taken here"
+        return links.decided({}), [line]
     rate, source = rate_between_hosts(wish.mbit_per_s, world)
-    times = slowest_times(every, world.device)
-    link = SlowLink(
-        bytes_per_s=rate,
-        hosts=len(set(world.islands)),
-        per_host=world.size // len(set(world.islands)),
-    )
-    crossing = _crossing(tensors)
+    hosts = len(set(world.islands))
+    link = SlowLink(bytes_per_s=rate, hosts=hosts, per_host=world.size // hosts)
+    figures = LinkFigures(link=link, source=source, times=slowest_times(every, world.device))
+    awaited = [
+        name
+        for name, use in uses.items()
+        if methods[name] and use.beside_compute and _waits(wish, sender, world)
+    ]
+    promised = [
+        f"{_begin(wish, figures)}{_promised(_on_link(use, methods[name], figures), tensors)}"
+        for name, use in uses.items()
+        if name in awaited
+    ]
+    now = {name: use for name, use in uses.items() if name not in awaited}
+    decided, told = _decided(links.awaiting(awaited, figures), now, sender, tensors)
+    return decided, [*promised, *told]
+
+
+def settle_links(
+    links: LinkMethods, sender: Sender, tensors: Sequence[TensorSpec], backward_s: float
+) -> tuple[LinkMethods, list[str]]:
+    """Return methods in place of ``auto`` after the first steps, and a line for each choice.
+
+    A function of its arguments alone: ranks with the same seconds choose alike.
+
+    Args:
+        links: of ``choose_links``.
+        sender: the strategy of the model.
+        tensors: the parameters of the model.
+        backward_s: seconds of a backward, the same on all ranks.
+    """
+    assert links.auto is not None
+    uses = uses_of(links.auto, sender, backward_s)
+    return _decided(links, uses, sender, tensors, f", as {COUNTED} steps tell")
+
+
+def _decided(
+    links: LinkMethods,
+    uses: Mapping[str, LinkUse],
+    sender: Sender,
+    tensors: Sequence[TensorSpec],
+    source: str = "",
+) -> tuple[LinkMethods, list[str]]:
+    """Choose the methods for some uses; all is exact that the strategy never sends.
+
+    Args:
+        links: the figures are known.
+        uses: for which a method is chosen.
+        sender: the strategy of the model.
+        tensors: its parameters.
+        source: of the seconds of compute, in words.
+    """
+    wish, crossing = links.auto, _crossing(tensors)
+    assert wish is not None
+    assert wish.figures is not None
     lines, chosen = [], {}
     for name, use in uses.items():
-        exact = MethodOnLink(EXACT, None, Honesty.EXACT, NO_TIME, link, use)
-        others = [
-            MethodOnLink(each, method, method.honesty_of(use.name), times[each], link, use)
-            for each, method in methods[name].items()
-        ]
+        exact, *others = _on_link(use, candidates_for(wish, name, use, sender), wish.figures)
         outlook, outlooks = choose(exact, others, crossing)
-        lines.append(
-            f"{limit}, {rate / 1e6:.4g} MB/s {source}: {_told(outlook, outlooks, len(crossing))}"
-        )
+        told = _told(outlook, outlooks, len(crossing), source)
+        lines.append(f"{_begin(wish, wish.figures)}{told}")
         if outlook.candidate.method is not None:
             chosen[name] = outlook.candidate
-    return links.decided(chosen), lines
+    left = [name for name in wish.uses if name in links.awaited and name not in uses]
+    return links.decided(chosen, [name for name in wish.uses if name not in left]), lines
 
 
-def _uses(wish: AutomaticLinks, sender: Sender) -> dict[str, LinkUse]:
+def _waits(wish: AutomaticLinks, sender: Sender, world: World) -> bool:
+    """Return whether the first steps tell the seconds of a backward.
+
+    Ranks time the work of processors: an accelerator may still compute when its host goes on.
+    """
+    declared = bool(wish.backward_s)
+    return not declared and sender.kind.changes_links(sender.config) and world.device.type == "cpu"
+
+
+def _on_link(
+    use: LinkUse, methods: Mapping[str, Compressor[Any]], figures: LinkFigures
+) -> list[MethodOnLink]:
+    """Return exact traffic and the methods on the link."""
+    link, times = figures.link, figures.times
+    exact = MethodOnLink(EXACT, None, Honesty.EXACT, NO_TIME, link, use)
+    others = [
+        MethodOnLink(name, method, method.honesty_of(use.name), times[name], link, use)
+        for name, method in methods.items()
+    ]
+    return [exact, *others]
+
+
+def uses_of(wish: AutomaticLinks, sender: Sender, backward_s: float) -> dict[str, LinkUse]:
     """Return the tensors of the strategy for whose traffic the configuration says auto, by key."""
     channels = sender.kind.channels(sender.config)
     divided = channels & {"parameters", "updates"}
     found = {}
     if "gradients" in wish.uses and "gradients" in channels:
-        found["gradients"] = LinkUse("gradients", everywhere=not divided, hidden_s=wish.backward_s)
+        found["gradients"] = LinkUse("gradients", everywhere=not divided, hidden_s=backward_s)
     if "parameters" in wish.uses and "parameters" in channels:
-        hidden_s = FORWARD * wish.backward_s
+        hidden_s = FORWARD * backward_s
         found["parameters"] = LinkUse("parameters", everywhere=True, hidden_s=hidden_s)
     elif "parameters" in wish.uses and "updates" in channels:
         found["parameters"] = LinkUse("updates", everywhere=True, hidden_s=0.0)
     return found
 
 
-def _candidates(
+def candidates_for(
     wish: AutomaticLinks, key: str, use: LinkUse, sender: Sender
 ) -> dict[str, Compressor[Any]]:
     """Return the methods that the user permits, and that the strategy can take."""
@@ -138,11 +218,34 @@ def _crossing(tensors: Sequence[TensorSpec]) -> list[CrossingTensor]:
     return found
 
 
-def _told(chosen: Outlook, outlooks: Sequence[Outlook], count: int) -> str:
+# --- the lines ---
+
+
+def limit_of(wish: AutomaticLinks) -> str:
+    """Return the first words of each line about a choice."""
+    return f"between hosts, auto, {wish.allow} at most"
+
+
+def _begin(wish: AutomaticLinks, figures: LinkFigures) -> str:
+    return f"{limit_of(wish)}, {figures.link.bytes_per_s / 1e6:.4g} MB/s {figures.source}: "
+
+
+def _promised(candidates: Sequence[MethodOnLink], tensors: Sequence[TensorSpec]) -> str:
+    """Return that the first steps decide, with the times between which they do."""
+    crossing = _crossing(tensors)
+    compared = ", ".join(str(each.outlook(crossing)) for each in candidates)
+    return (
+        f"{candidates[0].use.name} {EXACT} for {WARM_UP + COUNTED} steps, which time the compute "
+        f"beside them; then one of {compared}"
+    )
+
+
+def _told(chosen: Outlook, outlooks: Sequence[Outlook], count: int, source: str) -> str:
     """Return a choice among so many parameters, with its arithmetic."""
     candidate, hidden_s = chosen.candidate, chosen.candidate.use.hidden_s
     compared = ", ".join(map(str, outlooks))
-    beside = f"beside {hidden_s:.3g} s of compute" if hidden_s else "with no compute beside it"
+    compute = f"{hidden_s:.3g} s of compute{source}"
+    beside = f"beside {compute}" if hidden_s else "with no compute beside it"
     much = (
         f", for {chosen.tensors} of {count} parameters ({chosen.numel:,} numbers)"
         if candidate.method is not None

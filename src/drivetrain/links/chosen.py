@@ -1,7 +1,7 @@
 """The methods of a run for its slow links, from the configuration."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ from drivetrain.config.resolve import checked_options
 from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.links.compressor import Compressor, Honesty
-from drivetrain.links.rule import MethodOnLink
+from drivetrain.links.rule import LinkFigures, MethodOnLink
 from drivetrain.registry import compressors, strategies
 from drivetrain.runtime.mesh import Axis
 
@@ -21,7 +21,7 @@ BF16: Final = "bf16"
 """The method for activations: each number is rounded to bfloat16."""
 
 AUTO = "auto"
-"""The word for a method that ``drivetrain.links.automatic`` chooses at ``prepare()``."""
+"""The word for a method that ``drivetrain.links.automatic`` chooses."""
 
 USES = ("gradients", "parameters")
 """The keys that name a method, in the order of ``LinkMethods.names``."""
@@ -35,8 +35,9 @@ class AutomaticLinks:
         uses: the keys that say auto.
         allow: how far training may be from exact training, at most.
         mbit_per_s: the declared rate of the link; 0: it is measured.
-        backward_s: declared seconds of a backward.
+        backward_s: declared seconds of a backward; 0: the first steps tell them.
         methods: all that are installed, with their options.
+        figures: of the link and of the methods; None before they are measured.
     """
 
     uses: tuple[str, ...]
@@ -44,6 +45,7 @@ class AutomaticLinks:
     mbit_per_s: float
     backward_s: float
     methods: Mapping[str, Compressor[Any]]
+    figures: LinkFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class LinkMethods:
         auto: what is still to be chosen; until then, it is exact.
         paying: chosen methods by use: these leave tensors exact for which they do not pay.
         undoable: whether steps may be skipped; then sums keep their state of before a step, too.
+        awaited: the uses whose methods are chosen after the first steps: ranks are connected as
+            any method needs it, before the choice and after it.
     """
 
     gradients: Compressor[Any] | None = None
@@ -69,6 +73,7 @@ class LinkMethods:
     auto: AutomaticLinks | None = None
     paying: Mapping[str, MethodOnLink] = field(default_factory=dict)
     undoable: bool = False
+    awaited: tuple[str, ...] = ()
 
     @classmethod
     def configured(cls, config: LinksConfig, *, undoable: bool = False) -> "LinkMethods":
@@ -112,9 +117,24 @@ class LinkMethods:
             undoable=undoable,
         )
 
-    def decided(self, chosen: Mapping[str, MethodOnLink]) -> "LinkMethods":
-        """Return the chosen methods in place of ``auto``; a use without one is exact."""
-        taken = [use for use in USES if self.name_for(use) == AUTO]
+    def awaiting(self, uses: Sequence[str], figures: LinkFigures) -> "LinkMethods":
+        """Return the same methods; those for some uses are chosen after the first steps."""
+        assert self.auto is not None
+        auto = replace(self.auto, figures=figures)
+        return replace(self, auto=auto, awaited=tuple(uses))
+
+    def decided(
+        self, chosen: Mapping[str, MethodOnLink], uses: Sequence[str] = USES
+    ) -> "LinkMethods":
+        """Return the chosen methods in place of ``auto``.
+
+        Args:
+            chosen: by use; a use without a method is exact.
+            uses: that are decided; the others stay as they are.
+        """
+        assert self.auto is not None
+        taken = [use for use in uses if self.name_for(use) == AUTO]
+        left = tuple(use for use in self.auto.uses if use not in taken)
         names = {use: EXACT if use in taken else self.name_for(use) for use in USES}
         names |= {use: each.name for use, each in chosen.items()}
         methods = {**self._methods, **{use: each.method for use, each in chosen.items()}}
@@ -123,9 +143,13 @@ class LinkMethods:
             gradients=methods["gradients"],
             parameters=methods["parameters"],
             names=(names["gradients"], names["parameters"]),
-            auto=None,
-            paying=chosen,
+            auto=replace(self.auto, uses=left) if left else None,
+            paying={**self.paying, **chosen},
         )
+
+    def is_open(self, use: str) -> bool:
+        """Whether a method is still to be chosen."""
+        return self.auto is not None and use in self.auto.uses
 
     def approximated(self, use: str, stretches: StretchParts) -> StretchParts:
         """Return tensors without the parameters that stay exact, for which a choice does not pay.
@@ -147,6 +171,11 @@ class LinkMethods:
         return self.gradients is not None or self.parameters is not None
 
     @property
+    def in_levels(self) -> bool:
+        """Whether ranks are connected in levels of hosts: a method is in use, or may come."""
+        return self.in_channels or bool(self.awaited)
+
+    @property
     def rounds_activations(self) -> bool:
         """Whether stages of a pipeline on different hosts send each other rounded numbers."""
         return self.activations == BF16
@@ -166,6 +195,11 @@ class LinkMethods:
     def approximates_parameters(self) -> bool:
         """Whether gathered values of parameters may differ from the values of their owners."""
         return self.parameters is not None
+
+    @property
+    def owns_apart(self) -> bool:
+        """Whether owners keep values apart from gathered ones, which are approximate or may be."""
+        return self.parameters is not None or "parameters" in self.awaited
 
     @property
     def used_for(self) -> list[str]:
@@ -198,7 +232,7 @@ class LinkMethods:
             said.append(f"activations {self.activations} ({Honesty.ROUNDING})")
         elif "activations" in channels:
             said.append(f"activations {EXACT}")
-        limit = f", {self.auto.allow} at most, chosen at prepare()" if self.auto else ""
+        limit = f", {self.auto.allow} at most, still to be chosen" if self.auto else ""
         warm = f", after {self.warmup} exact steps" if self.warmup and self.gradients else ""
         return f"between hosts: {', '.join(said)}{limit}{warm}"
 

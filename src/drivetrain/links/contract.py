@@ -1,6 +1,7 @@
 """The part of a strategy's contract for slow links."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,14 @@ class OverLinks:
     """The part of the contract for slow links: by default a strategy sends all as it is.
 
     Attributes:
+        run: has the methods for slow links.
         summing: the communicators whose channels sum the strategy's gradients.
+        linked: all communicators with channels; left empty where these are in ``summing``.
     """
 
+    run: Any
     summing: Sequence[Communicator] = ()
+    linked: Sequence[Communicator] = ()
 
     @classmethod
     def channels(cls, config: Any) -> frozenset[str]:
@@ -40,6 +45,24 @@ class OverLinks:
         By default they do where the world has several hosts.
         """
         return world.spans_hosts
+
+    @classmethod
+    def changes_links(cls, config: Any) -> bool:
+        """Return whether methods may be chosen after the first steps, by ``take_links``.
+
+        Then a backward is the compute beside the sums of gradients, and its half the compute beside
+        gathers of values. By default methods are chosen at ``prepare()`` alone.
+        """
+        return False
+
+    def take_links(self, links: LinkMethods) -> None:
+        """Go on with methods that were chosen between two steps, the same on all ranks.
+
+        A strategy with ``changes_links`` around another strategy extends it.
+        """
+        self.run = replace(self.run, links=links)
+        for communicator in self.linked or self.summing:
+            communicator.take_links(links)
 
     @property
     def steps_apart(self) -> bool:

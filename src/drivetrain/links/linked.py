@@ -9,6 +9,7 @@ reads. Inside of a host all is exact anyway::
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from drivetrain.collectives.hierarchy import ConnectAxis, HierarchicalCommunicat
 from drivetrain.collectives.stretch import Stretch, StretchParts
 from drivetrain.collectives.volume import far_pieces
 from drivetrain.errors import ConfigError
+from drivetrain.links.awaited import AwaitedChannel
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.compressor import FarReduction
 from drivetrain.links.kept import SavedLinks, save_count, save_errors, save_state
@@ -69,6 +71,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
         self._host_levels = levels
         self._device = world.device
         self.channels: list[Warmed] = []
+        self._awaited: list[AwaitedChannel] = []
         self._parked = ParkedState()
         self._carried: dict[str, Tensor] = {}
         self._summed: list[Stretch] = []
@@ -76,6 +79,8 @@ class LinkedCommunicator(HierarchicalCommunicator):
     @override
     def gradients_summed(self, stretch: Stretch, label: str) -> SumChannel:
         exact = super().gradients_summed(stretch, label)
+        if self._links.is_open("gradients"):
+            return self._await_method(exact, partial(self.gradients_summed, stretch, label))
         near, far = self._collecting, self._far
         pieces = far_pieces(stretch, self._host_levels)
         reduction = self._reduction(pieces, everywhere=True)
@@ -104,6 +109,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
             self._parked.park(channel)
         self._summed.clear()
         self.channels.clear()
+        self._awaited.clear()
         for name, span in spans.items():  # all ranks of the host have the same ones
             errors = torch.zeros(span.numel, device=self._device)
             for first, values in self._parked.errors_of(name):
@@ -128,10 +134,13 @@ class LinkedCommunicator(HierarchicalCommunicator):
         replaces: ReduceChannel | None = None,
     ) -> ReduceChannel:
         exact = super().gradients_scattered(describe, label)
+        given_up = self._given_up(replaces)
+        if self._links.is_open("gradients"):
+            return self._await_method(exact, partial(self.gradients_scattered, describe, label))
         near = self._collecting
         held = describe()[near.rank :: near.size]
         reduction = self._reduction(held, everywhere=False)
-        before = [channel for channel in self.channels if channel is replaces]
+        before = [channel for channel in self.channels if channel is given_up]
         for channel in before:
             self.channels.remove(channel)
             self._parked.park(channel)
@@ -147,6 +156,26 @@ class LinkedCommunicator(HierarchicalCommunicator):
 
         return self._warmed(reduction, held, exact, start)
 
+    def _await_method(
+        self, exact: Callable[..., Handle], renew: Callable[[], Callable[..., Handle]]
+    ) -> AwaitedChannel:
+        made = AwaitedChannel(exact, renew)
+        self._awaited.append(made)
+        return made
+
+    def _given_up(self, channel: ReduceChannel | None) -> ReduceChannel | None:
+        """Forget a channel that another one replaces; return its sums as they are by now."""
+        if not isinstance(channel, AwaitedChannel):
+            return channel
+        self._awaited = [each for each in self._awaited if each is not channel]
+        return channel.now
+
+    @override
+    def take_links(self, links: LinkMethods) -> None:
+        self._links = links
+        for channel in self._awaited:
+            channel.take_method()
+
     @override
     def parameters_gathered(
         self, describe: Callable[[], StretchParts], label: str
@@ -161,6 +190,11 @@ class LinkedCommunicator(HierarchicalCommunicator):
     @override
     def approximates_parameters(self) -> bool:
         return self._links.approximates_parameters
+
+    @property
+    @override
+    def owns_apart(self) -> bool:
+        return self._links.owns_apart
 
     def _gathered(
         self, describe: Callable[[], StretchParts], label: str, *, updates: bool
@@ -286,7 +320,7 @@ def hosts_apart(mesh: Mesh, name: str, world: World, links: LinkMethods) -> int 
     Raises:
         ConfigError: hosts hold different numbers of ranks of the axis, or not in a row.
     """
-    if not links.in_channels or not mesh[name].spans_hosts:
+    if not links.in_levels or not mesh[name].spans_hosts:
         return None
     return mesh.per_host(name, world)
 
@@ -327,7 +361,7 @@ def levels_of_replicas(axis: Axis, links: LinkMethods) -> HostLevels | None:
     Raises:
         ConfigError: several of the ranks share a host.
     """
-    if not links.in_channels or not axis.spans_hosts:
+    if not links.in_levels or not axis.spans_hosts:
         return None
     if len(set(axis.hosts)) < axis.size:
         raise ConfigError(

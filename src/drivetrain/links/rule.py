@@ -62,6 +62,21 @@ class SlowLink:
     per_host: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkFigures:
+    """The figures of a link and of the methods, measured or declared: equal on all ranks.
+
+    Attributes:
+        link: between the hosts.
+        source: of the link's rate, in words.
+        times: to encode and decode, by method.
+    """
+
+    link: SlowLink
+    source: str
+    times: Mapping[str, EncodingTime]
+
+
 @dataclass(frozen=True, slots=True)
 class LinkUse:
     """The tensors that cross, and the compute behind which they do.
@@ -75,6 +90,11 @@ class LinkUse:
     name: str
     everywhere: bool
     hidden_s: float
+
+    @property
+    def beside_compute(self) -> bool:
+        """Whether the traffic may hide behind compute: updates come when a step is over."""
+        return self.name != "updates"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The report of a run, as the script holds it: ``accelerator.report``."""
 
+import operator
 import statistics
 import subprocess
 import sys
@@ -15,12 +16,12 @@ from drivetrain.collectives.facts import share_facts
 from drivetrain.config import Resolved
 from drivetrain.errors import UsageError
 from drivetrain.facade.observer import Observer
+from drivetrain.links.chosen import LinkMethods
 from drivetrain.log import get_logger
 from drivetrain.reporting.page import missing_packages
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import host_link, work_path
 from drivetrain.strategy import Run
-from drivetrain.telemetry.backward import BackwardTime
 from drivetrain.telemetry.facts import facts_of, header_of
 from drivetrain.telemetry.figures import StepFigures
 from drivetrain.telemetry.folder import REPORT, RUN, StartFolder, new_start
@@ -69,6 +70,8 @@ class RunReport:
         self._config, self._run = config, run
         self._enabled = asked is not False
         self._newest: StepFigures | None = None
+        self._links: list[LinkMethods] | None = None
+        self._started = 0.0
         self._seconds: deque[float] = deque(maxlen=COMPARED_STEPS)
         self._listeners: list[Callable[[StepFigures], None]] = []
         self._finished = self._drawn = self._failed = False
@@ -76,12 +79,9 @@ class RunReport:
         self._journal: Journal | None = None
         self._recorder = StepRecorder(run.traffic, scaler, self._take, self._stop)
         self.observer: Observer = self._recorder if self._enabled else Observer()
-        if run.world.is_main:
-            # The launchers' rate is of hosts: it says nothing about links between declared islands.
-            if not run.world.declared and (link := host_link()):
-                self.listen(LinkLoad(run, link, logger.warning).take)
-            if BackwardTime.wanted(run):
-                self.listen(BackwardTime(run, logger.announce).take)
+        # The launchers' rate is of hosts: it says nothing about links between declared islands.
+        if run.world.is_main and not run.world.declared and (link := host_link()):
+            self.listen(LinkLoad(run, link, logger.warning).take)
         if self._enabled:
             # Ranks start at different moments: rank 0's name is that of all, whatever folder they
             # were given, since nothing may be asked for on some ranks alone.
@@ -198,18 +198,29 @@ class RunReport:
 
     def _take(self, figures: StepFigures) -> None:
         """Keep a record, and hand it on."""
-        first = self._newest is None
-        if not first:  # the first step also warms up
+        if self._newest is None:
+            self._started = time.time()
+        else:  # the first step also warms up
             self._seconds.append(figures.seconds / figures.steps)
         self._newest = figures
-        if self.folder is not None and first and self._run.world.is_main:
-            prepared, models = self._recorder.prepared.models, self._recorder.models
-            facts = facts_of(self._config, self._run, prepared, models)
-            self.folder.write_facts({"started": time.time(), **facts})
+        if self.folder is not None and self._run.world.is_main:
+            self._write_facts(self.folder)
         if self._journal is not None:
             self._journal.add(figures)
         for listener in self._listeners:
             listener(figures)
+
+    def _write_facts(self, folder: StartFolder) -> None:
+        """Write the facts at first, and again when methods for slow links have been chosen."""
+        prepared, models = self._recorder.prepared.models, self._recorder.models
+        links = [entry.strategy.run.links for entry in prepared]
+        if self._links is not None and (
+            len(links) != len(self._links) or all(map(operator.is_, links, self._links))
+        ):
+            return
+        self._links = links
+        facts = facts_of(self._config, self._run, prepared, models)
+        folder.write_facts({"started": self._started, **facts})
 
     def _stop(self, error: Exception) -> None:
         """Write no more; the newest record is still there."""

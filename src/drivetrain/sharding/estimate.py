@@ -127,7 +127,7 @@ class Estimate:
         sharded = [flat for unit in self.units if unit.sharded for flat in unit.flats]
         whole = [flat for unit in self.units if not unit.sharded for flat in unit.flats]
         trained = [flat for unit in self.units for flat in unit.trainable]
-        apart = self._lines.sharing.approximates_parameters
+        apart = self._lines.sharing.owns_apart
         steps = 4 * sum(map(self._fragments, trained))
         states = model.states * sum(map(self._shard, trained))
         return {

@@ -77,8 +77,8 @@ class Ranks:
             if replicas is None
             else connect_replicas(replicas, run.traffic, run.world, run.links),
         )
-        for one in ranks._communicators:  # a failure of one reaches the ranks of the others
-            one.accompany([other for other in ranks._communicators if other is not one])
+        for one in ranks.communicators:  # a failure of one reaches the ranks of the others
+            one.accompany([other for other in ranks.communicators if other is not one])
         return ranks
 
     @property
@@ -97,13 +97,14 @@ class Ranks:
         return [one for one in (self.reducing, self.replicas) if one is not None]
 
     @property
-    def _communicators(self) -> list[Communicator]:
+    def communicators(self) -> list[Communicator]:
+        """All communicators, each once."""
         found = (self.replicas, self.reducing, self.sharing, self.everyone)
         return list(dict.fromkeys(one for one in found if one is not None))
 
     def close(self) -> None:
         """Close the communicators."""
-        for communicator in self._communicators:
+        for communicator in self.communicators:
             communicator.close()
 
 
@@ -218,7 +219,7 @@ class Placement:
                 rank,
                 device,
                 sharded=layout.sharded,
-                apart=self._ranks.sharing.approximates_parameters,
+                apart=self._ranks.sharing.owns_apart,
             )
             flat.shard = self._home.shard(flat, label)
             flats.append(flat)

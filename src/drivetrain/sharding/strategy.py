@@ -75,6 +75,11 @@ class Accounted(OffloadInPlans, Strategy[ConfigT], Generic[ConfigT]):
         return config.channels
 
     @classmethod
+    def changes_links(cls, config: ConfigT) -> bool:
+        """Return True: every channel goes on with methods that are chosen later."""
+        return True
+
+    @classmethod
     def lines(cls, config: ConfigT, run: Run) -> Lines:
         """Return the ranks that the cost is about."""
         everyone = route_linked(run.mesh, "dp", run.world, run.links)
@@ -138,7 +143,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.model = nn.Module()  # until there is one
         self.home = open_home(config.offload, run)
         self.ranks = self.connect()
-        self.summing = self.ranks.summing
+        self.summing, self.linked = self.ranks.summing, self.ranks.communicators
         self.placement = Placement(
             self.ranks, self.home, self._cut, config.places, run.world.device
         )

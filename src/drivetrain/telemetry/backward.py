@@ -1,55 +1,124 @@
-"""The seconds of a backward, measured in training, for a choice of methods for slow links.
+"""The seconds of a backward in the first steps, by which methods for slow links are chosen.
 
-``links.far: auto`` chooses at ``prepare()``, before any backward; without ``links.backward_s`` the
-choice counts on nothing to hide behind. So the first steps tell the figure for the next start.
+``links.far: auto`` lets traffic hide behind compute, so the choice needs the seconds of a backward.
+Ranks time the first steps, in which all traffic is exact; then they agree on one figure, and take
+methods for the rest of the run. The figure is that of the slowest rank: all others wait for it.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
-from drivetrain.strategy import Run
-from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.link import COUNTED, WARM_UP
+from torch import Tensor, nn
 
-BACKWARD = "backward"
-"""The section of a step that counts; see ``drivetrain.telemetry.figures.SECTIONS``."""
+from drivetrain.collectives.facts import gather_facts
+from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.facade.observer import Observer
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.settings import Runs
+from drivetrain.facade.weights import WholeWeights
+from drivetrain.links.automatic import COUNTED, WARM_UP, Sender, settle_links
+from drivetrain.log import get_logger
+from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.strategy import Strategy
+from drivetrain.traffic import Traffic
+
+logger = get_logger(__name__)
 
 
-class BackwardTime:
-    """Says once how long a backward takes on this rank, without its waiting for other ranks.
+@dataclass(slots=True)
+class TimedModel:
+    """A model whose methods are chosen when its backward has been timed.
 
-    Args:
-        run: the run of the strategy.
-        say: shows a line.
+    Attributes:
+        entry: the prepared model.
+        tensors: its parameters, as the script made it.
+        last_s: seconds of the last backward since the last step; None before one.
+        steps: seconds of the last backward of each step.
     """
 
-    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        self._run, self._say = run, say
-        self._steps = 0
-        self._seconds = 0.0
+    entry: PreparedModel
+    tensors: Sequence[TensorSpec]
+    last_s: float | None = None
+    steps: list[float] = field(default_factory=list)
 
-    @classmethod
-    def wanted(cls, run: Run) -> bool:
-        """Whether a choice is open that such a figure changes, and records can tell the figure.
+    @property
+    def strategy(self) -> Strategy[Any]:
+        """The strategy of the model."""
+        return self.entry.strategy
 
-        Records have the times of the host: an accelerator may still compute when it goes on.
+    @property
+    def is_open(self) -> bool:
+        """Whether the choice is still to come: a checkpoint may have brought it."""
+        links = self.strategy.run.links
+        return any(links.is_open(use) for use in links.awaited)
+
+
+class LinkChoice(Observer):
+    """Times backwards until the methods of each model are chosen.
+
+    Args:
+        state: tells whether ranks take equally many steps.
+        traffic: knows how long this rank has waited for others.
+    """
+
+    def __init__(self, state: GradientState, traffic: Traffic) -> None:
+        self._state, self._traffic = state, traffic
+        self._prepared = PreparedObjects()
+        self._tensors: Sequence[TensorSpec] = ()
+        self._timed: list[TimedModel] = []
+        self._begun = 0.0
+
+    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
+        """Take the models of the run."""
+        self._prepared = prepared
+
+    def before_prepare(self, model: nn.Module) -> None:
+        """Note the parameters that cross: a strategy may cut them."""
+        self._tensors = ModelSpec.of(model).parameters
+
+    def after_prepare(self, entry: PreparedModel) -> None:
+        """Time a model whose choice is open."""
+        timed = TimedModel(entry, self._tensors)
+        if timed.is_open:
+            self._timed.append(timed)
+
+    def before_backward(self) -> None:
+        """Note the time."""
+        if self._timed:
+            self._begun = time.perf_counter() - self._traffic.waited_s
+
+    def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Note the seconds of a backward, without its waiting for other ranks.
+
+        Where gradients accumulate, the last backward of a window counts: sums cross beside it.
         """
-        auto = run.links.auto
-        undeclared = auto is not None and not auto.backward_s
-        return undeclared and run.world.spans_hosts and run.world.device.type == "cpu"
+        for each in self._timed:
+            if each.entry is self._prepared.running():
+                now = time.perf_counter() - self._traffic.waited_s
+                each.last_s = max(0.0, now - self._begun)
 
-    def take(self, figures: StepFigures) -> None:
-        """Take the record of a step."""
-        self._steps += figures.steps
-        if not WARM_UP < self._steps <= WARM_UP + COUNTED:
-            return
-        self._seconds += figures.sections.get(BACKWARD, 0.0)
-        if self._steps == WARM_UP + COUNTED:
-            self._tell()
+    def after_step(self) -> None:
+        """Count a step of each model with a backward; choose after enough steps."""
+        for each in self._timed:
+            if each.last_s is not None and not self._state.uneven:
+                each.steps.append(each.last_s)
+            each.last_s = None
+            if each.is_open and len(each.steps) == WARM_UP + COUNTED:
+                _settle(each)
+        known = self._prepared.models
+        self._timed = [each for each in self._timed if each.is_open and each.entry in known]
 
-    def _tell(self) -> None:
-        mean_s = self._seconds / (COUNTED * self._run.accumulation)
-        self._say(
-            f"between hosts, auto: a backward takes {mean_s:.3g} s on rank 0 without waiting, the "
-            f"mean of {COUNTED} steps; the methods were chosen as if no traffic could hide behind "
-            f"it: links.backward_s={mean_s:.3g} lets the next start count on that"
-        )
+
+def _settle(timed: TimedModel) -> None:
+    """Choose the methods of a model, by the slowest rank's usual backward. Collective."""
+    mine = median(timed.steps[WARM_UP:])
+    slowest = max(gather_facts(mine, float, doing="the seconds of a backward"))
+    strategy = timed.strategy
+    sender = Sender(type(strategy), strategy.config, strategy.run.precision)
+    links, lines = settle_links(strategy.run.links, sender, timed.tensors, slowest)
+    strategy.take_links(links)
+    for line in lines:
+        logger.announce(line)

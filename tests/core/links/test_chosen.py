@@ -202,7 +202,7 @@ def test_auto_is_exact_until_it_is_chosen_and_says_so():
     links = LinkMethods.configured(LinksConfig(far=FarConfig(gradients="auto"), allow="rounding"))
     assert not links.active
     assert links.honesty is Honesty.EXACT
-    said = "between hosts: gradients auto, parameters exact, rounding at most, chosen at prepare()"
+    said = "between hosts: gradients auto, parameters exact, rounding at most, still to be chosen"
     assert links.describe() == said
     kind, options = find_strategy("plain")
     kind.check_links(options, links, Precision.of("no"))
@@ -210,12 +210,15 @@ def test_auto_is_exact_until_it_is_chosen_and_says_so():
         chosen(gradients="auto", options={"blok": 3})
 
 
+HIDES_NOTHING_S = 1e-9
+"""Seconds of a backward that are declared, and too short to hide anything."""
+
 SENT = [TensorSpec("weight", (1024, 1024), torch.float32, trainable=True)]
 
 
 def names_for(strategy: str, precision: str = "no", config: object = None, **links: object):
     """Return the methods that are chosen between two hosts at 1 Mbit/s, and the lines."""
-    links = {"allow": "theory", "mbit_per_s": 1.0, **links}
+    links = {"allow": "theory", "mbit_per_s": 1.0, "backward_s": HIDES_NOTHING_S, **links}
     far = FarConfig(gradients="auto", parameters="auto")
     methods = LinkMethods.configured(LinksConfig(far=far, **links))
     kind, options = find_strategy(strategy, config)
@@ -275,7 +278,15 @@ def test_the_dry_run_chooses_by_a_declared_rate_and_says_what_it_needs_otherwise
     assert "links.far: auto cannot be foreseen without links.mbit_per_s" in said
     assert "all_reduce over dp " in said
     assert "all_to_all" not in said
-    assert run([*words, "--set", "links.mbit_per_s=100"]) == 0
+    words += ["--set", "links.mbit_per_s=100"]
+    assert run(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "12.5 MB/s as links.mbit_per_s says: gradients exact for 5 steps, which time" in said
+    assert "then one of exact " in said
+    assert "gradients auto, parameters exact, rounding at most, still to be chosen" in said
+    assert "all_gather over dp.far" in said
+    assert "all_to_all" not in said
+    assert run([*words, "--set", f"links.backward_s={HIDES_NOTHING_S}"]) == 0
     said = capsys.readouterr().out
     assert "auto, rounding at most, 12.5 MB/s as links.mbit_per_s says: gradients bf16" in said
     assert "between hosts: gradients bf16 (rounding), parameters exact" in said

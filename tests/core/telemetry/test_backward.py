@@ -1,96 +1,162 @@
-"""The measured seconds of a backward, from records that are made here, and from a training."""
+"""The first steps tell the seconds of a backward, from events that are made here."""
 
-import os
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from drivetrain import Accelerator
 from drivetrain.config.schema import FarConfig, LinksConfig
+from drivetrain.cost import ModelSpec
+from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.links.automatic import COUNTED, WARM_UP, Sender, choose_links
 from drivetrain.links.chosen import LinkMethods
-from drivetrain.reporting import run_report
+from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Run
-from drivetrain.telemetry.backward import BackwardTime
-from drivetrain.telemetry.figures import StepFigures
+from drivetrain.strategy import Run, find_strategy
+from drivetrain.telemetry import backward
+from drivetrain.telemetry.backward import LinkChoice
 from drivetrain.traffic import Traffic
 
-SLEEP_S = 0.2
-FAR = {"far": "auto", "allow": "rounding", "mbit_per_s": 1000.0}
+MATRIX = 1024
+EXACT_S = 33.6
+"""Seconds of the exact gradients of the matrix between two hosts at 1 Mbit/s."""
 
 
-def run_of(gradients: str = "auto", backward_s: float = 0.0, hosts: str = "ab") -> Run:
-    far = FarConfig(gradients=gradients)
-    links = LinkMethods.configured(LinksConfig(far=far, backward_s=backward_s))
-    world = World(size=2, local_size=1, hosts=tuple(hosts))
-    mesh = Mesh.plan({"dp": 2}, world)
-    return Run(
-        world=world,
-        mesh=mesh,
-        precision=Precision(),
-        accumulation=2,
-        traffic=Traffic(),
-        links=links,
-    )
+class Events:
+    """A model under ddp on two hosts whose events are made by hand, and a clock.
+
+    Attributes:
+        strategy: takes methods, and does nothing else.
+        said: the lines of the choice.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.state, self.traffic, self.now = GradientState(1), Traffic(), 0.0
+        self.said: list[str] = []
+        monkeypatch.setattr(backward.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(backward.logger, "announce", self.said.append)
+        model = torch.nn.Linear(MATRIX, MATRIX, bias=False)
+        kind, config = find_strategy("ddp")
+        links = LinksConfig(far=FarConfig(gradients="auto"), allow="rounding", mbit_per_s=1.0)
+        world = World(size=2, local_size=1, hosts=("a", "b"))
+        chosen, _ = choose_links(
+            LinkMethods.configured(links),
+            Sender(kind, config, Precision.of("no")),
+            ModelSpec.of(model).parameters,
+            world,
+        )
+        self.strategy = object.__new__(kind)
+        self.strategy.config = config
+        self.strategy.run = Run(
+            world=world,
+            mesh=Mesh.plan({"dp": 2}, world),
+            precision=Precision(),
+            accumulation=1,
+            traffic=self.traffic,
+            links=chosen,
+        )
+        entry = SimpleNamespace(strategy=self.strategy)
+        prepared = PreparedObjects(models=[entry])
+        self.choice = LinkChoice(self.state, self.traffic)
+        self.choice.attach(prepared, None, None)
+        self.choice.before_prepare(model)
+        self.choice.after_prepare(entry)
+
+    @property
+    def name(self) -> str:
+        return self.strategy.run.links.name_for("gradients")
+
+    def backward(self, seconds: float, waited: float = 0.0) -> None:
+        self.choice.before_backward()
+        self.traffic.waited("dp", waited)
+        self.now += seconds + waited
+        self.choice.after_backward(torch.zeros(()), None)
+
+    def steps(self, *seconds: float, waited: float = 0.0) -> None:
+        for each in seconds:
+            self.backward(each, waited)
+            self.choice.after_step()
 
 
-def test_the_figure_is_wanted_where_a_choice_is_open_without_it():
-    assert BackwardTime.wanted(run_of())
-    assert not BackwardTime.wanted(run_of(gradients="bf16"))
-    assert not BackwardTime.wanted(run_of(backward_s=0.1))
-    assert not BackwardTime.wanted(run_of(hosts="aa"))
-    there = replace(run_of().world, device=torch.device("cuda"))
-    assert not BackwardTime.wanted(replace(run_of(), world=there))
+@pytest.fixture
+def events(monkeypatch) -> Events:
+    return Events(monkeypatch)
 
 
-def test_the_line_has_the_mean_of_a_micro_batch_after_the_warm_up_and_comes_once():
-    lines: list[str] = []
-    measured = BackwardTime(run_of(), lines.append)
-    for step in range(1, 8):
-        seconds = 30.0 if step <= 2 else 0.8
-        sections = {"forward": 5.0, "backward": seconds}
-        measured.take(StepFigures(step=step, sections=sections, waiting={"dp": 7.0}))
-        assert len(lines) == (step >= 5)
-    assert "a backward takes 0.4 s on rank 0 without waiting, the mean of 3 steps" in lines[0]
-    assert "links.backward_s=0.4 lets" in lines[0]
+def test_the_choice_comes_once_after_the_steps_that_count(events):
+    events.steps(*[1.0] * (WARM_UP + COUNTED - 1))
+    assert events.name == "auto"
+    assert not events.said
+    events.steps(1.0)
+    assert events.name == "bf16"
+    events.steps(*[2 * EXACT_S] * 6)
+    assert events.name == "bf16"
+    (line,) = events.said
+    assert line.endswith("beside 1 s of compute, as 3 steps tell")
 
 
-class Slow(torch.autograd.Function):
-    """A backward that takes a while."""
+@pytest.mark.parametrize(
+    ("warm_up", "counted", "name"),
+    [
+        (1.0, (2 * EXACT_S, 1.0, 2 * EXACT_S), "exact"),
+        (2 * EXACT_S, (1.0, 2 * EXACT_S, 1.0), "bf16"),
+    ],
+)
+def test_the_usual_backward_after_the_warm_up_counts(events, warm_up, counted, name):
+    events.steps(warm_up, warm_up, *counted)
+    assert events.name == name
 
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.clone()
 
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(SLEEP_S)
-        return gradient
+def test_waiting_for_other_ranks_hides_nothing(events):
+    events.steps(*[1.0] * (WARM_UP + COUNTED), waited=2 * EXACT_S)
+    assert events.name == "bf16"
 
 
-@pytest.mark.ranks(2, timeout=60)
-def test_a_training_tells_the_time_of_its_backward_on_rank_0(monkeypatch):
-    rank = int(os.environ["RANK"])
-    monkeypatch.setenv("GROUP_RANK", str(rank))
-    said: list[str] = []
-    monkeypatch.setattr(run_report.logger, "announce", said.append)
-    accelerator = Accelerator(config={"strategy": "ddp", "links": FAR}, cpu=True)
-    model = torch.nn.Linear(8, 8)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(6):
-        optimizer.zero_grad()
-        if rank == 1:
-            time.sleep(2 * SLEEP_S)  # rank 0 waits so long in its backward
-        accelerator.backward(Slow.apply(model(torch.ones(2, 8))).sum())
-        optimizer.step()
-    accelerator.free_memory()
-    accelerator.end_training()
-    lines = [line for line in said if "a backward takes" in line]
-    assert len(lines) == (rank == 0)
-    for line in lines:
-        seconds = float(line.split("links.backward_s=")[1].split()[0])
-        assert SLEEP_S <= seconds < 2 * SLEEP_S, line
+def test_of_a_window_the_last_backward_counts(events):
+    for _ in range(WARM_UP + COUNTED):
+        events.backward(2 * EXACT_S)
+        events.steps(1.0)
+    assert events.name == "bf16"
+
+
+def test_steps_without_a_backward_or_with_uneven_inputs_do_not_count(events):
+    events.steps(*[1.0] * (WARM_UP + COUNTED - 1))
+    events.choice.after_step()
+    events.state.uneven = True
+    events.steps(1.0)
+    assert events.name == "auto"
+    events.state.uneven = False
+    events.choice.after_step()
+    assert events.name == "auto"
+    events.steps(1.0)
+    assert events.name == "bf16"
+
+
+def test_a_choice_of_a_checkpoint_stays(events):
+    events.steps(1.0)
+    links = events.strategy.run.links
+    events.strategy.take_links(links.decided({}))
+    events.steps(*[1.0] * (WARM_UP + COUNTED))
+    assert events.name == "exact"
+    assert not events.said
+
+
+def test_only_processors_and_undeclared_seconds_wait_for_the_first_steps():
+    links = LinksConfig(far=FarConfig(gradients="auto"), allow="rounding", mbit_per_s=1.0)
+    world = World(size=2, local_size=1, hosts=("a", "b"))
+    tensors = ModelSpec.of(torch.nn.Linear(MATRIX, MATRIX)).parameters
+
+    def awaited(links: LinksConfig, world: World, strategy: str = "ddp", **options: object):
+        kind, config = find_strategy(strategy, find_strategy(strategy)[0].Config(**options))
+        sender = Sender(kind, config, Precision.of("no"))
+        return choose_links(LinkMethods.configured(links), sender, tensors, world)[0].awaited
+
+    assert awaited(links, world) == ("gradients",)
+    assert awaited(replace(links, backward_s=0.1), world) == ()
+    assert awaited(links, replace(world, hosts=("a", "a"))) == ()
+    assert awaited(replace(links, allow="theory"), world, exchange="momentum") == ()
+    assert awaited(links, world, "local") == ()
+    assert awaited(replace(links, allow="exact"), world) == ()
