@@ -204,7 +204,7 @@ class FrozenFactors(NamedTuple):
 def _frozen_step(
     weight: Tensor, gradient: Tensor, momentum: Tensor, variance: Tensor, factors: FrozenFactors
 ) -> None:
-    """Step a piece of a parameter: Adam with the variance that it has."""
+    """Step a piece of a parameter by Adam, without a change of the variance."""
     variance.mul_(factors.variance)
     if factors.penalty:
         gradient = gradient.add(weight, alpha=factors.penalty)
