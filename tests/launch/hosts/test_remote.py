@@ -111,7 +111,11 @@ def test_variables_that_are_malformed_or_not_set(command, sandbox, words, messag
         ("n1 slots=2\n", ["--exclude", "n1"], "--exclude n1: no host is left; leave out fewer"),
         ("n1 slots=2\n", ["--include", "n1:5"], "device 5 of n1: expected an index below"),
         ("n1 slots=2\n", ["--include", ""], "--include: expected HOST:0,1@HOST, found ''; without"),
-        ("n1 slots=2\n", ["--include", "@"], "--include: expected HOST:0,1@HOST, found ''; without"),
+        (
+            "n1 slots=2\n",
+            ["--include", "@"],
+            "--include: expected HOST:0,1@HOST, found ''; without",
+        ),
         ("n1 slots=2\n", ["--include", "n1:"], "--include: expected HOST:0,1@HOST, found 'n1:'"),
         ("n1 slots=2\n", ["--exclude", ""], "--exclude: expected HOST:0,1@HOST, found ''; without"),
         ("n1 slots=2\n", ["--include", "n1:0@n1:1"], "--include: n1 is there twice; name each"),
