@@ -396,8 +396,6 @@ def test_buffers_for_which_one_rank_has_no_memory_are_an_error_on_all(tmp_path, 
             raise RuntimeError("no memory")
 
         monkeypatch.setattr(run.background.buffers, "reserve", none)
-    with pytest.raises(
-        CheckpointError, match=r"cannot make buffers .*rank 1: \w+: no memory"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot make buffers .*rank 1: \w+: no memory"):
         run.memory.save(1, lambda: contents(world, 1), lambda state: None)
     run.background.close()
