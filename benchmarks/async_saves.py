@@ -50,7 +50,7 @@ def measure(folder: str, gigabytes: float, saves: int) -> None:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        due = optimizer.steps % STEPS_BETWEEN == 0 or (memory and optimizer.steps == 1)
+        due = optimizer.steps % STEPS_BETWEEN == 0
         accelerator.wait_for_checkpoint()
         accelerator.wait_for_everyone()
         begin = time.perf_counter()

@@ -114,16 +114,20 @@ def tell_launcher(trainings, process, number, after=5):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive)]
+    ("row", "number"),
+    [
+        ("F7", signal.SIGTERM),
+        pytest.param("F9", signal.SIGUSR1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_launcher_that_is_told_to_stop_saves_and_the_next_one_goes_on(
-    trainings, calm, took, number
+    trainings, calm, took, row, number
 ):
     with trainings.start(faults=SLOW, every=100) as process:
         tell_launcher(trainings, process, number)
         begin = time.monotonic()
         done = process.wait(30)
-        took("F7", "saved and ended", time.monotonic() - begin)
+        took(row, "saved and ended", time.monotonic() - begin)
     assert done.returncode == 75, done.stderr
     taken = len(trainings.losses())
     assert taken < STEPS

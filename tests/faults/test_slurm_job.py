@@ -145,14 +145,16 @@ def environment(slurm: Hosts) -> dict[str, str]:
 
 
 @pytest.mark.timeout(500)
-def test_a_preempted_job_is_requeued_and_ends_as_if_nothing_had_happened(slurm, submitted):
+def test_a_preempted_job_is_requeued_and_ends_as_if_nothing_had_happened(slurm, submitted, took):
     calm = submitted("calm")
     calm.wait_until("completed", lambda: calm.state == "COMPLETED")
     job = submitted("disturbed")
     job.wait_until("training", lambda: len(job.steps) >= NOTICE_AFTER)
+    begin = time.monotonic()
     code, text = slurm[0].run(["scancel", "--signal=USR1", job.number], env=environment(slurm))
     assert code == 0, text
     job.wait_until("requeued", lambda: job.state == "PENDING")
+    took("F9", "with SLURM: saved and requeued", time.monotonic() - begin)
     saved = len(job.steps)
     assert NOTICE_AFTER <= saved < STEPS
     job.wait_until("completed", lambda: job.state == "COMPLETED")

@@ -190,6 +190,12 @@ def keep_running(run: Training, lost: dict[int, float]) -> bool:
     return all(launcher.poll() == 0 for launcher in run.launchers.values())
 
 
+def came_back(run: Training) -> bool:
+    """Start launchers that have ended again; whether both hosts train."""
+    assert not keep_running(run, {}), run.said()
+    return run.last()["ranks"] == 2
+
+
 def kill_at_random(run: Training, chance: random.Random, kinds: list[str]) -> None:
     """Kill a rank or lose a host after some steps, again and again; then wait for the end."""
     lost: dict[int, float] = {}
@@ -318,19 +324,27 @@ def test_a_run_goes_on_without_a_lost_host_and_lets_it_in_again(training, took):
 
 
 @pytest.mark.timeout(300)
-def test_local_steps_go_on_with_the_host_that_is_left(training):
+@pytest.mark.parametrize(
+    ("row", "loss"), [("F22", Host.lose), ("F23", Host.cut)], ids=["host", "link"]
+)
+def test_local_steps_go_on_with_the_host_that_is_left(training, took, row, loss):
     rounds = ("--set", "strategy.name=local", "--set", f"strategy.every={2 * SAVE_EVERY - 1}")
     run = training("local", ("--nnodes", "1:2", *rounds), (300, 0.1, 0.0))
     run.wait("in the middle of a round", lambda: len(run.saved()) and run.last()["step"] % 5 == 2)
     assert run.last()["ranks"] == 2
-    run.hosts[1].lose()
+    loss(run.hosts[1])
+    begin = time.time()
     run.wait("training on one host", lambda: run.last()["ranks"] == 1)
     assert "host 1 (n2) is lost" in run.said()
-    alone = [line["step"] for line in run.steps() if line["ranks"] == 1]
+    run.wait("without ranks on the lost host", lambda: not ranks_on(run.hosts[1]), 60)
+    assert run.last()["ranks"] == 1  # whose side has no host 0, and trains no further
+    alone = [line for line in run.steps() if line["ranks"] == 1]
     before = [line["step"] for line in run.steps() if line["ranks"] == 2]
-    assert 1 < alone[0] <= before[-1] + 1 < alone[0] + SAVE_EVERY + 1, run.said()
+    first = alone[0]["step"]
+    assert 1 < first <= before[-1] + 1 < first + SAVE_EVERY + 1, run.said()
+    took(row, "with restarts under `local`, the next step", alone[0]["time"] - begin)
     assert "local: one worker of 1 ranks trains as Ddp" in run.said()
-    run.start(1)
-    run.wait("training on both hosts again", lambda: run.last()["ranks"] == 2)
+    run.hosts[1].mend()  # a launcher behind a link finds host 0 again; a lost one is started again
+    run.wait("training on both hosts again", lambda: came_back(run))
     run.wait("at the end", lambda: keep_running(run, {}))
     assert all(torch.isfinite(values).all() for values in run.weights().values())

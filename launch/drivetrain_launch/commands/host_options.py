@@ -76,11 +76,11 @@ def chosen_hosts(
         ConfigError: the options contradict each other, or a host is malformed.
     """
     hosts, hostfile = flags["hosts"], flags["hostfile"]
-    include, exclude = flags["include"] or "", flags["exclude"] or ""
+    include, exclude = flags["include"], flags["exclude"]
     if hosts is not None and hostfile is not None:
         raise ConfigError("--hosts and --hostfile: expected one of them, found both")
     if hosts is None and hostfile is None:
-        if include or exclude or flags["export"] or flags["env_file"]:
+        if (include, exclude, flags["env_file"]) != (None, None, None) or flags["export"]:
             raise ConfigError(
                 "--include, --exclude, --export and --env-file are for hosts that are started over "
                 "ssh; give --hostfile or --hosts, too"

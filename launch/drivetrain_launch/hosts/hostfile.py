@@ -10,6 +10,7 @@ from drivetrain.errors import ConfigError
 
 _NAME = re.compile(r"(?:([A-Za-z_][A-Za-z0-9._-]{0,31})@)?([A-Za-z0-9][A-Za-z0-9._-]{0,252})")
 _LINE = re.compile(r"(\S+)(?:\s+slots=(\d+))?")
+_CHOICE = re.compile(r"([^:@\s]+)(?::(\d+(?:,\d+)*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,42 +73,50 @@ def read_hostfile(path: Path) -> list[RemoteHost]:
     return _distinct(hosts, str(path))
 
 
-def select(hosts: Iterable[RemoteHost], include: str, exclude: str) -> list[RemoteHost]:
+def select(
+    hosts: Iterable[RemoteHost], include: str | None = None, exclude: str | None = None
+) -> list[RemoteHost]:
     """Keep the hosts and devices of ``n1:0,1@n2``, or leave them out.
 
     Raises:
-        ConfigError: both are given, a host is unknown, or nothing is left.
+        ConfigError: both are given, one is malformed, a host is unknown, or nothing is left.
     """
     found = list(hosts)
-    if include and exclude:
+    if include is not None and exclude is not None:
         raise ConfigError("--include and --exclude: expected one of them, found both")
-    option = "--include" if include else "--exclude"
-    chosen = _selection(include or exclude, option)
+    text = include if include is not None else exclude
+    if text is None:
+        return found
+    option = "--include" if include is not None else "--exclude"
+    chosen = _selection(text, option)
     unknown = [name for name in chosen if name not in {host.name for host in found}]
     if unknown:
         raise ConfigError(
             f"{option}: no host {', '.join(unknown)}; hosts: "
             f"{', '.join(host.name for host in found)}"
         )
-    kept = found
-    if include:
-        kept = [_with(host, chosen[host.name]) for host in found if host.name in chosen]
-    elif exclude:
-        kept = [_without(host, chosen.get(host.name, ()), host.name in chosen) for host in found]
-        kept = [host for host in kept if host.slots != 0]
+    if include is not None:
+        return [_with(host, chosen[host.name]) for host in found if host.name in chosen]
+    kept = [_without(host, chosen.get(host.name, ()), host.name in chosen) for host in found]
+    kept = [host for host in kept if host.slots != 0]
     if not kept:
-        raise ConfigError(f"{option} {include or exclude}: no host is left; leave out fewer")
+        raise ConfigError(f"{option} {text}: no host is left; leave out fewer")
     return kept
 
 
 def _selection(text: str, option: str) -> dict[str, tuple[int, ...]]:
     chosen: dict[str, tuple[int, ...]] = {}
-    for part in filter(None, text.split("@")):
-        name, _, devices = part.partition(":")
-        words = [word for word in devices.split(",") if word]
-        if not all(word.isdecimal() for word in words):
-            raise ConfigError(f"{option}: expected HOST:0,1@HOST, found {part!r}")
-        chosen[name] = tuple(sorted({int(word) for word in words}))
+    for part in text.split("@"):
+        match = _CHOICE.fullmatch(part)
+        if match is None:
+            raise ConfigError(
+                f"{option}: expected HOST:0,1@HOST, found {part!r}; without the option all hosts "
+                "take part"
+            )
+        if match[1] in chosen:
+            raise ConfigError(f"{option}: {match[1]} is there twice; name each host once")
+        devices = match[2].split(",") if match[2] else ()
+        chosen[match[1]] = tuple(sorted({int(index) for index in devices}))
     return chosen
 
 

@@ -268,7 +268,8 @@ def _wait_until_ready(connections: Sequence[HostConnection], signals: Signals) -
             raise ConfigError(
                 f"cannot start the run on {', '.join(each.host.name for each in failed)}: {found}; "
                 f"nothing was started; expected a login by ssh without a password, and "
-                f"{sys.executable} with drivetrain, on every host"
+                f"{sys.executable} with drivetrain, on every host; try 'ssh -o BatchMode=yes "
+                f"{failed[0].host.target} {sys.executable} -m drivetrain_launch --version'"
             )
         signals.check()
         time.sleep(POLL_S)

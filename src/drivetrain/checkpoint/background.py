@@ -4,9 +4,10 @@ The threads of the ranks agree over a gloo group of their own, and never meet th
 training. A thread is no daemon: a process that ends well finishes its save.
 """
 
+import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +31,26 @@ class StagingBuffers:
     def __init__(self) -> None:
         self._used: list[Tensor] = []
         self._free: defaultdict[tuple[torch.dtype, torch.Size], list[Tensor]] = defaultdict(list)
+        self._filling: threading.Thread | None = None
+
+    def reserve(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> None:
+        """Make the buffers of the first save before it; a thread has them filled meanwhile.
+
+        Does nothing where a save has left buffers already.
+
+        Args:
+            kinds: dtype and shape of each tensor of that save.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        if self._used:
+            return
+        self._used = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
+        self._filling = threading.Thread(
+            target=_fill, args=(list(self._used),), name="drivetrain-staging", daemon=False
+        )
+        self._filling.start()
 
     @contextmanager
     def copying(self) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -38,6 +59,7 @@ class StagingBuffers:
         Yields a function from a tensor to a copy on the CPU. Buffers that do not fit are let go of;
         all of them after an error, which may be that there is no memory.
         """
+        self.wait_until_filled()
         for buffer in self._used:
             self._free[buffer.dtype, buffer.shape].append(buffer)
         self._used.clear()
@@ -54,6 +76,18 @@ class StagingBuffers:
         buffer = fitting.pop() if fitting else torch.empty_like(tensor, device="cpu")
         self._used.append(buffer)
         return buffer.copy_(tensor.detach())
+
+    def wait_until_filled(self) -> None:
+        """Return when no thread writes into the buffers any more."""
+        if self._filling is not None:
+            self._filling.join()
+            self._filling = None
+
+
+def _fill(buffers: Sequence[Tensor]) -> None:
+    """Write zeros into memory; Python's lock is free meanwhile, and no other thread helps."""
+    for buffer in buffers:
+        ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
 
 
 class Background:
@@ -109,6 +143,7 @@ class Background:
         try:
             self.wait()
         finally:
+            self.buffers.wait_until_filled()
             self.buffers = StagingBuffers()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)

@@ -49,6 +49,18 @@ class Contents:
         """Bytes of the shards; only for contents that hold lists of them, as ``staged`` returns."""
         return sum(shard.tensor.nbytes for shards in self.models for shard in shards)
 
+    def copied_kinds(self) -> list[tuple[torch.dtype, torch.Size]]:
+        """Return dtype and shape of each copy that ``staged`` makes, in its order.
+
+        All shards are walked, which may communicate, and uses up the contents.
+        """
+        return [
+            (shard.tensor.dtype, shard.tensor.shape)
+            for shards in self.models
+            for shard in shards
+            if not shard.fresh
+        ]
+
     def staged(
         self, write: Callable[[int, Shard], None], copy: Callable[[Tensor], Tensor]
     ) -> "Contents":

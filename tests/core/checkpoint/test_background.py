@@ -241,3 +241,25 @@ def test_the_next_save_uses_the_memory_of_the_last_one_again():
         raise RuntimeError("no memory")
     with buffers.copying() as copy:
         assert copy(tensors[0]).data_ptr() not in {first[0].data_ptr(), second[0].data_ptr()}
+
+
+def faults_of_copies(buffers: StagingBuffers, tensors: list[torch.Tensor]) -> int:
+    """Return how often the system had to give this thread a page while it copied."""
+    with buffers.copying() as copy:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        copies = [copy(tensor) for tensor in tensors]
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert all(map(torch.equal, copies, tensors))
+    return faults
+
+
+def test_a_reserved_buffer_has_its_pages_before_the_first_copy():
+    tensors = [torch.ones(2**24), torch.zeros(0), torch.tensor(1, dtype=torch.int64)]
+    fresh, reserved = StagingBuffers(), StagingBuffers()
+    reserved.reserve([(tensor.dtype, tensor.shape) for tensor in tensors])
+    assert faults_of_copies(reserved, tensors) < faults_of_copies(fresh, tensors) / 4
+    with reserved.copying() as copy:
+        place = copy(tensors[0]).data_ptr()
+    reserved.reserve([(torch.float32, torch.Size([3]))])  # a save has left its buffers already
+    with reserved.copying() as copy:
+        assert copy(tensors[0]).data_ptr() == place

@@ -369,3 +369,33 @@ def test_a_checkpoint_is_due_after_the_first_step_and_then_after_each_few(tmp_pa
             due.append(step)
     assert due == [3, 5, 10, 15]
     assert not Run(tmp_path, run.world).memory.is_due(0)
+
+
+@pytest.mark.ranks(2)
+def test_the_first_call_makes_the_buffers_and_the_second_saves(tmp_path):
+    world = world_of_hosts()
+    run, saved = Run(tmp_path, world), []
+    for step in (1, 2):
+        assert run.memory.is_due(step)
+        assert list(run.folder.iterdir()) == []
+        run.memory.save(step, lambda: contents(world, step), saved.append)  # noqa: B023 - called now
+    run.background.wait()
+    assert saved == ([{"steps": [2], "iteration": 0}] if world.is_main else [])
+    assert not run.memory.is_due(3)
+    assert holds(run.opened(), 2)
+    run.background.close()
+
+
+@pytest.mark.ranks(2)
+def test_buffers_for_which_one_rank_has_no_memory_are_an_error_on_all(tmp_path, monkeypatch):
+    world = world_of_hosts()
+    run = Run(tmp_path, world)
+    if world.rank:
+
+        def none(kinds):
+            raise RuntimeError("no memory")
+
+        monkeypatch.setattr(run.background.buffers, "reserve", none)
+    with pytest.raises(CheckpointError, match=r"cannot make buffers .*rank 1: \w+: no memory"):
+        run.memory.save(1, lambda: contents(world, 1), lambda state: None)
+    run.background.close()

@@ -68,6 +68,7 @@ def test_a_host_that_cannot_be_reached_is_named_and_the_others_end(sandbox, ssh)
         "error: cannot start the run on off: off: ssh: connect to host off port 22: No route to "
         "host; nothing was started; expected a login by ssh without a password"
     )
+    assert "try 'ssh -o BatchMode=yes off " in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (sandbox.folder / "started").exists()
 
@@ -109,6 +110,15 @@ def test_variables_that_are_malformed_or_not_set(command, sandbox, words, messag
         ("n1 slots=2\n", ["--include", "n2"], "--include: no host n2; hosts: n1"),
         ("n1 slots=2\n", ["--exclude", "n1"], "--exclude n1: no host is left; leave out fewer"),
         ("n1 slots=2\n", ["--include", "n1:5"], "device 5 of n1: expected an index below"),
+        ("n1 slots=2\n", ["--include", ""], "--include: expected HOST:0,1@HOST, found ''; without"),
+        (
+            "n1 slots=2\n",
+            ["--include", "@"],
+            "--include: expected HOST:0,1@HOST, found ''; without",
+        ),
+        ("n1 slots=2\n", ["--include", "n1:"], "--include: expected HOST:0,1@HOST, found 'n1:'"),
+        ("n1 slots=2\n", ["--exclude", ""], "--exclude: expected HOST:0,1@HOST, found ''; without"),
+        ("n1 slots=2\n", ["--include", "n1:0@n1:1"], "--include: n1 is there twice; name each"),
     ],
 )
 def test_bad_hostfile_or_selection_is_one_line(command, sandbox, lines, words, message):
@@ -291,16 +301,16 @@ def test_hostfile_and_selection(tmp_path):
     path.write_text("# two hosts\nn1 slots=4\nme@n2 slots=2  # small\n\nn3\n")
     hosts = read_hostfile(path)
     assert hosts == [RemoteHost("n1", 4), RemoteHost("me@n2", 2), RemoteHost("n3")]
-    assert select(hosts, "n1:0,2@n2", "") == [
+    assert select(hosts, "n1:0,2@n2") == [
         RemoteHost("n1", 2, (0, 2)), RemoteHost("me@n2", 2),
     ]  # fmt: skip
-    assert select(hosts, "", "n1:0@n2") == [RemoteHost("n1", 3, (1, 2, 3)), RemoteHost("n3")]
+    assert select(hosts, exclude="n1:0@n2") == [RemoteHost("n1", 3, (1, 2, 3)), RemoteHost("n3")]
     for include, exclude, message in (
-        ("n9", "", "no host n9; hosts: n1, n2, n3"),
-        ("", "n1@n2@n3", "no host is left"),
+        ("n9", None, "no host n9; hosts: n1, n2, n3"),
+        (None, "n1@n2@n3", "no host is left"),
         ("n1", "n2", "expected one of them, found both"),
-        ("n1:4", "", "device 4 of n1: expected an index below the host's slots, found 4"),
-        ("n1:x", "", "expected HOST:0,1@HOST"),
+        ("n1:4", None, "device 4 of n1: expected an index below the host's slots, found 4"),
+        ("n1:x", None, "expected HOST:0,1@HOST"),
     ):
         with pytest.raises(ConfigError, match=message):
             select(hosts, include, exclude)

@@ -40,13 +40,14 @@ class MemoryCheckpoints:
         self._background = background
         self._homes: MemoryHomes | None = None
         self._saved_at: int | None = None
+        self._reserved = False
         self._number = 0
 
     def is_due(self, steps: int) -> bool:
-        """Whether a checkpoint is due after so many steps of the optimizers.
+        """Whether ``save`` is to be called after so many steps of the optimizers.
 
-        The first step of an attempt has one, too: it tells early whether there is room, and after
-        the loss of a host the state has a second copy again.
+        The first step of an attempt makes buffers, and the second has a checkpoint: it tells early
+        whether there is room, and after the loss of a host the state has a second copy again.
         """
         if not steps or self._saved_at is None:
             return bool(steps)
@@ -59,6 +60,9 @@ class MemoryCheckpoints:
         saved: Callable[[Mapping[str, Any]], None],
     ) -> None:
         """Save the contents after so many steps, in the background. Collective.
+
+        The first call only makes the buffers of the copies. The system fills them with zeros, which
+        takes longer than to copy; a thread lets it do so during the next step.
 
         A failure is a warning: the run goes on, and has the checkpoints before and in storage. Only
         the first save of a run must begin, since the setup of a run is wrong if it cannot.
@@ -73,6 +77,11 @@ class MemoryCheckpoints:
         """
         is_first = self._saved_at is None and not restarts()
         try:
+            if not self._reserved:
+                self._reserved = True
+                reserve = partial(self._reserve, collect)
+                together(self._world, "make buffers for checkpoints in memory", reserve)
+                return
             save = self.begin(steps)
             with save.abandoned_on_failure():
                 contents = together(self._world, "save in memory", collect)
@@ -84,6 +93,9 @@ class MemoryCheckpoints:
             self._warn(error)
             return
         self._background.start(partial(self._finish, save, staged, saved))
+
+    def _reserve(self, collect: Callable[[], Contents]) -> None:
+        self._background.buffers.reserve(collect().copied_kinds())
 
     def _finish(
         self,
