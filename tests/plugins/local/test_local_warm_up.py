@@ -215,8 +215,8 @@ def test_ranks_step_together_in_the_warm_up_and_apart_afterwards():
     assert warm.strategy.steps_apart
     check_alike_on_all_ranks(warm.own())
     warm.run(5, 6)
-    with pytest.raises(AssertionError):
-        check_alike_on_all_ranks({"all": torch.cat([p.flatten() for p in warm.own().values()])})
+    own = warm.own()["last.weight"]
+    assert not torch.equal(own, warm.accelerator.reduce(own, "mean"))
     warm.close()
 
 
