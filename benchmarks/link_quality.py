@@ -49,6 +49,9 @@ HELD_OUT, EVALUATED, EVERY_STEPS = 0.05, 64, 100
 """The share of packages that is held out, batches of an evaluation, steps between two of them."""
 
 ROUND = 30
+WARM_STEPS = 300
+"""Steps of data parallelism before local steps: a fifth of 1,500 steps."""
+
 STREAMING = {"name": "local", "every": ROUND, "fragments": 3, "delay": 5, "keep": 0.5}
 DDP: dict[str, Any] = {"name": "ddp"}
 MOMENTUM: dict[str, Any] = {"name": "ddp", "exchange": "momentum"}
@@ -75,6 +78,8 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "local": ({"name": "local", "every": ROUND}, {}),
     "streaming": (STREAMING, {}),
     "streaming, int4": (STREAMING, {"gradients": "int4"}),
+    "local, warmed": ({"name": "local", "every": ROUND, "warmup_steps": WARM_STEPS}, {}),
+    "streaming, warmed": ({**STREAMING, "warmup_steps": WARM_STEPS}, {}),
 }
 
 UNCLIPPED = ("onebit adam", "exact, unclipped")

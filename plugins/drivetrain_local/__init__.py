@@ -19,6 +19,7 @@ options.py           the knobs
 strategy.py          ``Local``: the contract
 worker.py            what the strategy inside of a worker does alone
 outer.py             the outer steps: DiLoCo, and Streaming DiLoCo
+warm_up.py           data parallelism over all workers, for the first steps
 line.py              the communicators between workers
 late.py              exchanges that leave out late workers
 quorum.py            the agreement on who takes part in an exchange

@@ -56,6 +56,11 @@ class LocalOptions:
         minimum=0.0,
         maximum=1.0,
     )
+    warmup_steps: int = option(
+        0,
+        help="first optimizer steps, in which workers average gradients exactly, before any round",
+        minimum=0,
+    )
     late_s: float = option(
         0.0,
         help="seconds that workers wait for a late one at an exchange; 0 waits as any collective",
@@ -98,12 +103,11 @@ class LocalOptions:
                 optimizer state in stores.
         """
         kind, options = find_strategy(self.inner.name, self.inner.options)
-        axes = set(kind.axes(options, 1))
-        if axes != {AXIS}:
+        if not _over_data_alone(kind, options):
             raise ConfigError(
                 f"strategy.inner: expected a strategy over the axis dp alone, found "
-                f"{self.inner.name!r} over {', '.join(sorted(axes))}; name one that replicates or "
-                "shards a whole model"
+                f"{self.inner.name!r}, which lays ranks out on other axes; name one that "
+                "replicates or shards a whole model"
             )
         stores: Any = getattr(options, "offload", None)
         if stores not in (None, OffloadOptions()):
@@ -131,3 +135,11 @@ class LocalOptions:
         count = self.ranks_of_worker(mesh, world)
         near = mesh.start_neighbors(AXIS, count, world)
         return near, mesh.start_across(AXIS, count, world)
+
+
+def _over_data_alone(kind: type[Strategy[Any]], options: Any) -> bool:
+    """Return whether a strategy has the axis ``dp`` alone."""
+    try:
+        return set(kind.axes(options, 1)) == {AXIS}
+    except ConfigError:  # such a strategy trains on a single rank, too
+        return False

@@ -3,7 +3,7 @@
 Douillard et al. 2023, algorithm 1, and Douillard et al. 2025, algorithm 2. In the order of events,
 for outer weights o, a worker's weights w, K workers::
 
-    before a step     o <- w, where there are none: all workers start alike
+    before a step     o <- w, where there are none: all workers start alike, also after a warm-up
     t                 d <- mean over workers of o - w         sent beside the steps until t + delay
     t + delay         m <- momentum m + d
                       o <- o - lr (d + momentum m)            Nesterov's momentum
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.channels import SumChannel
@@ -58,7 +59,26 @@ class OuterExchange:
             handle.wait()
 
 
-class OuterSteps:
+class StepCount:
+    """The steps of an optimizer, which a checkpoint keeps.
+
+    Attributes:
+        steps: that the optimizer has taken.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def after_step(self, *_: Any) -> None:
+        """Count a step."""
+        self.steps += 1
+
+    def resume(self, steps: int) -> None:
+        """Go on counting."""
+        self.steps = steps
+
+
+class OuterSteps(StepCount):
     """The outer weights and their momentum, for the parameters that one optimizer steps.
 
     Args:
@@ -70,7 +90,6 @@ class OuterSteps:
         late: for each fragment, the exchanges that leave out late workers; none to wait for all.
 
     Attributes:
-        steps: that the optimizer has taken.
         state: of each tensor, by key: outer weights and momentum.
         buffers: those of the first worker replace the others' at the end of a round.
         late: as given.
@@ -85,8 +104,8 @@ class OuterSteps:
         fragments: Mapping[str, int],
         late: Sequence[LateWorkers] = (),
     ) -> None:
+        super().__init__()
         self.optimizer = optimizer
-        self.steps = 0
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self.buffers: Sequence[Tensor] = ()
         self._options = options
@@ -97,22 +116,37 @@ class OuterSteps:
         self._round_buffers: list[Tensor] = []
         self._flights: dict[int, OuterExchange] = {}
         self._channels: dict[tuple[int, Stretch], SumChannel] = {}
+        self._warm_up = options.warmup_steps
+        self._apart = False
 
     # --- around a step ---
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the next step is one of data parallelism over all workers."""
+        return self.steps < self._warm_up
+
+    @property
+    def _local(self) -> int:
+        """How many steps the workers have taken by themselves: rounds are counted from there."""
+        return self.steps - self._warm_up
 
     @torch.no_grad()
     def before_step(self, *_: Any) -> None:
         """Remember where the workers start from."""
-        for parameter in self._parameters():
+        for parameter in () if self.warms_up else self.parameters():
             if parameter not in self.state:
                 self.state[parameter] = {OUTER: parameter.detach().clone()}
 
+    @override
     @torch.no_grad()
     def after_step(self, *_: Any) -> None:
         """Count a step; start the exchanges of this moment, and end the exchanges that are due."""
-        self.steps += 1
+        super().after_step()
+        if self._local <= 0:
+            return
         for fragment in range(self._options.fragments):
-            if is_exchanged(self._options, fragment, self.steps):
+            if is_exchanged(self._options, fragment, self._local):
                 self.land(fragment)  # what a checkpoint of other options has left
                 self._exchange(fragment)
             if fragment in self._flights and self._flights[fragment].due <= self.steps:
@@ -214,14 +248,18 @@ class OuterSteps:
                 del self.optimizer.state[parameter]
             state.pop(UNDER_WAY, None)
 
-    def taken_over(self) -> None:
+    def taken_over(self, *, apart: bool) -> None:
         """Take outer state of a checkpoint out of the optimizer's state, in place of the old.
 
         Afterwards the channels of all exchanges are there, to go on with errors of the checkpoint.
+
+        Args:
+            apart: whether the workers of the checkpoint had taken steps by themselves.
         """
+        self._apart = apart
         self.state.clear()
         self._flights.clear()
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             inner = self.optimizer.state.get(parameter, {})
             found = {key: inner[key] for key in (OUTER, MOMENTUM, UNDER_WAY) if key in inner}
             if found:
@@ -238,15 +276,20 @@ class OuterSteps:
             for members in self._by_dtype(fragment):
                 self._channel(fragment, members)
 
+    @override
     def resume(self, steps: int) -> None:
         """Go on counting; exchanges that a checkpoint was taken in the middle of end in time."""
-        self.steps = steps
+        super().resume(steps)
+        # Workers that have taken steps by themselves differ: a longer warm-up comes too late.
+        self._warm_up = self._options.warmup_steps
+        if self._apart:
+            self._warm_up = min(self._warm_up, steps)
         for fragment, flight in self._flights.items():
             flight.due = self._due(fragment)
 
     def _due(self, fragment: int) -> int:
         """Return the step after which the latest exchange of a fragment ends."""
-        return self.steps - steps_since(self._options, fragment, self.steps) + self._options.delay
+        return self.steps - steps_since(self._options, fragment, self._local) + self._options.delay
 
     def restart(self, names: frozenset[str]) -> None:
         """Let outer weights follow values that the script has written into parameters."""
@@ -261,11 +304,12 @@ class OuterSteps:
         """Yield the names of parameters of which this rank's optimizer steps all elements."""
         shapes = {one.name: one.shape for one in facts}
         names = self._names()
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             if shapes.get(names[id(parameter)]) == tuple(parameter.shape):
                 yield names[id(parameter)]
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the tensors that the optimizer steps now."""
         for group in self.optimizer.param_groups:
             yield from (each for each in group["params"] if each.requires_grad)
 
@@ -273,7 +317,7 @@ class OuterSteps:
         """Return the tensors of a fragment, those of each dtype together, alike on all workers."""
         names = self._names()
         found: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             if self._fragments[names[id(parameter)]] == fragment:
                 found.setdefault(parameter.dtype, []).append(parameter)
         return list(found.values())

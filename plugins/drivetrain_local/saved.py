@@ -11,6 +11,9 @@ which strategies of other kinds leave alone::
     weight, 0.outer_momentum@     of the outer weights
     weight, links.error.int4.1.0@ of a method for slow links, see ``kept``
 
+Parameters without outer weights, as in a warm-up, are alike on all workers: the first one saves
+them as any strategy does.
+
 Another number of workers goes on from the mean of all saved workers: none of their steps is lost.
 """
 
@@ -42,7 +45,10 @@ def shards_of_worker(
     """
     for shard in shards:
         index, _, key = shard.state.partition(".")
-        if not shard.state and shard.name in outer:
+        if shard.name not in outer:
+            if worker == 0:
+                yield shard
+        elif not shard.state:
             yield _renamed(shard, f"{outer[shard.name]}.{LOCAL}{OWN_MARK}{worker}")
         elif key == OUTER:
             if worker == 0:
@@ -52,7 +58,7 @@ def shards_of_worker(
                 yield _renamed(shard, f"{shard.state}{OWN_MARK}")
         elif worker == 0:
             yield shard
-        elif shard.state:
+        else:
             yield _renamed(shard, f"{index}.{key}{OWN_MARK}{worker}")
 
 
@@ -64,6 +70,11 @@ def saved_workers(reader: Reader) -> int:
     """Return how many workers a checkpoint holds the state of; 0 for one of another strategy."""
     marks = (state.rpartition(f".{LOCAL}{OWN_MARK}")[2] for _, state in _own(reader))
     return max((int(mark) + 1 for mark in marks if mark.isdecimal()), default=0)
+
+
+def optimizers_apart(reader: Reader) -> set[int]:
+    """Return the indices of optimizers with which workers had taken steps by themselves."""
+    return {int(state.partition(".")[0]) for _, state in _own(reader)}
 
 
 def _own(reader: Reader) -> Iterator[tuple[str, str]]:
@@ -89,6 +100,7 @@ class WorkerReader:
         self.partial = reader.partial
         self._reader = reader
         self._outer = outer
+        self._apart = {name for name, _ in _own(reader)}
         self._sources: dict[tuple[str, str], list[str]] = {}
         chosen = range(saved) if worker is None else [worker]
         for name, state in reader.keys():  # noqa: SIM118 - no dict
@@ -112,6 +124,8 @@ class WorkerReader:
         elif key in _SHARED:
             if self._outer:
                 self._sources[name, plain] = [state]
+        elif name not in self._apart:
+            self._sources[name, plain] = [state]
         elif (int(number) if marked else 0) in workers:
             self._sources.setdefault((name, plain), []).append(state)
 

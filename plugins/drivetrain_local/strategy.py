@@ -5,7 +5,7 @@ here the outer steps are put around the optimizers, and the outer weights are wh
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -30,9 +30,10 @@ from drivetrain_local.fragments import fragment_of_each
 from drivetrain_local.kept import go_on_with_kept, marked
 from drivetrain_local.line import WorkerLine
 from drivetrain_local.options import LocalOptions
-from drivetrain_local.outer import OuterSteps
+from drivetrain_local.outer import OuterSteps, StepCount
 from drivetrain_local.paper import local_step
-from drivetrain_local.saved import WorkerReader, saved_workers, shards_of_worker
+from drivetrain_local.saved import WorkerReader, optimizers_apart, saved_workers, shards_of_worker
+from drivetrain_local.warm_up import WarmUp
 from drivetrain_local.whole import JoinedWeights
 from drivetrain_local.worker import Worker
 
@@ -62,6 +63,9 @@ class Local(Worker):
         self._line = WorkerLine(config, run, self._near, self._far, self._ranks)
         self._closing.callback(self._line.close)
         self._workers = self._line.everyone
+        self._counts: list[StepCount] = []
+        self._warm_up = WarmUp(self._inner, self._workers, self._outer)
+        self._closing.callback(self._warm_up.close)
 
     @property
     def missed(self) -> int:
@@ -70,12 +74,21 @@ class Local(Worker):
 
     @property
     def steps_apart(self) -> bool:
-        """Whether there is more than one worker."""
-        return not self._alone
+        """Whether there is more than one worker, and the warm-up is over."""
+        return not self._alone and not self._all_warm_up
+
+    @property
+    def _all_warm_up(self) -> bool:
+        return bool(self._outer) and all(outer.warms_up for outer in self._outer)
 
     @property
     def steps_with(self) -> Axis | None:
         """The ranks of the worker, where the workers do not wait for late ones."""
+        return None if self._all_warm_up else self.will_step_with
+
+    @property
+    def will_step_with(self) -> Axis | None:
+        """The ranks of the worker, where late ones are left out after the warm-up."""
         return self._near if self.config.late_s and not self._alone else None
 
     @classmethod
@@ -102,17 +115,21 @@ class Local(Worker):
         self._announce()
         self._model = model
         if self._alone:
-            return self._inner.prepare(model, optimizers)
+            return self._counted(self._inner.prepare(model, optimizers))
         tensors = [*model.parameters(), *model.buffers()]
         replicate([t for t in tensors if not t.is_meta], self._workers, "replicate model")
         names = list(named_parameters(model))
         self._fragments = fragment_of_each(model, names, self.config.fragments)
-        return self._around(optimizers, lambda: self._inner.prepare(model, optimizers))
+        prepared = self._around(optimizers, lambda: self._inner.prepare(model, optimizers))
+        if self.config.warmup_steps:
+            self._warm_up.follow(model)
+        return prepared
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Step outer weights with one more optimizer."""
         if self._alone:
-            return self._inner.bind(optimizer)
+            alone = Prepared(self._model, (self._inner.bind(optimizer),))
+            return self._counted(alone).optimizers[0]
         bound: list[Optimizer] = []
 
         def bind() -> Prepared:
@@ -120,6 +137,13 @@ class Local(Worker):
             return Prepared(self._model, tuple(bound))
 
         return self._around([optimizer], bind).optimizers[0]
+
+    def _counted(self, prepared: Prepared) -> Prepared:
+        """Count the steps of the only worker: others that come later go on from there."""
+        for optimizer in prepared.optimizers:
+            self._counts.append(count := StepCount())
+            self._closing.callback(optimizer.register_step_post_hook(count.after_step).remove)
+        return prepared
 
     def _around(self, optimizers: Sequence[Optimizer], take: Callable[[], Prepared]) -> Prepared:
         """Put outer steps around optimizers that the strategy inside takes."""
@@ -150,6 +174,7 @@ class Local(Worker):
                 "one as strategy.inner"
             )
         self._outer += made
+        self._counts += made
         return prepared
 
     def _held(self) -> Mapping[int, str]:
@@ -165,8 +190,10 @@ class Local(Worker):
                 "exchange with; with workers: ranks each rank is a worker"
             )
             return
+        warm_up = self.config.warmup_steps
+        first = f"average gradients for {warm_up} steps, then " if warm_up else ""
         logger.announce(
-            f"local: {self._far.size} workers of {size} ranks, {kind} inside, exchange "
+            f"local: {self._far.size} workers of {size} ranks, {kind} inside, {first}exchange "
             f"{self.config.fragments} fragments every {self.config.every} steps; a trajectory of "
             f"its own ({Honesty.EMPIRICAL}){self.run.links.note(self.channels(self.config))}"
         )
@@ -174,6 +201,19 @@ class Local(Worker):
     def close(self) -> None:
         """Take the hooks off; the model keeps the worker's own weights."""
         self._closing.close()
+
+    # --- a step ---
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward; unless accumulating, return with gradients averaged over the worker.
+
+        In the warm-up, they are averaged over all workers.
+        """
+        self._warm_up.backward(loss, **options)
+
+    def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Context in which backward keeps gradients local to the rank."""
+        return self._warm_up.accumulating(enabled)
 
     # --- whole weights: the outer ones ---
 
@@ -274,8 +314,9 @@ class Local(Worker):
     def load(self, reader: Reader) -> None:
         """Load this worker's state; with another number of workers, the mean of all saved ones."""
         self._inner.load(self._view(reader))
-        for outer in self._outer:
-            outer.taken_over()
+        apart = optimizers_apart(reader)
+        for index, outer in enumerate(self._outer):
+            outer.taken_over(apart=index in apart)
         method = self.run.links.name_for("gradients")
         go_on_with_kept(self._workers, reader, self._stepped_whole(), method)
 
@@ -286,11 +327,11 @@ class Local(Worker):
 
     def progress(self) -> Mapping[str, int]:
         """Return the steps of each optimizer, beside the counts of the strategy inside."""
-        counts = {f"{_COUNT}{index}": outer.steps for index, outer in enumerate(self._outer)}
+        counts = {f"{_COUNT}{index}": count.steps for index, count in enumerate(self._counts)}
         return {**self._inner.progress(), **counts}
 
     def resume(self, progress: Mapping[str, int]) -> None:
         """Go on counting where a saved run was."""
         self._inner.resume(progress)
-        for index, outer in enumerate(self._outer):
-            outer.resume(progress.get(f"{_COUNT}{index}", 0))
+        for index, count in enumerate(self._counts):
+            count.resume(progress.get(f"{_COUNT}{index}", 0))

@@ -108,10 +108,6 @@ class Worker(Strategy[LocalOptions]):
         """Let the strategy inside give the model its values, the same for every worker."""
         self._inner.materialize(model, source)
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """Run backward; unless accumulating, return with gradients averaged over the worker."""
-        self._inner.backward(loss, **options)
-
     def loss(
         self,
         model: nn.Module,
@@ -152,10 +148,6 @@ class Worker(Strategy[LocalOptions]):
     ) -> Tensor:
         """Scale the worker's gradients to a norm of at most max_norm; each worker has its own."""
         return self._inner.clip_grad_norm(max_norm, norm_type, only=only)
-
-    def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Context in which backward keeps gradients local to the rank."""
-        return self._inner.accumulating(enabled)
 
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward."""

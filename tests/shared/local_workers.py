@@ -58,6 +58,7 @@ class Rounds:
     fragments: int = 1
     delay: int = 0
     keep: float = 0.0
+    warmup_steps: int = 0
 
 
 @dataclass
@@ -70,7 +71,7 @@ class ByHand:
         rounds: the knobs.
         make: makes the optimizer of a worker.
         fragment_of: the fragment of a parameter, by name.
-        clip: largest norm of a worker's gradients.
+        clip: largest norm of a worker's gradients; in the warm-up, of the mean over all ranks.
         present: who takes part in the exchanges after so many steps; all where nothing is said.
     """
 
@@ -96,9 +97,13 @@ class ByHand:
             for worker, model in enumerate(self.models):
                 self.inner_step(worker, model, micro_batches)
             self.steps += 1
+            local = self.steps - self.rounds.warmup_steps
+            if local <= 0:
+                self.outer = {n: p.detach().clone() for n, p in self.models[0].named_parameters()}
+                continue
             for fragment in range(self.rounds.fragments):
                 place = fragment * self.rounds.every // self.rounds.fragments
-                ago = (self.steps - place) % self.rounds.every
+                ago = (local - place) % self.rounds.every
                 if ago == 0:
                     everyone = range(self.workers)
                     workers = self.present.get(self.steps, everyone)
@@ -108,10 +113,13 @@ class ByHand:
         return copy.deepcopy(self.outer)
 
     def inner_step(self, worker: int, model: nn.Module, micro_batches: int) -> None:
+        ranks = range(worker * self.ranks, (worker + 1) * self.ranks)
+        if self.steps < self.rounds.warmup_steps:
+            ranks = range(self.workers * self.ranks)
         for micro in range(micro_batches):
-            for rank in range(worker * self.ranks, (worker + 1) * self.ranks):
+            for rank in ranks:
                 inputs = batch(self.steps * micro_batches + micro, rank)
-                (loss_of(model, inputs) / self.ranks / micro_batches).backward()
+                (loss_of(model, inputs) / len(ranks) / micro_batches).backward()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.clip)
         self.optimizers[worker].step()

@@ -77,6 +77,11 @@ class OverLinks:
         """
         return None
 
+    @property
+    def will_step_with(self) -> Axis | None:
+        """The ranks of ``steps_with`` at later steps, where the first steps wait for all ranks."""
+        return self.steps_with
+
     def step_decided(self, *, taken: bool) -> None:
         """Note whether optimizers are about to step with the gradients at hand.
 

@@ -84,7 +84,9 @@ class Run:
 @pytest.mark.ranks(2, timeout=120)
 def test_bytes_of_a_round():
     streaming = Rounds(every=4, fragments=2, delay=1, keep=0.5)
-    for rounds, late_s in ((Rounds(every=3), 0), (streaming, 0), (Rounds(every=3), 30)):
+    warmed = Rounds(every=3, warmup_steps=3)  # the cost is that of the steps after the warm-up
+    runs = ((Rounds(every=3), 0), (streaming, 0), (Rounds(every=3), 30), (warmed, 0))
+    for rounds, late_s in runs:
         run = Run(rounds, late_s=late_s)
         run.check_bytes()
         run.accelerator.free_memory()
@@ -98,6 +100,20 @@ def test_bytes_between_hosts(monkeypatch, late_s):
     promised = run.check_bytes()
     told = {"dp.near"} if late_s and run.accelerator.process_index % 2 == 0 else set()
     assert {axis for axis, _ in promised} == {"dp", "dp.far"} | told
+    run.accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_bytes_of_a_step_of_the_warm_up():
+    run = Run(Rounds(every=3, warmup_steps=3))
+    before = dict(run.accelerator.traffic.sent())
+    run.steps(1)
+    after = run.accelerator.traffic.sent()
+    spec = ModelSpec.of(model(), states=0)
+    numbers = sum(one.numel + 1 for one in spec.parameters)  # gradients, and whether there are any
+    sent = {key: after[key] - before.get(key, 0) for key in after}
+    promised = numbers * 4  # 2 (K-1)/K of 4 bytes, for two workers
+    assert sent["dp.far", "all_reduce"] == pytest.approx(promised, abs=2 * 4)
     run.accelerator.free_memory()
 
 
