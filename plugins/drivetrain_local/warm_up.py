@@ -51,7 +51,7 @@ class WarmUp:
         self._handles: list[RemovableHandle] = []
 
     def follow(self, model: nn.Module) -> None:
-        """Notice backwards that reach a model, also one that starts from another model's loss."""
+        """Notice backwards that reach a model, also from the loss of another model."""
         self._model = model
         self._handles += [
             on_gradient(parameter, self._came)
