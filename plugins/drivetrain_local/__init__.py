@@ -20,6 +20,7 @@ strategy.py          ``Local``: the contract
 worker.py            what the strategy inside of a worker does alone
 outer.py             the outer steps: DiLoCo, and Streaming DiLoCo
 warm_up.py           data parallelism over all workers, for the first steps
+stepping.py          which steps workers take together, and how many were taken
 line.py              the communicators between workers
 late.py              exchanges that leave out late workers
 quorum.py            the agreement on who takes part in an exchange

@@ -5,14 +5,13 @@ here the outer steps are put around the optimizers, and the outer weights are wh
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.collectives import connect
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.links.compressor import Honesty
@@ -22,27 +21,22 @@ from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.replicate import replicate
-from drivetrain.runtime.mesh import Axis
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run
 from drivetrain_local.cost import estimate
 from drivetrain_local.fragments import fragment_of_each
 from drivetrain_local.kept import go_on_with_kept, marked
-from drivetrain_local.line import WorkerLine
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import OuterSteps, StepCount
 from drivetrain_local.paper import local_step
 from drivetrain_local.saved import WorkerReader, optimizers_apart, saved_workers, shards_of_worker
-from drivetrain_local.warm_up import WarmUp
+from drivetrain_local.stepping import Stepping
 from drivetrain_local.whole import JoinedWeights
-from drivetrain_local.worker import Worker
 
 logger = get_logger(__name__)
 
-_COUNT = "local_steps_"
 
-
-class Local(Worker):
+class Local(Stepping):
     """Local steps over hosts; one object per prepared model.
 
     ``prepare`` returns what the strategy inside returns: outer steps happen in hooks of optimizers.
@@ -51,45 +45,6 @@ class Local(Worker):
 
     summary: ClassVar[str] = "hosts take steps by themselves, and exchange weights now and then"
     Config: ClassVar[type] = LocalOptions
-
-    def __init__(self, config: LocalOptions, run: Run) -> None:
-        super().__init__(config, run)
-        self._closing = ExitStack()  # in the opposite order: hooks go before what they call
-        self._outer: list[OuterSteps] = []
-        self._fragments: dict[str, int] = {}
-        self._closing.callback(self._inner.close)
-        self._ranks = connect(self._near, run.traffic, run.world.device, run.world.timeout)
-        self._closing.callback(self._ranks.close)
-        self._line = WorkerLine(config, run, self._near, self._far, self._ranks)
-        self._closing.callback(self._line.close)
-        self._workers = self._line.everyone
-        self._counts: list[StepCount] = []
-        self._warm_up = WarmUp(self._inner, self._workers, self._outer)
-        self._closing.callback(self._warm_up.close)
-
-    @property
-    def missed(self) -> int:
-        """How many exchanges were without this worker, because it came late."""
-        return sum(late.missed for outer in self._outer for late in outer.late)
-
-    @property
-    def steps_apart(self) -> bool:
-        """Whether there is more than one worker, and the warm-up is over."""
-        return not self._alone and not self._all_warm_up
-
-    @property
-    def _all_warm_up(self) -> bool:
-        return bool(self._outer) and all(outer.warms_up for outer in self._outer)
-
-    @property
-    def steps_with(self) -> Axis | None:
-        """The ranks of the worker, where the workers do not wait for late ones."""
-        return None if self._all_warm_up else self.will_step_with
-
-    @property
-    def will_step_with(self) -> Axis | None:
-        """The ranks of the worker, where late ones are left out after the warm-up."""
-        return self._near if self.config.late_s and not self._alone else None
 
     @classmethod
     def cost(cls, config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
@@ -197,23 +152,6 @@ class Local(Worker):
             f"{self.config.fragments} fragments every {self.config.every} steps; a trajectory of "
             f"its own ({Honesty.EMPIRICAL}){self.run.links.note(self.channels(self.config))}"
         )
-
-    def close(self) -> None:
-        """Take the hooks off; the model keeps the worker's own weights."""
-        self._closing.close()
-
-    # --- a step ---
-
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """Run backward; unless accumulating, return with gradients averaged over the worker.
-
-        In the warm-up, they are averaged over all workers.
-        """
-        self._warm_up.backward(loss, **options)
-
-    def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Context in which backward keeps gradients local to the rank."""
-        return self._warm_up.accumulating(enabled)
 
     # --- whole weights: the outer ones ---
 
@@ -324,14 +262,3 @@ class Local(Worker):
         saved = saved_workers(reader)
         worker = self._far.rank if saved == self._far.size else None
         return WorkerReader(reader, saved, worker, outer=not self._alone) if saved else reader
-
-    def progress(self) -> Mapping[str, int]:
-        """Return the steps of each optimizer, beside the counts of the strategy inside."""
-        counts = {f"{_COUNT}{index}": count.steps for index, count in enumerate(self._counts)}
-        return {**self._inner.progress(), **counts}
-
-    def resume(self, progress: Mapping[str, int]) -> None:
-        """Go on counting where a saved run was."""
-        self._inner.resume(progress)
-        for index, count in enumerate(self._counts):
-            count.resume(progress.get(f"{_COUNT}{index}", 0))

@@ -93,7 +93,13 @@ class FiniteCheck:
         self._norms.update((id(entry), norm.detach()) for entry in entries)
 
     def look(self, entries: Sequence[PreparedModel]) -> None:
-        """Look at the losses of the window, and at gradients that are about to be used."""
+        """Look at the losses of the window, and at gradients that are about to be used.
+
+        Raises:
+            ConfigError: the policy lets ranks leave out steps that others take, now or later.
+        """
+        for entry in entries:
+            self._check_policy(entry.strategy.will_step_with)
         if not self._looks:
             return
         step = self._step()
@@ -109,7 +115,7 @@ class FiniteCheck:
         if self._on_cpu:
             self._evaluate(entries)
 
-    def check_policy(self, ranks: Axis | None) -> None:
+    def _check_policy(self, ranks: Axis | None) -> None:
         """Refuse a policy for which all ranks must leave out the same steps.
 
         Args:

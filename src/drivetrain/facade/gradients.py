@@ -232,9 +232,7 @@ class WindowGradients:
             return True
         self.finite.look(entries)
         bad = self.finite.is_norm_bad(entries)
-        apart = [each.strategy for each in entries if each.strategy.will_step_with]
-        self.finite.check_policy(next((each.will_step_with for each in apart), None))
-        ranks = next((each.steps_with for each in apart if each.steps_with), None)
+        ranks = next((e.strategy.steps_with for e in entries if e.strategy.steps_with), None)
         due = (exchange := self._exchanges.among(ranks)).is_due()
         if not bad and (due or self.finite.must_tell(entries)):
             found = self.finite.found(entries)
