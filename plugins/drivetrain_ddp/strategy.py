@@ -15,10 +15,11 @@ from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.kept import take_kept
 from drivetrain.links.linked import connect_linked, hosts_apart, route_linked
 from drivetrain.log import get_logger
-from drivetrain.paper.data_parallel import data_parallel_step
+from drivetrain.paper.data_parallel import Sharing, data_parallel_step
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
+from drivetrain.parts.buckets import MIB
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
@@ -211,7 +212,7 @@ class Ddp(Strategy[DdpConfig]):
                 f"expected hook: none in a step on paper, found {config.hook}: the time of "
                 "compression is not drawn; leave hook out"
             )
-        return data_parallel_step(units, run)
+        return data_parallel_step(units, run, Sharing(bucket=round(config.bucket_mib * MIB)))
 
     @classmethod
     def forms(cls, world: World) -> Sequence[Form]:

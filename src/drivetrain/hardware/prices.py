@@ -107,12 +107,18 @@ class HardwarePrices:
         hardware: the description.
         axes: how each axis lies on the hosts.
         precision: fp16, bf16 or no.
+        latency: whether messages have one.
     """
 
     hardware: Hardware
     axes: Mapping[str, AxisPlace]
     precision: str
+    latency: bool = True
     _known: dict[int, tuple[tuple[Operation, ...], float]] = field(default_factory=dict, repr=False)
+
+    def without_latency(self) -> "HardwarePrices":
+        """Return the prices of messages that are parts of one long message, however many."""
+        return HardwarePrices(self.hardware, self.axes, self.precision, latency=False)
 
     @property
     def slowdown(self) -> float:
@@ -231,11 +237,15 @@ class HardwarePrices:
         if place.spans_hosts:
             bandwidth = min(bandwidth, between.gigabytes_per_second / place.beside)
         share = share_at(link.shares, part * message.nbytes)
-        alone = self._latency(link, inside, place, steps) + (
-            steps * part * message.nbytes / (bandwidth * GIGA * share)
-        )
-        times = link.operations.get(message.operation, 1.0)
-        return alone * times * self.hardware.links.in_training
+        if not self.latency:
+            share = max(each for _, each in link.shares)
+        links, times = self.hardware.links, link.operations.get(message.operation, 1.0)
+        moving = steps * part * message.nbytes / (bandwidth * GIGA * share)
+        moving *= times * links.in_training
+        if not self.latency:
+            return moving
+        waiting = self._latency(link, inside, place, steps) * times * links.in_training
+        return moving + waiting + links.in_training_us * MICRO
 
     @staticmethod
     def _latency(link: LinkFacts, inside: LinkFacts, place: AxisPlace, steps: int) -> float:

@@ -42,7 +42,7 @@ from drivetrain.runtime.mesh import Axis
 ROUNDS = 5
 """Rounds of measurements of a device; the figures are those of all rounds together."""
 
-RING_TIMINGS = 3 * len(RINGS) + 2 + 4
+RING_TIMINGS = 3 * len(RINGS) + 2 + 7
 """Timings of a round of rings of one line, and beside training."""
 
 

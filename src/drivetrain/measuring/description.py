@@ -47,6 +47,7 @@ def described(
             "source": source,
             "reached": 1.0,
             "in_training": _short(beside.in_training),
+            "in_training_us": float(f"{beside.in_training_us:.3g}"),
             "slowdown": _short(beside.slowdown) if beside.slowdown else 0,
             "inside": _link(inside, between, source),
             "between": _link(between, inside, source),

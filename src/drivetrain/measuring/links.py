@@ -37,6 +37,9 @@ LAYERS = 4
 QUICK_BYTES_PER_S = 1e9
 """Rate of pairs from which rings run in rounds: slower ones take long, and scatter less."""
 
+SHORT = 8
+"""Short trainings in a row, each beside a ring of its own."""
+
 MOST_STEPS = 100
 """Trainings beside a ring: a slow link is not waited for longer than these take."""
 
@@ -77,10 +80,12 @@ class BesideFigures:
     Attributes:
         slowdown: seconds of compute lost per second beside it, at most 1.
         in_training: how many times its own time it costs, at least 1.
+        in_training_us: of each collective more, however few its bytes are.
     """
 
     slowdown: float = 0.0
     in_training: float = 1.0
+    in_training_us: float = 0.0
 
 
 class _PairFigures(NamedTuple):
@@ -230,7 +235,31 @@ def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> BesideF
     together = clock.time(f"{count} trainings beside a ring", beside).seconds
     hidden = min(alone, message)
     lost = (together - max(alone, message)) / hidden if hidden else 0.0
-    return BesideFigures(min(1.0, max(0.0, lost)), max(1.0, (together - alone) / message))
+    return BesideFigures(
+        min(1.0, max(0.0, lost)),
+        max(1.0, (together - alone) / message),
+        _waiting_s(clock, ranks, lambda: train(1)) / MICRO,
+    )
+
+
+def _waiting_s(clock: Clock, ranks: Communicator, train: Callable[[], None]) -> float:
+    """Return the seconds that the smallest ring beside a short training costs more than alone."""
+    tiny = torch.zeros(ranks.size, device=clock.device)
+
+    def trainings() -> None:
+        for _ in range(SHORT):
+            train()
+
+    def beside() -> None:
+        for _ in range(SHORT):
+            handle = ranks.all_reduce(tiny)
+            train()
+            handle.wait()
+
+    ring = clock.time("a smallest ring alone", lambda: ranks.all_reduce(tiny).wait()).seconds
+    alone = clock.time("short trainings alone", trainings).seconds
+    together = clock.time("short trainings beside smallest rings", beside).seconds
+    return max(0.0, (together - alone) / SHORT - ring)
 
 
 def measure_disk(

@@ -179,6 +179,7 @@ class _Drawing:
     def _backward(self, index: int) -> None:
         last = index == self.run.micro_batches - 1
         reduces = self.ranks > 1 and (self.sharing.gradients or last)
+        bucket = 0
         for at, count, unit in reversed(list(_runs(self.units, alone=reduces or self._gathers))):
             after = self._bring(unit, "backward", index) if at in self._gathered_again else []
             nbytes = self.run.bytes.gradient if reduces else 0
@@ -189,14 +190,15 @@ class _Drawing:
             if self._come_late and index == 0:
                 task.takes = float(count * unit.elements * self.run.bytes.gradient)
             computed = self._add(task)
-            if reduces and unit.elements:
-                self._reduce(unit, computed, index, last=last)
+            bucket += unit.elements if reduces else 0
+            if bucket and (at == 0 or bucket * self.run.bytes.parameter >= self.sharing.bucket):
+                self._reduce(unit.name, bucket, computed, index, last=last)
+                bucket = 0
 
-    def _reduce(self, unit: PaperUnit, computed: int, index: int, *, last: bool) -> None:
-        nbytes = unit.elements * self.run.bytes.gradient
+    def _reduce(self, name: str, elements: int, computed: int, index: int, *, last: bool) -> None:
         after = computed
-        for lane, operations in self._sums(nbytes, last=last):
-            task = PaperTask(f"reduce {unit.name}", operations, lane, (after,))
+        for lane, operations in self._sums(elements * self.run.bytes.gradient, last=last):
+            task = PaperTask(f"reduce {name}", operations, lane, (after,))
             task.phase, task.micro_batch = "backward", index
             after = self._add(task)
 

@@ -200,7 +200,7 @@ class Predictor:
         axes, micro_batches = self.divisions(planned)
         run = self._run(planned, axes, micro_batches)
         prices = self.prices(planned, axes)
-        costs = self._costs.setdefault(id(prices), UnitCosts(prices))
+        costs = self._costs.setdefault(id(prices), UnitCosts(prices.without_latency()))
         units = self._units(planned.micro_batch, planned.recompute, planned.precision)
         return planned.kind.bound(planned.config, units, run, costs)
 
