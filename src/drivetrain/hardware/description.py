@@ -156,8 +156,8 @@ class Links(_Section):
         bus: between a device and its host, in one direction; None where the device is the host.
         reached: share of a data sheet's rate between hosts that rings reach.
         in_training: how much longer a message takes inside of a training step than alone.
-        in_training_us: of each message inside of a step more, however long it is: where ranks
-            compute on the processors that also send, its threads wait for their turn.
+        in_training_us: of each message between the ranks of a host more, however long it is: where
+            ranks compute on the processors that also send, its threads wait for their turn.
         slowdown: seconds of compute lost per second beside a collective.
     """
 

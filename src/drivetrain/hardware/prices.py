@@ -245,7 +245,9 @@ class HardwarePrices:
         if not self.latency:
             return moving
         waiting = self._latency(link, inside, place, steps) * times * links.in_training
-        return moving + waiting + links.in_training_us * MICRO
+        if not place.spans_hosts:
+            waiting += links.in_training_us * MICRO
+        return moving + waiting
 
     @staticmethod
     def _latency(link: LinkFacts, inside: LinkFacts, place: AxisPlace, steps: int) -> float:

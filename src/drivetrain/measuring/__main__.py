@@ -25,6 +25,7 @@ from drivetrain.measuring.device import BYTES, SIDES, DeviceFigures, measure_dev
 from drivetrain.measuring.kernels import kernel_timings, measure_kernels
 from drivetrain.measuring.links import (
     DISK,
+    MICRO,
     QUICK_BYTES_PER_S,
     RINGS,
     BesideFigures,
@@ -35,6 +36,7 @@ from drivetrain.measuring.links import (
     measure_disk,
     measure_pairs,
     measure_ring,
+    measure_waiting,
     measured_pairs,
 )
 from drivetrain.runtime.mesh import Axis
@@ -135,6 +137,9 @@ def _measure_links(accelerator: Accelerator, clock: Clock, bar: Bar[None]) -> _L
     for _ in range(rounds):
         rings = [line and line.measured(clock, slowest) for line in lines]
         beside = measure_beside(clock, ranks, slowest)
+        if lines[0]:
+            waiting = measure_waiting(clock, lines[0].ranks)
+            beside = replace(beside, in_training_us=waiting / MICRO)
     for each in (ranks, *(line.ranks for line in lines if line)):
         each.close()
     return _Links(pairs, rings, beside)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.collectives.communicator import Communicator
 from drivetrain.collectives.facts import gather_facts
@@ -210,9 +210,7 @@ def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> BesideF
         ranks: of the line.
         slowest: bytes per second of the slowest pair in it.
     """
-    side = 256 if clock.device.type == "cpu" else 4096
-    layers = nn.Sequential(*(nn.Linear(side, side, device=clock.device) for _ in range(LAYERS)))
-    x = torch.randn(side, side, device=clock.device)
+    layers, x = _layers(clock)
     size = RINGS[-2] if slowest > SLOW_BYTES_PER_S else RINGS[0]
     tensor = torch.zeros(size // 4 * ranks.size, device=clock.device)
     message = clock.time("a ring alone", lambda: ranks.all_reduce(tensor).wait()).seconds
@@ -238,28 +236,43 @@ def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> BesideF
     return BesideFigures(
         min(1.0, max(0.0, lost)),
         max(1.0, (together - alone) / message),
-        _waiting_s(clock, ranks, lambda: train(1)) / MICRO,
     )
 
 
-def _waiting_s(clock: Clock, ranks: Communicator, train: Callable[[], None]) -> float:
-    """Return the seconds that the smallest ring beside a short training costs more than alone."""
+def measure_waiting(clock: Clock, ranks: Communicator) -> float:
+    """Return the seconds that the smallest ring beside a short training costs more than alone.
+
+    Collective, over ranks of one host. Between hosts this wait hides behind the link: predictions
+    that added it there were too long.
+
+    Args:
+        clock: of this rank's device.
+        ranks: of a line inside of a host.
+    """
+    layers, x = _layers(clock)
     tiny = torch.zeros(ranks.size, device=clock.device)
 
     def trainings() -> None:
         for _ in range(SHORT):
-            train()
+            layers(x).sum().backward()
 
     def beside() -> None:
         for _ in range(SHORT):
             handle = ranks.all_reduce(tiny)
-            train()
+            layers(x).sum().backward()
             handle.wait()
 
     ring = clock.time("a smallest ring alone", lambda: ranks.all_reduce(tiny).wait()).seconds
     alone = clock.time("short trainings alone", trainings).seconds
     together = clock.time("short trainings beside smallest rings", beside).seconds
     return max(0.0, (together - alone) / SHORT - ring)
+
+
+def _layers(clock: Clock) -> tuple[nn.Module, Tensor]:
+    """Return layers to train, and their input."""
+    side = 256 if clock.device.type == "cpu" else 4096
+    layers = nn.Sequential(*(nn.Linear(side, side, device=clock.device) for _ in range(LAYERS)))
+    return layers, torch.randn(side, side, device=clock.device)
 
 
 def measure_disk(

@@ -6,13 +6,13 @@ from torch import nn
 
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.hardware.description import KernelFacts
-from drivetrain.hardware.prices import HardwarePrices
+from drivetrain.hardware.prices import AxisPlace, HardwarePrices
 from drivetrain.measuring import kernels
 from drivetrain.measuring.clock import Clock, Timing
 from drivetrain.model.first_batch import Candidate
 from drivetrain.paper.seen import seen_model
 from drivetrain.paper.step import PaperTask
-from drivetrain.paper.work import MatrixProduct, MemoryPass
+from drivetrain.paper.work import Collective, MatrixProduct, MemoryPass
 
 CPU = load_hardware("cpu")
 
@@ -45,6 +45,20 @@ def test_the_factor_of_a_kind_depends_on_the_size():
         assert prices.price(gelu) == pytest.approx(times * plain.price(gelu))
     several = MemoryPass(2e6, 2e6, launches=2, kind="gelu")
     assert prices.price(several) == pytest.approx(3 * plain.price(several))
+
+
+def test_messages_inside_of_a_host_wait_for_a_processor():
+    links = CPU.links.model_copy(update={"in_training_us": 500.0})
+    waits = CPU.model_copy(update={"links": links})
+    message = Collective("dp", "all_reduce", 1e6)
+    for together, more in ((2, 500e-6), (1, 0.0)):
+        places = {"dp": AxisPlace(2, together, 1)}
+        plain, inside = (HardwarePrices(each, places, "no") for each in (CPU, waits))
+        assert inside.price(message) - plain.price(message) == pytest.approx(more)
+        bare = inside.without_latency()
+        halves = 2 * bare.price(Collective("dp", "all_reduce", 5e5))
+        assert halves == pytest.approx(bare.price(message))
+        assert halves < plain.price(message)
 
 
 def test_processors_start_kernels_before_they_run_them():

@@ -93,6 +93,8 @@ def test_pairs_and_rings_of_two_ranks():
     assert max(shares) == 1.0
     assert ring.gigabytes_per_second > 0
     assert 0 <= links.measure_beside(clock, ranks, pairs[0, 1][1]).slowdown <= 1
+    assert links.measure_waiting(clock, ranks) >= 0
+    assert len(clock.samples["short trainings alone"]) == len(clock.samples["a ring alone"])
     ranks.close()
     accelerator.end_training()
 

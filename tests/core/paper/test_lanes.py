@@ -68,6 +68,16 @@ def test_where_nothing_is_hidden_both_take_the_sum_of_their_times():
     assert played.seconds == pytest.approx(2 + 6 + 1 + 4)
 
 
+def test_gradients_are_sent_by_buckets():
+    total = sum(unit.elements for unit in UNITS) * 4
+    run = PaperRun({"dp": 2}, 1, "no")
+    for bucket, count in ((0, len(UNITS)), (total, 1), (10 * total, 1)):
+        step = data_parallel_step(UNITS, run, Sharing(bucket=bucket))
+        messages = [each for each in step.tasks if each.lane == "dp"]
+        assert len(messages) == count
+        assert step.sent()[0]["dp", "all_reduce"] == total
+
+
 def test_tasks_that_wait_for_each_other_are_refused():
     tasks = [PaperTask("a", after=(1,)), PaperTask("b", MESSAGE, "dp", after=(0,))]
     with pytest.raises(UsageError, match="'a' waits for ever"):
