@@ -50,6 +50,9 @@ PORT = 29531
 NONE = "none"
 ROWS = ["ddp/powersgd", "zero2/powersgd/topk", "zero3/powersgd/int8", "hybrid/powersgd"]
 HOSTS = 2
+EXACT_OF = {"momentum": "ddp"}
+"""Strategies of exact rows, where that is not a row's own."""
+
 PASSES = {"zero3": 3, "fsdp": 3}
 """Reduce-scatters and all-gathers of a step; two for all strategies that are not named here."""
 
@@ -195,6 +198,12 @@ def least(line: dict) -> float:
     return PASSES.get(line["row"].split("/")[0], 2) * (HOSTS - 1) / HOSTS * bytes_of_all
 
 
+def exact_of(row: str) -> str:
+    """Return the row with the same work and without a method."""
+    name = row.split("/", maxsplit=1)[0]
+    return f"{EXACT_OF.get(name, name)}/exact"
+
+
 def cells(row: str, lines: list[dict], known: dict[str, list[dict]], against: str | None) -> list:
     """Return the cells of one row."""
     both = [pair for line in lines for pair in pairs(line)]
@@ -203,7 +212,7 @@ def cells(row: str, lines: list[dict], known: dict[str, list[dict]], against: st
               if slow and other["call"] == line["call"] and row != against]  # fmt: skip
     crossed = statistics.median(sent(line) for line in lines)
     extra = [sent(line) / ledger for line in lines if (ledger := counted(line))]
-    busy, base = processor_s(lines), known.get(f"{row.split('/', maxsplit=1)[0]}/exact")
+    busy, base = processor_s(lines), known.get(exact_of(row))
     encoding = [rank["encoding_s"] for line in lines for rank in line["ranks"]]
     more = f"{busy / processor_s(base):.2f}" if base else "-"
     part = (
