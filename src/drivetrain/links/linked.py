@@ -173,7 +173,10 @@ class LinkedCommunicator(HierarchicalCommunicator):
     @override
     def take_links(self, links: LinkMethods) -> None:
         self._links = links
-        for channel in self._awaited:
+        if links.is_open("gradients"):
+            return
+        awaited, self._awaited = self._awaited, []
+        for channel in awaited:
             channel.take_method()
 
     @override
