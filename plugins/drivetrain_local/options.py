@@ -103,12 +103,7 @@ class LocalOptions:
                 optimizer state in stores.
         """
         kind, options = find_strategy(self.inner.name, self.inner.options)
-        if not _over_data_alone(kind, options):
-            raise ConfigError(
-                f"strategy.inner: expected a strategy over the axis dp alone, found "
-                f"{self.inner.name!r}, which lays ranks out on other axes; name one that "
-                "replicates or shards a whole model"
-            )
+        _check_axes(kind, options, self.inner.name)
         stores: Any = getattr(options, "offload", None)
         if stores not in (None, OffloadOptions()):
             raise ConfigError(
@@ -137,9 +132,19 @@ class LocalOptions:
         return near, mesh.start_across(AXIS, count, world)
 
 
-def _over_data_alone(kind: type[Strategy[Any]], options: Any) -> bool:
-    """Return whether a strategy has the axis ``dp`` alone."""
+def _check_axes(kind: type[Strategy[Any]], options: Any, name: str) -> None:
+    """Refuse a strategy over other axes than ``dp``; one over ``dp`` alone accepts a single rank.
+
+    Raises:
+        ConfigError: says what to name.
+    """
+    expected = f"strategy.inner: expected a strategy over the axis dp alone, found {name!r}"
+    way_out = "name one that replicates or shards a whole model"
     try:
-        return set(kind.axes(options, 1)) == {AXIS}
-    except ConfigError:  # such a strategy trains on a single rank, too
-        return False
+        axes = set(kind.axes(options, 1))
+    except ConfigError as error:
+        raise ConfigError(f"{expected}, which does not fit on one rank ({error}); {way_out}") from (
+            error
+        )
+    if axes != {AXIS}:
+        raise ConfigError(f"{expected}, which has {', '.join(sorted(axes))}; {way_out}")

@@ -288,6 +288,24 @@ def test_a_method_of_a_checkpoint_that_is_permitted_no_more_is_not_taken(monkeyp
 
 
 @pytest.mark.ranks(2, timeout=60)
+def test_gradients_may_be_chosen_after_parameters(monkeypatch):
+    hosts(monkeypatch)
+    found = []
+    for apart in (False, True):
+        training = Training("zero3").train(EXACT_STEPS - 1)
+        strategy = training.accelerator.strategy_of(training.model)
+        if apart:
+            strategy.take_links(training.links.decided({}, ["parameters"]))
+            assert training.links.names == ("auto", "exact")
+        assert training.train(2).links.name_for("gradients") == "bf16"
+        (communicator,) = {id(each): each for each in strategy.summing}.values()
+        names = [span.name for channel in communicator.channels for span in channel.spans]
+        found.append(sorted(names))
+        training.end()
+    assert found[0] == found[1] != []
+
+
+@pytest.mark.ranks(2, timeout=60)
 def test_the_report_has_the_promise_of_the_chosen_methods(monkeypatch, tmp_path):
     rank = hosts(monkeypatch)
     training = Training("ddp", project_dir=tmp_path).train(EXACT_STEPS + 2)

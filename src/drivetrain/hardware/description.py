@@ -1,15 +1,31 @@
 """The file that describes hardware: devices, links by level, hosts, each number with its source."""
 
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from drivetrain.errors import ConfigError
 
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
-Curve: TypeAlias = Annotated[list[tuple[Positive, Share]], Field(min_length=1)]
+
+
+def _ascending(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    if any(one[0] >= other[0] for one, other in pairwise(points)):
+        raise ValueError(f"expected sizes that ascend, found {[size for size, _ in points]}")
+    return points
+
+
+Curve: TypeAlias = Annotated[
+    list[tuple[Positive, Share]], Field(min_length=1), AfterValidator(_ascending)
+]
 """(size, share of the peak), sizes ascending; between them the share is linear in the logarithm."""
+
+Factors: TypeAlias = Annotated[
+    list[tuple[Positive, Positive]], Field(min_length=1), AfterValidator(_ascending)
+]
+"""(size, factor), sizes ascending, as above."""
 
 
 UNMEASURED = "NOT MEASURED"
@@ -64,7 +80,7 @@ class KernelFacts(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    times: Annotated[list[tuple[Positive, Positive]], Field(min_length=1)]
+    times: Factors
     start_us: Annotated[float, Field(ge=0)]
 
     @field_validator("times", mode="before")

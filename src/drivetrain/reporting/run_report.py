@@ -211,13 +211,12 @@ class RunReport:
             listener(figures)
 
     def _write_facts(self, folder: StartFolder) -> None:
-        """Write the facts at first, and again when methods for slow links have been chosen."""
+        """Write the facts at first, and again for other models or methods for slow links."""
         prepared, models = self._recorder.prepared.models, self._recorder.models
         links = [entry.strategy.run.links for entry in prepared]
-        if self._links is not None and (
-            len(links) != len(self._links) or all(map(operator.is_, links, self._links))
-        ):
-            return
+        known = self._links
+        if known is not None and len(links) <= len(known) and all(map(operator.is_, links, known)):
+            return  # nothing was chosen or prepared since then; models may be forgotten at the end
         self._links = links
         facts = facts_of(self._config, self._run, prepared, models)
         folder.write_facts({"started": self._started, **facts})

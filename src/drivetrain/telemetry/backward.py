@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.cost import ModelSpec, TensorSpec
@@ -35,14 +37,22 @@ class TimedModel:
     Attributes:
         entry: the prepared model.
         tensors: its parameters, as the script made it.
+        has_run: whether its forward ran since the last step, so that a backward may reach it.
         last_s: seconds of the last backward since the last step; None before one.
         steps: seconds of the last backward of each step.
+        hook: handle of the hook that notes forwards.
     """
 
     entry: PreparedModel
     tensors: Sequence[TensorSpec]
+    hook: RemovableHandle | None = None
+    has_run: bool = False
     last_s: float | None = None
     steps: list[float] = field(default_factory=list)
+
+    def note_forward(self, *_: Any) -> None:
+        """Note a forward of training: a hook of the model."""
+        self.has_run = self.has_run or torch.is_grad_enabled()
 
     @property
     def strategy(self) -> Strategy[Any]:
@@ -84,6 +94,7 @@ class LinkChoice(Observer):
         timed = TimedModel(entry, self._tensors)
         if timed.is_open:
             self._timed.append(timed)
+            timed.hook = entry.model.register_forward_pre_hook(timed.note_forward)
 
     def before_backward(self) -> None:
         """Note the time."""
@@ -93,10 +104,11 @@ class LinkChoice(Observer):
     def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """Note the seconds of a backward, without its waiting for other ranks.
 
-        Where gradients accumulate, the last backward of a window counts: sums cross beside it.
+        Where gradients accumulate, the last backward of a window counts: sums cross beside it. A
+        loss may reach several models; a strategy may run a model without calling it.
         """
         for each in self._timed:
-            if each.entry is self._prepared.running():
+            if each.has_run or each.entry is self._prepared.running():
                 now = time.perf_counter() - self._traffic.waited_s
                 each.last_s = max(0.0, now - self._begun)
 
@@ -105,10 +117,13 @@ class LinkChoice(Observer):
         for each in self._timed:
             if each.last_s is not None and not self._state.uneven:
                 each.steps.append(each.last_s)
-            each.last_s = None
+            each.last_s, each.has_run = None, False
             if each.is_open and len(each.steps) == WARM_UP + COUNTED:
                 _settle(each)
         known = self._prepared.models
+        for each in self._timed:
+            if each.hook and not (each.is_open and each.entry in known):
+                each.hook.remove()
         self._timed = [each for each in self._timed if each.is_open and each.entry in known]
 
 

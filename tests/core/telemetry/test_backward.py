@@ -58,8 +58,9 @@ class Events:
             traffic=self.traffic,
             links=chosen,
         )
-        entry = SimpleNamespace(strategy=self.strategy)
-        prepared = PreparedObjects(models=[entry])
+        self.model = model
+        entry = SimpleNamespace(strategy=self.strategy, model=model)
+        self.prepared = prepared = PreparedObjects(models=[entry])
         self.choice = LinkChoice(self.state, self.traffic)
         self.choice.attach(prepared, None, None)
         self.choice.before_prepare(model)
@@ -120,6 +121,19 @@ def test_of_a_window_the_last_backward_counts(events):
         events.backward(2 * EXACT_S)
         events.steps(1.0)
     assert events.name == "bf16"
+
+
+def test_a_loss_of_several_models_times_each_that_ran(events):
+    last = SimpleNamespace(strategy=None, model=None)
+    events.prepared.models.append(last)
+    for forward in (False, True):
+        for _ in range(WARM_UP + COUNTED):
+            with torch.set_grad_enabled(forward):
+                events.model(torch.zeros(1, MATRIX))
+            events.prepared.last_run = last
+            events.steps(1.0)
+        assert events.name == ("bf16" if forward else "auto")
+    assert not events.model._forward_pre_hooks
 
 
 def test_steps_without_a_backward_or_with_uneven_inputs_do_not_count(events):

@@ -79,8 +79,7 @@ class MemoryCheckpoints:
         try:
             if not self._reserved:
                 self._reserved = True
-                reserve = partial(self._reserve, collect)
-                together(self._world, "make buffers for checkpoints in memory", reserve)
+                self._reserve(together(self._world, "save in memory", collect))
                 return
             save = self.begin(steps)
             with save.abandoned_on_failure():
@@ -94,8 +93,10 @@ class MemoryCheckpoints:
             return
         self._background.start(partial(self._finish, save, staged, saved))
 
-    def _reserve(self, collect: Callable[[], Contents]) -> None:
-        self._background.buffers.reserve(collect().copied_kinds())
+    def _reserve(self, contents: Contents) -> None:
+        kinds = contents.copied_kinds()  # strategies may exchange something for it
+        reserve = partial(self._background.buffers.reserve, kinds)
+        together(self._world, "make buffers for checkpoints in memory", reserve)
 
     def _finish(
         self,
