@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
-from drivetrain.links.codec import Codec, rows_in_caches
+from drivetrain.links.codec import Codec
 from drivetrain.links.compressor import Honesty
 
 CHUNK = 4096
@@ -59,6 +59,7 @@ class TopK(Codec[TopKOptions]):
     honesty: ClassVar[Honesty] = Honesty.THEORY
     parameters: ClassVar[bool] = False  # of values, almost all would be zeros
     keeps_feedback = True
+    group = 4 * CHUNK  # a chunk may have an odd number of bytes
     Config: ClassVar[type] = TopKOptions
 
     @override
@@ -126,7 +127,7 @@ class TopK(Codec[TopKOptions]):
 def _in_pieces(
     values: Tensor, places: Tensor, numbers: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield whole chunks, piece by piece, and then a shorter last chunk.
+    """Yield all whole chunks, and then a shorter last chunk.
 
     Args:
         values: 1-D.
@@ -139,8 +140,8 @@ def _in_pieces(
     """
     whole = values.numel() // CHUNK
     rows, last = values[: whole * CHUNK].view(-1, CHUNK), values[whole * CHUNK :]
-    for some in rows_in_caches(whole, CHUNK, values.device):
-        yield rows[some], places[some], numbers[some]
+    if whole:
+        yield rows, places[:whole], numbers[:whole]
     if last.numel():
         padded = values.new_zeros(1, CHUNK)
         padded[0, : last.numel()] = last

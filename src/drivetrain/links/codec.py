@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, sent_bytes
-from drivetrain.collectives.stretch import ParameterSpan, StretchParts
+from drivetrain.collectives.stretch import ParameterSpan, Stretch, StretchParts
 from drivetrain.links.compressor import Compressor, FarGather, FarReduction, MethodConfigT
 from drivetrain.links.encoded import EncodedGather, EncodedReduction
 from drivetrain.links.message import MessageLayout
@@ -22,26 +21,6 @@ SMALLEST = 2048
 
 _FP32 = 4
 
-_PIECE = 65536
-"""Numbers of a piece: in fp32, with two scratch tensors as large, they fill 0.75 MiB of a cache."""
-
-
-def rows_in_caches(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Yield ranges of rows that are small enough for a processor's caches.
-
-    A method goes over its numbers several times, with one operation of torch each. On the CPU only
-    the first operation waits for memory, if the numbers of all of them fit into a cache. On other
-    devices a few large operations are faster, so all rows are one range.
-
-    Args:
-        rows: of a matrix; without rows there is no range.
-        width: numbers of a row.
-        device: of the numbers.
-    """
-    step = max(1, _PIECE // width) if device.type == "cpu" else max(1, rows)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
-
 
 class Codec(Compressor[MethodConfigT]):
     """A method whose message for n numbers is a known number of bytes.
@@ -50,11 +29,16 @@ class Codec(Compressor[MethodConfigT]):
         parameters: whether it can gather values of parameters.
         updates: whether it can gather updates of parameters: by default, as gradients.
         draws: whether gradients are rounded by chance; options may decide it.
+        group: see ``drivetrain.links.message.Encoding``.
     """
 
     parameters: ClassVar[bool] = True
     updates: ClassVar[bool] = True
     draws: bool = False
+
+    @property
+    @abstractmethod
+    def group(self) -> int: ...
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
@@ -64,14 +48,10 @@ class Codec(Compressor[MethodConfigT]):
     def encode(self, values: Tensor, message: Tensor) -> None:
         """Write numbers as bytes; see ``drivetrain.links.message.Encoding``."""
 
-    def encode_gradients(self, values: Tensor, message: Tensor, seed: int) -> None:
-        """Write gradients as bytes: as all numbers, unless these are rounded by chance.
-
-        Args:
-            values: see ``encode``.
-            message: see ``encode``.
-            seed: of the draws; another one for each message.
-        """
+    def encode_gradients(
+        self, values: Tensor, message: Tensor, draws: torch.Generator | None
+    ) -> None:
+        """Write gradients as bytes: as all numbers, unless these are rounded by chance."""
         self.encode(values, message)
 
     @abstractmethod
@@ -122,11 +102,15 @@ class Codec(Compressor[MethodConfigT]):
     @override
     def rehearse(self, matrix: Tensor) -> None:
         values = matrix.view(-1)
-        message = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=matrix.device)
-        self.encode_gradients(values, message, 0)
-        if self.keeps_feedback:
-            self.decode(message, values)  # for the error
-        self.decode(message, values)  # of another host
+        span = ParameterSpan("", matrix.numel(), matrix.shape[1], 0, 0, matrix.numel())
+        layout = MessageLayout(self, [Stretch(matrix.numel(), matrix.dtype, (span,))])
+        message = layout.room(matrix.device)
+        draws = torch.Generator(matrix.device).manual_seed(0) if self.draws else None
+        for _, place, room in layout.pieces(matrix.device):
+            self.encode_gradients(values[place], message[room], draws)
+            if self.keeps_feedback:
+                self.decode(message[room], values[place])  # for the error
+            self.decode(message[room], values[place])  # of another host
 
     @override
     def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
