@@ -32,8 +32,8 @@ from typing_extensions import override
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
-from drivetrain.links.codec import Codec
 from drivetrain.links.compressor import Honesty
+from drivetrain_links.compiled import Compiled, Format
 
 _SCALE_BYTES = 4
 
@@ -56,6 +56,9 @@ class BlockOptions:
         help="how gradients are rounded: to the nearest integer, or by chance to one of both "
         "neighbors, so that the mean is right",
     )
+    compiled: bool = option(
+        True, help="whether a compiler of C makes the code for this processor, if there is one"
+    )
     feedback: bool = option(
         True,
         help="whether errors of gradients are kept for the next step; false only with rounding: "
@@ -71,7 +74,7 @@ class BlockOptions:
             )
 
 
-class Blocks(Codec[BlockOptions]):
+class Blocks(Compiled[BlockOptions]):
     """Blocks of numbers with a scale each; a subclass says how integers become bytes.
 
     Attributes:
@@ -105,18 +108,23 @@ class Blocks(Codec[BlockOptions]):
         return _GROUP_BLOCKS * self.config.block
 
     @override
-    def encode(self, values: Tensor, message: Tensor) -> None:
+    def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
         scaled, place = self._scaled(values, message)
         self.write(scaled.round_(), place)
 
     @override
     def encode_gradients(
-        self, values: Tensor, message: Tensor, draws: torch.Generator | None
+        self,
+        values: Tensor,
+        message: Tensor,
+        *,
+        errors: Tensor | None = None,
+        draws: torch.Generator | None = None,
     ) -> None:
         if not self.draws:
-            self.encode(values, message)
+            super().encode_gradients(values, message, errors=errors)
             return
-        scaled, place = self._scaled(values, message)
+        scaled, place = self._scaled(values if errors is None else values + errors, message)
         lower = scaled.floor()
         share = scaled.sub_(lower)  # exact, so that no draw rounds up too often
         drawn = torch.rand(scaled.shape, generator=draws, device=scaled.device)
@@ -138,7 +146,7 @@ class Blocks(Codec[BlockOptions]):
         return scaled, place
 
     @override
-    def decode(self, message: Tensor, values: Tensor) -> None:
+    def decode_by_torch(self, message: Tensor, values: Tensor) -> None:
         scales, place = self._parts(message, values.numel())
         self.read(place, values)
         for numbers, units, _ in self._in_rows(values, scales, values):
@@ -182,6 +190,7 @@ class Int8(Blocks):
 
     summary: ClassVar[str] = "blocks of 8-bit integers with a scale: a quarter of the bytes of fp32"
     steps: ClassVar[int] = 127
+    form: ClassVar[Format] = Format.INT8
 
     @override
     def integer_bytes(self, numel: int) -> int:
@@ -197,11 +206,12 @@ class Int8(Blocks):
 
 
 class Int4(Blocks):
-    """Integers of 4 bits, two in a byte: one of the first half of the numbers, one of the second."""
+    """Integers of 4 bits, two in a byte: one of each half of the numbers."""
 
     summary: ClassVar[str] = "blocks of 4-bit integers with a scale: an eighth of the bytes of fp32"
     parameters: ClassVar[bool] = False  # nobody has shown training with such values
     steps: ClassVar[int] = 7
+    form: ClassVar[Format] = Format.INT4
 
     @override
     def integer_bytes(self, numel: int) -> int:

@@ -23,8 +23,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.config.option import option
-from drivetrain.links.codec import Codec
 from drivetrain.links.compressor import Honesty
+from drivetrain_links.compiled import Compiled, Format
 
 _SCALE_BYTES, _BITS = 4, 8
 
@@ -46,9 +46,12 @@ class OneBitOptions:
     block: int = option(
         256, help="numbers that share a scale; fewer are more exact", minimum=16, maximum=65536
     )
+    compiled: bool = option(
+        True, help="whether a compiler of C makes the code for this processor, if there is one"
+    )
 
 
-class OneBit(Codec[OneBitOptions]):
+class OneBit(Compiled[OneBitOptions]):
     """Signs with a scale for each block."""
 
     summary: ClassVar[str] = "the sign of each number, a scale per block: a 28th of the bytes"
@@ -56,6 +59,7 @@ class OneBit(Codec[OneBitOptions]):
     parameters: ClassVar[bool] = False  # of values, little but the sign would be left
     keeps_feedback = True
     Config: ClassVar[type] = OneBitOptions
+    form: ClassVar[Format] = Format.ONEBIT
 
     @override
     def nbytes(self, numel: int) -> int:
@@ -67,14 +71,14 @@ class OneBit(Codec[OneBitOptions]):
         return _GROUP_BLOCKS * self.config.block
 
     @override
-    def encode(self, values: Tensor, message: Tensor) -> None:
+    def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
         scales, place = self._parts(message, values.numel())
         for rows, means in self._in_rows(values, scales):
             torch.mean(rows.abs(), 1, out=means)
         _pack_signs(values, place)
 
     @override
-    def decode(self, message: Tensor, values: Tensor) -> None:
+    def decode_by_torch(self, message: Tensor, values: Tensor) -> None:
         scales, place = self._parts(message, values.numel())
         _unpack_signs(place, values)
         for rows, means in self._in_rows(values, scales):
@@ -118,9 +122,8 @@ def _unpack_signs(place: Tensor, values: Tensor) -> None:
         edge = whole * _BITS
         # Without a check of indices, numpy writes into the tensor itself.
         np.take(_SIGNS, place[:whole].numpy(), 0, values[:edge].view(whole, _BITS).numpy(), "clip")
-        values[edge:] = torch.from_numpy(_SIGNS[place[whole:].numpy()]).view(-1)[
-            : values.numel() - edge
-        ]
+        last = torch.from_numpy(_SIGNS[place[whole:].numpy()])
+        values[edge:] = last.view(-1)[: values.numel() - edge]
         return
     shifts = torch.arange(_BITS, dtype=torch.uint8, device=place.device)
     bits = place[:, None].bitwise_right_shift(shifts).bitwise_and_(1)

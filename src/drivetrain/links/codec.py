@@ -29,7 +29,6 @@ class Codec(Compressor[MethodConfigT]):
         parameters: whether it can gather values of parameters.
         updates: whether it can gather updates of parameters: by default, as gradients.
         draws: whether gradients are rounded by chance; options may decide it.
-        group: see ``drivetrain.links.message.Encoding``.
     """
 
     parameters: ClassVar[bool] = True
@@ -38,25 +37,47 @@ class Codec(Compressor[MethodConfigT]):
 
     @property
     @abstractmethod
-    def group(self) -> int: ...
+    def group(self) -> int:
+        """Numbers of the shortest range that can be encoded by itself."""
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Return the bytes of so many encoded elements."""
 
+    # --- numbers and bytes: see ``drivetrain.links.message.Encoding`` ---
+
     @abstractmethod
     def encode(self, values: Tensor, message: Tensor) -> None:
-        """Write numbers as bytes; see ``drivetrain.links.message.Encoding``."""
+        """Write numbers as bytes."""
 
     def encode_gradients(
-        self, values: Tensor, message: Tensor, draws: torch.Generator | None
+        self,
+        values: Tensor,
+        message: Tensor,
+        *,
+        errors: Tensor | None = None,
+        draws: torch.Generator | None = None,
     ) -> None:
         """Write gradients as bytes: as all numbers, unless these are rounded by chance."""
-        self.encode(values, message)
+        self.encode(values if errors is None else values + errors, message)
 
     @abstractmethod
     def decode(self, message: Tensor, values: Tensor) -> None:
         """Write the numbers that bytes stand for."""
+
+    def add(self, message: Tensor, values: Tensor) -> None:
+        """Add the numbers that bytes stand for."""
+        found = torch.empty_like(values)
+        self.decode(message, found)
+        values.add_(found)
+
+    def keep(self, values: Tensor, message: Tensor, errors: Tensor) -> None:
+        """Keep the errors of the bytes."""
+        found = torch.empty_like(values)
+        self.decode(message, found)
+        errors.add_(values).sub_(found)
+
+    # --- sums and gathers of them ---
 
     def encodes(self, span: ParameterSpan, dtype: torch.dtype) -> bool:
         """Return whether a parameter's elements are encoded: those of large matrices."""
@@ -106,11 +127,16 @@ class Codec(Compressor[MethodConfigT]):
         layout = MessageLayout(self, [Stretch(matrix.numel(), matrix.dtype, (span,))])
         message = layout.room(matrix.device)
         draws = torch.Generator(matrix.device).manual_seed(0) if self.draws else None
+        errors = None
         for _, place, room in layout.pieces(matrix.device):
-            self.encode_gradients(values[place], message[room], draws)
-            if self.keeps_feedback:
-                self.decode(message[room], values[place])  # for the error
-            self.decode(message[room], values[place])  # of another host
+            numbers, bytes_ = values[place], message[room]
+            if self.keeps_feedback and (errors is None or len(errors) != len(numbers)):
+                errors = torch.zeros_like(numbers)
+            self.encode_gradients(numbers, bytes_, errors=errors, draws=draws)
+            if errors is not None:
+                self.keep(numbers, bytes_, errors)
+            self.add(bytes_, numbers)  # as if from another host
+            self.decode(bytes_, numbers)  # the sum
 
     @override
     def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:

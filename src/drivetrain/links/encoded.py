@@ -169,12 +169,10 @@ class EncodedReduction(FarReduction):
         """Write the gradients and errors of another rank's part into its message."""
         device = message.device
         errors, draws = self._errors_of(layout, device), self._draws(layout, device)
-        scratch = layout.scratch(device)
         for elements, place, room in layout.pieces(device):
-            values = elements.of(tensors)
-            if errors is not None:
-                values = torch.add(values, errors[place], out=scratch[: elements.numel])
-            self._encoding.encode_gradients(values.to(torch.float32), message[room], draws)
+            values = elements.of(tensors).to(torch.float32)
+            kept = None if errors is None else errors[place]
+            self._encoding.encode_gradients(values, message[room], errors=kept, draws=draws)
 
     def _keep_errors(
         self, layout: MessageLayout, tensors: Sequence[Tensor], message: Tensor
@@ -182,11 +180,9 @@ class EncodedReduction(FarReduction):
         """Keep the difference between gradients with errors and their message as errors."""
         errors = self._errors_of(layout, message.device)
         assert errors is not None
-        scratch = layout.scratch(message.device)
         for elements, place, room in layout.pieces(message.device):
-            sent = scratch[: elements.numel]
-            self._encoding.decode(message[room], sent)
-            errors[place].add_(elements.of(tensors)).sub_(sent)
+            values = elements.of(tensors).to(torch.float32)
+            self._encoding.keep(values, message[room], errors[place])
 
     def _add_up(
         self, own: Sequence[Tensor], incoming: Sequence[Tensor], message: Tensor, *, finite: bool
@@ -205,25 +201,20 @@ class EncodedReduction(FarReduction):
         if self._everywhere:
             layout.write_plain(own, message)
         errors, draws = self._errors_of(layout, device), self._draws(layout, device)
-        scratch = layout.scratch(device)
         for elements, place, room in layout.pieces(device):
-            part, decoded = elements.of(own), scratch[: elements.numel]
+            part = elements.of(own)
             total = part.to(torch.float32)  # of fp32: the part itself
             for each in incoming:
-                self._encoding.decode(each[room], decoded)
-                total.add_(decoded)
-            if not self._everywhere:
-                part.copy_(total)
-                continue
-            # A sum may overflow.
-            kept = errors[place] if errors is not None and finite and is_finite(total) else None
-            if kept is not None:
-                total.add_(kept)
-            self._encoding.encode_gradients(total, message[room], draws)
-            self._encoding.decode(message[room], decoded)
-            if kept is not None:
-                torch.sub(total, decoded, out=kept)
-            part.copy_(decoded)  # as all others will read it
+                self._encoding.add(each[room], total)
+            if self._everywhere:
+                keeps = errors is not None and finite and is_finite(total)  # a sum may overflow
+                kept = errors[place] if errors is not None and keeps else None
+                bytes_ = message[room]
+                self._encoding.encode_gradients(total, bytes_, errors=kept, draws=draws)
+                if kept is not None:
+                    self._encoding.keep(total, bytes_, kept)
+                self._encoding.decode(bytes_, total)  # as all others will read it
+            part.copy_(total)
 
     def _errors_of(self, layout: MessageLayout, device: torch.device) -> Tensor | None:
         """Return the errors of a part; none if errors are not kept."""
@@ -291,17 +282,14 @@ def read_message(
 ) -> None:
     """Replace the elements of tensors by those of a message, or add the encoded ones to them."""
     layout.read_plain(message, tensors)
-    scratch = layout.scratch(message.device)
     for elements, _, room in layout.pieces(message.device):
-        part, values = elements.of(tensors), scratch[: elements.numel]
-        if part.dtype == torch.float32 and not add:
-            encoding.decode(message[room], part)
-            continue
-        encoding.decode(message[room], values)
+        part = elements.of(tensors)
+        values = part.to(torch.float32)  # of fp32: the part itself
         if add:
-            part.add_(values)
+            encoding.add(message[room], values)
         else:
-            part.copy_(values)
+            encoding.decode(message[room], values)
+        part.copy_(values)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -34,13 +34,16 @@ _PIECE = 65536
 class Encoding(Protocol):
     """Turns fp32 numbers into bytes and back.
 
-    Attributes:
-        group: a range of so many numbers can be encoded by itself, in as many bytes as within a
-            longer one; the bytes are a multiple of 4.
+    All arguments are of one range of numbers: values and errors fp32, 1-D and contiguous, and a
+    message of ``nbytes`` elements, uint8, at an address that fp32 may have.
     """
 
     @property
-    def group(self) -> int: ...
+    def group(self) -> int:
+        """Numbers that can be encoded by themselves, in as many bytes as within a longer range.
+
+        The bytes are a multiple of 4.
+        """
 
     def encodes(self, span: ParameterSpan, dtype: torch.dtype) -> bool:
         """Return whether a parameter's elements are encoded; otherwise they go as they are."""
@@ -49,20 +52,26 @@ class Encoding(Protocol):
         """Return the bytes of so many encoded elements."""
 
     def encode(self, values: Tensor, message: Tensor) -> None:
-        """Write numbers as bytes; where one is infinite or NaN, decoding must give such a one.
-
-        Args:
-            values: fp32, 1-D; they stay as they are.
-            message: uint8, 1-D, of ``nbytes`` elements, at an address that fp32 may have.
-        """
+        """Write numbers as bytes; where one is infinite or NaN, decoding must give such a one."""
 
     def encode_gradients(
-        self, values: Tensor, message: Tensor, draws: torch.Generator | None
+        self,
+        values: Tensor,
+        message: Tensor,
+        *,
+        errors: Tensor | None = None,
+        draws: torch.Generator | None = None,
     ) -> None:
-        """Write gradients as bytes; whoever rounds by chance draws from the generator."""
+        """Write gradients, plus the errors of each, as bytes; roundings by chance draw."""
 
     def decode(self, message: Tensor, values: Tensor) -> None:
-        """Write the numbers of a message; the arguments are as for ``encode``."""
+        """Write the numbers of a message."""
+
+    def add(self, message: Tensor, values: Tensor) -> None:
+        """Add the numbers of a message to values."""
+
+    def keep(self, values: Tensor, message: Tensor, errors: Tensor) -> None:
+        """Replace errors by values plus errors minus the numbers of a message."""
 
 
 class ElementRange(NamedTuple):
@@ -171,11 +180,6 @@ class MessageLayout:
                 yield Piece(elements, slice(place, place + stop - start), slice(room, end))
                 place, room = place + stop - start, end
             edge += self._aligned(last - first)
-
-    def scratch(self, device: torch.device) -> Tensor:
-        """Return memory for as many fp32 numbers as the longest piece has."""
-        longest = max((each.elements.numel for each in self.pieces(device)), default=0)
-        return torch.empty(longest, dtype=torch.float32, device=device)
 
     def load(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return a copy of the elements to encode: fp32, 1-D."""
