@@ -107,6 +107,11 @@ class Blocks(Compiled[BlockOptions]):
     def group(self) -> int:
         return _GROUP_BLOCKS * self.config.block
 
+    @property
+    @override
+    def figure(self) -> int:
+        return self.config.block
+
     @override
     def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
         scaled, place = self._scaled(values, message)

@@ -1,6 +1,6 @@
 """Codes that a compiler has made for this processor: one pass over memory in place of ten.
 
-With operations of torch an encoding goes over its numbers some ten times; ``kernels.c`` does the
+With operations of torch an encoding goes over its numbers some ten times; ``blocks.c`` does the
 same in one pass. The file is compiled once on a machine, with the user's own compiler, and kept in
 the user's cache folder; without a compiler operations of torch go on doing it. Integers and the
 numbers that come back are the same bit by bit, so ranks need not agree on it. A line of the log
@@ -29,7 +29,7 @@ from drivetrain.runtime.world import cache_folder
 
 logger = get_logger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("blocks.c", "topk.c"))
 
 COMPILERS = ("cc", "gcc", "clang")
 
@@ -52,15 +52,16 @@ _CAN_WRITE = 0o022
 
 
 class Format(IntEnum):
-    """The formats of ``kernels.c``."""
+    """The formats of the sources."""
 
     INT8 = 0
     INT4 = 1
     ONEBIT = 2
+    TOPK = 3
 
 
 class Then(IntEnum):
-    """What ``kernels.c`` does with the numbers of a message."""
+    """What the sources does with the numbers of a message."""
 
     WRITE = 0
     ADD = 1
@@ -72,7 +73,7 @@ class KernelError(Exception):
 
 
 class Kernels:
-    """The functions of ``kernels.c``.
+    """The functions of the sources.
 
     Args:
         path: the library.
@@ -93,12 +94,12 @@ class Kernels:
         self._encode.restype = self._decode.restype = None
 
     def encode(
-        self, form: Format, values: Tensor, errors: Tensor | None, message: Tensor, block: int
+        self, form: Format, values: Tensor, errors: Tensor | None, message: Tensor, figure: int
     ) -> None:
         """Write numbers, plus the errors of each, as a message."""
         kept = None if errors is None else errors.data_ptr()
         numel = values.numel()
-        self._encode(form, values.data_ptr(), kept, message.data_ptr(), numel, block)
+        self._encode(form, values.data_ptr(), kept, message.data_ptr(), numel, figure)
 
     def decode(
         self,
@@ -107,20 +108,16 @@ class Kernels:
         message: Tensor,
         values: Tensor,
         errors: Tensor | None,
-        block: int,
+        figure: int,
     ) -> None:
         """Write the numbers of a message, add them, or keep their errors."""
         kept = None if errors is None else errors.data_ptr()
         numel = values.numel()
-        self._decode(form, then, message.data_ptr(), values.data_ptr(), kept, numel, block)
+        self._decode(form, then, message.data_ptr(), values.data_ptr(), kept, numel, figure)
 
 
 class CompiledOptions(Protocol):
     """Options of methods with kernels."""
-
-    @property
-    def block(self) -> int:
-        """Numbers that share a scale."""
 
     @property
     def compiled(self) -> bool:
@@ -138,6 +135,11 @@ class Compiled(Codec[OptionsT]):
     """
 
     form: ClassVar[Format]
+
+    @property
+    @abstractmethod
+    def figure(self) -> int:
+        """The option that kernels get: numbers of a block, or those that are sent of a chunk."""
 
     @abstractmethod
     def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
@@ -165,28 +167,28 @@ class Compiled(Codec[OptionsT]):
         draws: torch.Generator | None = None,
     ) -> None:
         if kernels := self._kernels(values.device):
-            kernels.encode(self.form, values, errors, message, self.config.block)
+            kernels.encode(self.form, values, errors, message, self.figure)
         else:
             self.encode_by_torch(values if errors is None else values + errors, message)
 
     @override
     def decode(self, message: Tensor, values: Tensor) -> None:
         if kernels := self._kernels(values.device):
-            kernels.decode(self.form, Then.WRITE, message, values, None, self.config.block)
+            kernels.decode(self.form, Then.WRITE, message, values, None, self.figure)
         else:
             self.decode_by_torch(message, values)
 
     @override
     def add(self, message: Tensor, values: Tensor) -> None:
         if kernels := self._kernels(values.device):
-            kernels.decode(self.form, Then.ADD, message, values, None, self.config.block)
+            kernels.decode(self.form, Then.ADD, message, values, None, self.figure)
         else:
             super().add(message, values)
 
     @override
     def keep(self, values: Tensor, message: Tensor, errors: Tensor) -> None:
         if kernels := self._kernels(values.device):
-            kernels.decode(self.form, Then.KEEP, message, values, errors, self.config.block)
+            kernels.decode(self.form, Then.KEEP, message, values, errors, self.figure)
         else:
             super().keep(values, message, errors)
 
@@ -202,11 +204,11 @@ def kernels() -> Kernels | None:
         found = Kernels(path)
     except KernelError as error:
         logger.announce(
-            f"int8, int4 and onebit encode with operations of torch, and slower than compiled: "
+            f"int8, int4, onebit and topk encode with operations of torch, and slower than compiled: "
             f"{error}"
         )
         return None
-    logger.announce(f"int8, int4 and onebit encode with compiled kernels: {path}")
+    logger.announce(f"int8, int4, onebit and topk encode with compiled kernels: {path}")
     return found
 
 
@@ -224,7 +226,9 @@ def built(folder: Path) -> Path:
     if compiler is None:
         raise KernelError(f"found none of the C compilers {', '.join(COMPILERS)}; install one")
     known = _run([compiler, *FLAGS, "-E", "-dM", "-x", "c", os.devnull])
-    name = sha256("\0".join([known, *FLAGS, SOURCE.read_text(encoding="utf-8")]).encode())
+    name = sha256(
+        "\0".join([known, *FLAGS, *(each.read_text(encoding="utf-8") for each in SOURCES)]).encode()
+    )
     path = folder / f"{name.hexdigest()}.so"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -237,7 +241,7 @@ def built(folder: Path) -> Path:
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as draft:
                 made = Path(draft) / path.name
-                _run([compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"])
+                _run([compiler, *FLAGS, "-o", str(made), *map(str, SOURCES), "-lm"])
                 made.replace(path)
     except OSError as error:
         raise KernelError(f"cannot keep a library in {folder}: {error}") from error
@@ -254,5 +258,5 @@ def _run(command: list[str]) -> str:
         raise KernelError(f"cannot compile: {error}") from error
     if ended.returncode:
         said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
-        raise KernelError(f"{command[0]} cannot compile {SOURCE}: {said[0]}")
+        raise KernelError(f"{command[0]} cannot compile {SOURCES[0].parent}: {said[0]}")
     return ended.stdout

@@ -70,6 +70,11 @@ class OneBit(Compiled[OneBitOptions]):
     def group(self) -> int:
         return _GROUP_BLOCKS * self.config.block
 
+    @property
+    @override
+    def figure(self) -> int:
+        return self.config.block
+
     @override
     def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
         scales, place = self._parts(message, values.numel())

@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { INT8, INT4, ONEBIT }; /* formats */
+enum { INT8, INT4, ONEBIT, TOPK }; /* formats */
 enum { WRITE, ADD, KEEP };   /* what is done with the numbers of a message */
 
 #define TILE 512  /* numbers of a message that are unpacked at a time: 2 KiB of the first cache */
@@ -157,15 +157,21 @@ inline_ void decode_any(int format, int then, const uint8_t *message, float *val
   }
 }
 
-/* Write n numbers, plus the errors if there are any, as a message. */
+/* topk.c */
+void encode_largest(const float *, const float *, uint8_t *, int64_t, int64_t);
+void decode_largest(int, const uint8_t *, float *, float *, int64_t, int64_t);
+
+/* Write n numbers, plus the errors if there are any, as a message. The option is the numbers of a block, or of
+   those that are sent of a chunk. */
 void encode(int format, const float *values, const float *errors, uint8_t *message, int64_t n,
-            int64_t block) {
+            int64_t option) {
+  if (format == TOPK) encode_largest(values, errors, message, n, option);
 #define CASE(NAME)                                                        \
   if (format == NAME) {                                                   \
     if (errors)                                                           \
-      encode_any(NAME, values, errors, message, n, block);                \
+      encode_any(NAME, values, errors, message, n, option);                \
     else                                                                  \
-      encode_any(NAME, values, NULL, message, n, block);                  \
+      encode_any(NAME, values, NULL, message, n, option);                  \
   }
   CASE(INT8) CASE(INT4) CASE(ONEBIT)
 #undef CASE
@@ -174,12 +180,13 @@ void encode(int format, const float *values, const float *errors, uint8_t *messa
 /* Write the n numbers of a message, add them to values, or keep what the message lacks of values
    and errors as errors. */
 void decode(int format, int then, const uint8_t *message, float *values, float *errors, int64_t n,
-            int64_t block) {
+            int64_t option) {
+  if (format == TOPK) decode_largest(then, message, values, errors, n, option);
 #define CASE(NAME)                                                                      \
   if (format == NAME) {                                                                 \
-    if (then == WRITE) decode_any(NAME, WRITE, message, values, NULL, n, block);        \
-    if (then == ADD) decode_any(NAME, ADD, message, values, NULL, n, block);            \
-    if (then == KEEP) decode_any(NAME, KEEP, message, values, errors, n, block);        \
+    if (then == WRITE) decode_any(NAME, WRITE, message, values, NULL, n, option);        \
+    if (then == ADD) decode_any(NAME, ADD, message, values, NULL, n, option);            \
+    if (then == KEEP) decode_any(NAME, KEEP, message, values, errors, n, option);        \
   }
   CASE(INT8) CASE(INT4) CASE(ONEBIT)
 #undef CASE
