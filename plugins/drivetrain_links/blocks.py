@@ -231,7 +231,8 @@ class Int4(Blocks):
     @override
     def read(self, place: Tensor, integers: Tensor) -> None:
         lower, upper = integers.tensor_split([place.numel()])
-        lower.copy_(place.view(torch.int8))
-        # Lower ones are less than half of 16, so the nearest multiple is the upper one's.
-        torch.mul(lower[: upper.numel()], 1 / _UPPER, out=upper).round_()
+        bytes_ = place.view(torch.int8)
+        lower.copy_(bytes_)
+        # Lower ones are between -8 and 8, so the nearest multiple of 16 is the upper one's.
+        upper.copy_(bytes_[: upper.numel()].add(_UPPER // 2).bitwise_right_shift_(4))
         lower[: upper.numel()].sub_(upper, alpha=_UPPER)

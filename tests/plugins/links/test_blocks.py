@@ -17,7 +17,7 @@ def by_chance(kind: type[Blocks], *, feedback: bool = False, block: int = BLOCK)
 
 def message_of(method: Blocks, values: torch.Tensor, seed: int) -> torch.Tensor:
     message = torch.empty(method.nbytes(values.numel()), dtype=torch.uint8)
-    method.encode_gradients(values, message, seed)
+    method.encode_gradients(values, message, draws=torch.Generator().manual_seed(seed))
     return message
 
 
