@@ -97,9 +97,8 @@ class Kernels:
         self, form: Format, values: Tensor, errors: Tensor | None, message: Tensor, figure: int
     ) -> None:
         """Write numbers, plus the errors of each, as a message."""
-        kept = None if errors is None else errors.data_ptr()
-        numel = values.numel()
-        self._encode(form, values.data_ptr(), kept, message.data_ptr(), numel, figure)
+        addresses = [_address(each) for each in (values, errors, message)]
+        self._encode(form, *addresses, values.numel(), figure)
 
     def decode(
         self,
@@ -111,9 +110,16 @@ class Kernels:
         figure: int,
     ) -> None:
         """Write the numbers of a message, add them, or keep their errors."""
-        kept = None if errors is None else errors.data_ptr()
-        numel = values.numel()
-        self._decode(form, then, message.data_ptr(), values.data_ptr(), kept, numel, figure)
+        addresses = [_address(each) for each in (message, values, errors)]
+        self._decode(form, then, *addresses, values.numel(), figure)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    if tensor is None:
+        return None
+    if not tensor.is_contiguous():  # the kernels would write beside it
+        raise ValueError(f"expected a contiguous tensor, found strides {tensor.stride()}")
+    return tensor.data_ptr()
 
 
 class CompiledOptions(Protocol):
@@ -155,7 +161,7 @@ class Compiled(Codec[OptionsT]):
 
     @override
     def encode(self, values: Tensor, message: Tensor) -> None:
-        self.encode_gradients(values, message)
+        self._encode(values, message, None)
 
     @override
     def encode_gradients(
@@ -166,6 +172,9 @@ class Compiled(Codec[OptionsT]):
         errors: Tensor | None = None,
         draws: torch.Generator | None = None,
     ) -> None:
+        self._encode(values, message, errors)
+
+    def _encode(self, values: Tensor, message: Tensor, errors: Tensor | None) -> None:
         if kernels := self._kernels(values.device):
             kernels.encode(self.form, values, errors, message, self.figure)
         else:

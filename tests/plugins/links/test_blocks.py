@@ -68,6 +68,16 @@ def test_equal_seeds_draw_alike_and_others_do_not():
 
 
 @pytest.mark.parametrize("kind", [Int8, Int4])
+def test_values_of_parameters_are_rounded_to_the_nearest_whatever_gradients_are(kind):
+    values, messages = made_up(1000), []
+    for method in (by_chance(kind), by_chance(kind, feedback=True), kind(BlockOptions(block=BLOCK))):
+        messages.append(torch.empty(method.nbytes(1000), dtype=torch.uint8))
+        method.encode(values, messages[-1])
+    assert torch.equal(messages[0], messages[2])
+    assert torch.equal(messages[1], messages[2])
+
+
+@pytest.mark.parametrize("kind", [Int8, Int4])
 def test_the_largest_numbers_of_blocks_never_come_back_with_the_other_sign(kind):
     # The quotient of such a number and its scale may be a little above the largest integer.
     method, values = by_chance(kind, block=16), torch.zeros(16 * 4096)
