@@ -61,7 +61,7 @@ class Format(IntEnum):
 
 
 class Then(IntEnum):
-    """What the sources does with the numbers of a message."""
+    """Use of the numbers of a message, as the sources number it."""
 
     WRITE = 0
     ADD = 1
@@ -145,7 +145,7 @@ class Compiled(Codec[OptionsT]):
     @property
     @abstractmethod
     def figure(self) -> int:
-        """The option that kernels get: numbers of a block, or those that are sent of a chunk."""
+        """The option for kernels: numbers of a block, or numbers of a chunk that are sent."""
 
     @abstractmethod
     def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
@@ -258,7 +258,7 @@ def built(folder: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    """Return what a compiler writes."""
+    """Return the output of a compiler."""
     try:
         ended = subprocess.run(  # noqa: S603 - the user's own compiler, without a shell
             command, capture_output=True, text=True, timeout=COMPILES_S, check=False

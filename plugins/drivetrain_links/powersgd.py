@@ -394,10 +394,7 @@ def _view(matrix: LowRankMatrix, parts: Parts) -> Tensor:
 
 
 def _product(matrix: Tensor, factor: Tensor, more: Tensor | None = None) -> Tensor:
-    """Return a matrix (n, m) times a thin factor (m, r), plus more (n, r).
-
-    As products of transposed matrices: libraries take four to eight times as long for the product
-    as it stands, which goes over the matrix in columns of r.
-    """
+    """Return a matrix (n, m) times a thin factor (m, r), plus more (n, r)."""
+    # Libraries take four to eight times as long for the product as it stands.
     product = torch.mm(factor.T, matrix.T)
     return product.T if more is None else product.T.add_(more)

@@ -126,7 +126,7 @@ class Compressor(ABC, Generic[MethodConfigT]):
         return self.honesty
 
     def get_ready(self, device: torch.device) -> None:
-        """Do what is to be done once in a process before tensors of a device; by default nothing.
+        """Prepare for tensors of a device, once in a process; by default nothing is needed.
 
         Called in ``prepare()`` on ranks of several hosts.
         """

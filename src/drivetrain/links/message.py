@@ -97,7 +97,7 @@ class ElementRange(NamedTuple):
         return tensors[self.tensor][self.start : self.stop]
 
 
-class Piece(NamedTuple):
+class EncodedPiece(NamedTuple):
     """A range of one matrix that is encoded by itself.
 
     Attributes:
@@ -166,7 +166,7 @@ class MessageLayout:
 
     # --- encoded elements ---
 
-    def pieces(self, device: torch.device) -> Iterator[Piece]:
+    def pieces(self, device: torch.device) -> Iterator[EncodedPiece]:
         """Yield the pieces of all matrices, in order, for tensors and messages on a device."""
         group = self._encoding.group
         step = max(1, _PIECE // group) * group if device.type == "cpu" else max(1, self.numel)
@@ -177,7 +177,7 @@ class MessageLayout:
                 stop = min(start + step, last)
                 end = room + self._encoding.nbytes(stop - start)
                 elements = ElementRange(index, start, stop)
-                yield Piece(elements, slice(place, place + stop - start), slice(room, end))
+                yield EncodedPiece(elements, slice(place, place + stop - start), slice(room, end))
                 place, room = place + stop - start, end
             edge += self._aligned(last - first)
 

@@ -200,7 +200,7 @@ def memory_folder() -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder for what this user's processes make once on a machine."""
+    """Return this user's folder for files that are made once on a machine."""
     root = os.environ.get("XDG_CACHE_HOME", "") or "~/.cache"
     return Path(root).expanduser() / "drivetrain"
 
