@@ -69,8 +69,8 @@ def test_equal_seeds_draw_alike_and_others_do_not():
 
 @pytest.mark.parametrize("kind", [Int8, Int4])
 def test_values_of_parameters_are_rounded_to_the_nearest_whatever_gradients_are(kind):
-    values, messages = made_up(1000), []
-    for method in (by_chance(kind), by_chance(kind, feedback=True), kind(BlockOptions(block=BLOCK))):
+    values, messages, nearest = made_up(1000), [], kind(BlockOptions(block=BLOCK))
+    for method in (by_chance(kind), by_chance(kind, feedback=True), nearest):
         messages.append(torch.empty(method.nbytes(1000), dtype=torch.uint8))
         method.encode(values, messages[-1])
     assert torch.equal(messages[0], messages[2])
