@@ -1,6 +1,7 @@
 """Methods for slow links between hosts.
 
 ===============  ===================================================================
+``compiled.py``  codes in C, compiled on the user's machine: ``blocks.c`` and ``topk.c``
 ``casts.py``     numbers rounded to half precision
 ``blocks.py``    blocks of integers with a scale each
 ``onebit.py``    signs with a scale per block

@@ -22,9 +22,8 @@ all blocks of 8 bits, and for 4 bits up to B = 392. For larger ones there is no 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -33,13 +32,16 @@ from typing_extensions import override
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
-from drivetrain.links.codec import Codec, rows_in_caches
 from drivetrain.links.compressor import Honesty
+from drivetrain_links.compiled import Compiled, Format
 
 _SCALE_BYTES = 4
 
-_ZERO, _LOWER_BITS = 8, 15
-"""4-bit integers of -7 to 7 are stored as 1 to 15."""
+_GROUP_BLOCKS = 8
+"""Blocks of any length whose 4-bit integers fill a multiple of 4 bytes."""
+
+_UPPER = 16
+"""Two 4-bit integers of -7 to 7 are a sum of one byte: the first, and 16 times the second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,9 @@ class BlockOptions:
         "nearest",
         help="how gradients are rounded: to the nearest integer, or by chance to one of both "
         "neighbors, so that the mean is right",
+    )
+    compiled: bool = option(
+        True, help="whether a compiler of C makes the code for this processor, if there is one"
     )
     feedback: bool = option(
         True,
@@ -69,7 +74,7 @@ class BlockOptions:
             )
 
 
-class Blocks(Codec[BlockOptions]):
+class Blocks(Compiled[BlockOptions]):
     """Blocks of numbers with a scale each; a subclass says how integers become bytes.
 
     Attributes:
@@ -97,47 +102,60 @@ class Blocks(Codec[BlockOptions]):
     def nbytes(self, numel: int) -> int:
         return _SCALE_BYTES * self._count(numel) + self.integer_bytes(numel)
 
+    @property
     @override
-    def encode(self, values: Tensor, message: Tensor) -> None:
-        self._encode(values, message, torch.round_)
+    def group(self) -> int:
+        return _GROUP_BLOCKS * self.config.block
+
+    @property
+    @override
+    def figure(self) -> int:
+        return self.config.block
 
     @override
-    def encode_gradients(self, values: Tensor, message: Tensor, seed: int) -> None:
+    def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
+        scaled, place = self._scaled(values, message)
+        self.write(scaled.round_(), place)
+
+    @override
+    def encode_gradients(
+        self,
+        values: Tensor,
+        message: Tensor,
+        *,
+        errors: Tensor | None = None,
+        draws: torch.Generator | None = None,
+    ) -> None:
         if not self.draws:
-            self.encode(values, message)
+            super().encode_gradients(values, message, errors=errors)
             return
-        generator = torch.Generator(values.device).manual_seed(seed)
-        self._encode(values, message, partial(self._round_by_chance, generator=generator))
-
-    def _round_by_chance(self, scaled: Tensor, generator: torch.Generator) -> Tensor:
-        """Return one of the two neighboring integers of each number; the mean is the number."""
+        scaled, place = self._scaled(values if errors is None else values + errors, message)
         lower = scaled.floor()
         share = scaled.sub_(lower)  # exact, so that no draw rounds up too often
-        drawn = torch.rand(scaled.shape, generator=generator, device=scaled.device)
+        drawn = torch.rand(scaled.shape, generator=draws, device=scaled.device)
         # The largest number of a block is an integer but for a rounding of its division.
-        return lower.add_(drawn < share).clamp_(-self.steps, self.steps)
+        lower.add_(drawn < share).clamp_(-self.steps, self.steps)
+        self.write(lower, place)
 
-    def _encode(
-        self, values: Tensor, message: Tensor, rounded_from: Callable[[Tensor], Tensor]
-    ) -> None:
+    def _scaled(self, values: Tensor, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the scales; return the scaled numbers, and the bytes for their integers."""
         scales, place = self._parts(message, values.numel())
-        integers = torch.empty(values.numel(), dtype=torch.int8, device=values.device)
-        for numbers, units, rounded in self._in_rows(values, scales, integers):
+        scaled = torch.empty_like(values)
+        for numbers, units, quotients in self._in_rows(values, scales, scaled):
             # Unlike a norm, an absolute value and a maximum are vectorized on the CPU.
-            scaled = numbers.abs()
-            torch.amax(scaled, dim=1, out=units).div_(self.steps)
+            torch.abs(numbers, out=quotients)
+            torch.amax(quotients, dim=1, out=units).div_(self.steps)
             # A block of zeros has the scale 0: any other divisor gives its zeros back.
             divisors = units.masked_fill(units == 0, 1.0).unsqueeze(1)
-            rounded.copy_(rounded_from(torch.div(numbers, divisors, out=scaled)))
-        self.write(integers, place)
+            torch.div(numbers, divisors, out=quotients)
+        return scaled, place
 
     @override
-    def decode(self, message: Tensor, values: Tensor) -> None:
+    def decode_by_torch(self, message: Tensor, values: Tensor) -> None:
         scales, place = self._parts(message, values.numel())
-        integers = self.read(place, values.numel())
-        for numbers, units, rounded in self._in_rows(values, scales, integers):
-            # A product of two dtypes would be slower.
-            numbers.copy_(rounded).mul_(units.unsqueeze(1))
+        self.read(place, values)
+        for numbers, units, _ in self._in_rows(values, scales, values):
+            numbers.mul_(units.unsqueeze(1))
 
     @abstractmethod
     def integer_bytes(self, numel: int) -> int:
@@ -145,11 +163,11 @@ class Blocks(Codec[BlockOptions]):
 
     @abstractmethod
     def write(self, integers: Tensor, place: Tensor) -> None:
-        """Write integers, int8, as bytes, uint8; the integers may be changed."""
+        """Write integers, fp32, as bytes, uint8; the integers may be changed."""
 
     @abstractmethod
-    def read(self, place: Tensor, numel: int) -> Tensor:
-        """Return so many integers, int8, that bytes stand for."""
+    def read(self, place: Tensor, integers: Tensor) -> None:
+        """Write the integers, fp32, that bytes stand for."""
 
     def _count(self, numel: int) -> int:
         return -(-numel // self.config.block)
@@ -160,17 +178,16 @@ class Blocks(Codec[BlockOptions]):
         return message[:edge].view(torch.float32), message[edge:]
 
     def _in_rows(
-        self, values: Tensor, scales: Tensor, integers: Tensor
+        self, values: Tensor, scales: Tensor, others: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield whole blocks, each a row, piece by piece, and then a shorter last block."""
+        """Yield all whole blocks, each a row, and then the last block if that is shorter."""
         block = self.config.block
         whole = values.numel() // block
         edge = whole * block
-        numbers, rounded = values[:edge].view(-1, block), integers[:edge].view(-1, block)
-        for some in rows_in_caches(whole, block, values.device):
-            yield numbers[some], scales[some], rounded[some]
+        if whole:
+            yield values[:edge].view(-1, block), scales[:whole], others[:edge].view(-1, block)
         if edge < values.numel():
-            yield values[None, edge:], scales[whole:], integers[None, edge:]
+            yield values[None, edge:], scales[whole:], others[None, edge:]
 
 
 class Int8(Blocks):
@@ -178,6 +195,7 @@ class Int8(Blocks):
 
     summary: ClassVar[str] = "blocks of 8-bit integers with a scale: a quarter of the bytes of fp32"
     steps: ClassVar[int] = 127
+    form: ClassVar[Format] = Format.INT8
 
     @override
     def integer_bytes(self, numel: int) -> int:
@@ -188,16 +206,17 @@ class Int8(Blocks):
         place.view(torch.int8).copy_(integers)
 
     @override
-    def read(self, place: Tensor, numel: int) -> Tensor:
-        return place.view(torch.int8)
+    def read(self, place: Tensor, integers: Tensor) -> None:
+        integers.copy_(place.view(torch.int8))
 
 
 class Int4(Blocks):
-    """Integers of 4 bits, two in a byte: the first half of the numbers in the lower bits."""
+    """Integers of 4 bits, two in a byte: one of each half of the numbers."""
 
     summary: ClassVar[str] = "blocks of 4-bit integers with a scale: an eighth of the bytes of fp32"
     parameters: ClassVar[bool] = False  # nobody has shown training with such values
     steps: ClassVar[int] = 7
+    form: ClassVar[Format] = Format.INT4
 
     @override
     def integer_bytes(self, numel: int) -> int:
@@ -205,13 +224,15 @@ class Int4(Blocks):
 
     @override
     def write(self, integers: Tensor, place: Tensor) -> None:
-        lower, upper = integers.add_(_ZERO).view(torch.uint8).tensor_split([place.numel()])
-        place.copy_(lower)
-        place[: upper.numel()].bitwise_or_(upper.bitwise_left_shift_(4))
+        lower, upper = integers.tensor_split([place.numel()])
+        lower[: upper.numel()].add_(upper, alpha=_UPPER)
+        place.view(torch.int8).copy_(lower)
 
     @override
-    def read(self, place: Tensor, numel: int) -> Tensor:
-        both = place.new_empty(2, place.numel())
-        torch.bitwise_and(place, _LOWER_BITS, out=both[0])
-        torch.bitwise_right_shift(place, 4, out=both[1])
-        return both.view(-1)[:numel].view(torch.int8).sub_(_ZERO)
+    def read(self, place: Tensor, integers: Tensor) -> None:
+        lower, upper = integers.tensor_split([place.numel()])
+        bytes_ = place.view(torch.int8)
+        lower.copy_(bytes_)
+        # Lower ones are between -8 and 8, so the nearest multiple of 16 is the upper one's.
+        upper.copy_(bytes_[: upper.numel()].add(_UPPER // 2).bitwise_right_shift_(4))
+        lower[: upper.numel()].sub_(upper, alpha=_UPPER)

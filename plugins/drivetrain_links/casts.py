@@ -24,6 +24,7 @@ class Bf16(Codec[NoMethodOptions]):
 
     summary: ClassVar[str] = "each number rounded to bfloat16: half the bytes of fp32"
     honesty: ClassVar[Honesty] = Honesty.ROUNDING
+    group = 2
 
     @override
     def encodes(self, span: ParameterSpan, dtype: torch.dtype) -> bool:

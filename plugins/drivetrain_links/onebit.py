@@ -23,10 +23,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.config.option import option
-from drivetrain.links.codec import Codec, rows_in_caches
 from drivetrain.links.compressor import Honesty
+from drivetrain_links.compiled import Compiled, Format
 
 _SCALE_BYTES, _BITS = 4, 8
+
+_GROUP_BLOCKS = 4 * _BITS
+"""Blocks of any length whose signs fill a multiple of 4 bytes."""
+
+_SIGNS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(1),
+    np.float32(-1),
+)
+"""The signs that each byte stands for, (256, 8)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +46,12 @@ class OneBitOptions:
     block: int = option(
         256, help="numbers that share a scale; fewer are more exact", minimum=16, maximum=65536
     )
+    compiled: bool = option(
+        True, help="whether a compiler of C makes the code for this processor, if there is one"
+    )
 
 
-class OneBit(Codec[OneBitOptions]):
+class OneBit(Compiled[OneBitOptions]):
     """Signs with a scale for each block."""
 
     summary: ClassVar[str] = "the sign of each number, a scale per block: a 28th of the bytes"
@@ -46,45 +59,43 @@ class OneBit(Codec[OneBitOptions]):
     parameters: ClassVar[bool] = False  # of values, little but the sign would be left
     keeps_feedback = True
     Config: ClassVar[type] = OneBitOptions
+    form: ClassVar[Format] = Format.ONEBIT
 
     @override
     def nbytes(self, numel: int) -> int:
         return self._scale_bytes(numel) - (-numel // _BITS)
 
+    @property
     @override
-    def encode(self, values: Tensor, message: Tensor) -> None:
-        for numbers, scales, place in self._in_pieces(values, message):
-            for rows, means in self._in_rows(numbers, scales):
-                torch.mean(rows.abs(), 1, out=means)
-            _pack_signs(numbers, place)
+    def group(self) -> int:
+        return _GROUP_BLOCKS * self.config.block
+
+    @property
+    @override
+    def figure(self) -> int:
+        return self.config.block
 
     @override
-    def decode(self, message: Tensor, values: Tensor) -> None:
-        for numbers, scales, place in self._in_pieces(values, message):
-            numbers.copy_(_unpacked(place, numbers.numel())).mul_(2).sub_(1)
-            for rows, means in self._in_rows(numbers, scales):
-                rows.mul_(means.unsqueeze(1))
+    def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
+        scales, place = self._parts(message, values.numel())
+        for rows, means in self._in_rows(values, scales):
+            torch.mean(rows.abs(), 1, out=means)
+        _pack_signs(values, place)
+
+    @override
+    def decode_by_torch(self, message: Tensor, values: Tensor) -> None:
+        scales, place = self._parts(message, values.numel())
+        _unpack_signs(place, values)
+        for rows, means in self._in_rows(values, scales):
+            rows.mul_(means.unsqueeze(1))
 
     def _scale_bytes(self, numel: int) -> int:
         return -(-numel // self.config.block) * _SCALE_BYTES
 
-    def _in_pieces(
-        self, values: Tensor, message: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield some blocks of numbers, their scales, and the bytes of their signs.
-
-        A piece has a multiple of 8 blocks, so that its signs fill whole bytes.
-        """
-        edge = self._scale_bytes(values.numel())
-        scales, place = message[:edge].view(torch.float32), message[edge:]
-        group = _BITS * self.config.block
-        for groups in rows_in_caches(-(-values.numel() // group), group, values.device):
-            numbers = values[groups.start * group : groups.stop * group]
-            yield (
-                numbers,
-                scales[groups.start * _BITS : groups.stop * _BITS],
-                place[groups.start * self.config.block : groups.stop * self.config.block],
-            )
+    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return the scales and the bytes of signs."""
+        edge = self._scale_bytes(numel)
+        return message[:edge].view(torch.float32), message[edge:]
 
     def _in_rows(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield all whole blocks, each a row, and then the last block if that is shorter."""
@@ -109,9 +120,16 @@ def _pack_signs(numbers: Tensor, place: Tensor) -> None:
     torch.sum(filled.view(-1, _BITS) * weights, 1, dtype=torch.uint8, out=place)
 
 
-def _unpacked(place: Tensor, numel: int) -> Tensor:
-    """Return the bits of bytes as numbers of 0 and 1."""
+def _unpack_signs(place: Tensor, values: Tensor) -> None:
+    """Write the signs that bytes stand for as numbers of 1 and -1."""
     if place.device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(place.numpy(), count=numel, bitorder="little"))
+        whole = values.numel() // _BITS
+        edge = whole * _BITS
+        # Without a check of indices, numpy writes into the tensor itself.
+        np.take(_SIGNS, place[:whole].numpy(), 0, values[:edge].view(whole, _BITS).numpy(), "clip")
+        last = torch.from_numpy(_SIGNS[place[whole:].numpy()])
+        values[edge:] = last.view(-1)[: values.numel() - edge]
+        return
     shifts = torch.arange(_BITS, dtype=torch.uint8, device=place.device)
-    return place[:, None].bitwise_right_shift(shifts).bitwise_and_(1).view(-1)[:numel]
+    bits = place[:, None].bitwise_right_shift(shifts).bitwise_and_(1)
+    values.copy_(bits.view(-1)[: values.numel()]).mul_(2).sub_(1)

@@ -24,8 +24,8 @@ from typing_extensions import override
 
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
-from drivetrain.links.codec import Codec, rows_in_caches
 from drivetrain.links.compressor import Honesty
+from drivetrain_links.compiled import Compiled, Format
 
 CHUNK = 4096
 """Numbers of a chunk: a place in it has 12 bits."""
@@ -41,6 +41,9 @@ class TopKOptions:
     keep: int = option(
         64, help="numbers of each 4,096 that are sent; a multiple of 4", minimum=4, maximum=1024
     )
+    compiled: bool = option(
+        True, help="whether a compiler of C makes the code for this processor, if there is one"
+    )
 
     def __post_init__(self) -> None:
         if self.keep % 4:
@@ -50,7 +53,7 @@ class TopKOptions:
             )
 
 
-class TopK(Codec[TopKOptions]):
+class TopK(Compiled[TopKOptions]):
     """The largest numbers of each chunk."""
 
     summary: ClassVar[str] = (
@@ -59,15 +62,22 @@ class TopK(Codec[TopKOptions]):
     honesty: ClassVar[Honesty] = Honesty.THEORY
     parameters: ClassVar[bool] = False  # of values, almost all would be zeros
     keeps_feedback = True
+    group = 4 * CHUNK  # a chunk may have an odd number of bytes
     Config: ClassVar[type] = TopKOptions
+    form: ClassVar[Format] = Format.TOPK
 
     @override
     def nbytes(self, numel: int) -> int:
         each = _BOOK_BYTES + self.config.keep * 3 // 2 + self.config.keep // 4
         return self._chunks(numel) * each
 
+    @property
     @override
-    def encode(self, values: Tensor, message: Tensor) -> None:
+    def figure(self) -> int:
+        return self.config.keep
+
+    @override
+    def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
         books, place_bytes, bin_bytes = self._parts(message, values.numel())
         places = torch.empty(len(books), self.config.keep, dtype=torch.int64, device=values.device)
         numbers = values.new_empty(places.shape)
@@ -79,7 +89,7 @@ class TopK(Codec[TopKOptions]):
         _write_bins(bins.view(-1), bin_bytes)
 
     @override
-    def decode(self, message: Tensor, values: Tensor) -> None:
+    def decode_by_torch(self, message: Tensor, values: Tensor) -> None:
         books, place_bytes, bin_bytes = self._parts(message, values.numel())
         numbers = books.gather(1, _read_bins(bin_bytes).view(-1, self.config.keep))
         places = _read_places(place_bytes).view(-1, self.config.keep)
@@ -126,7 +136,7 @@ class TopK(Codec[TopKOptions]):
 def _in_pieces(
     values: Tensor, places: Tensor, numbers: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield whole chunks, piece by piece, and then a shorter last chunk.
+    """Yield all whole chunks, and then a shorter last chunk.
 
     Args:
         values: 1-D.
@@ -139,8 +149,8 @@ def _in_pieces(
     """
     whole = values.numel() // CHUNK
     rows, last = values[: whole * CHUNK].view(-1, CHUNK), values[whole * CHUNK :]
-    for some in rows_in_caches(whole, CHUNK, values.device):
-        yield rows[some], places[some], numbers[some]
+    if whole:
+        yield rows, places[:whole], numbers[:whole]
     if last.numel():
         padded = values.new_zeros(1, CHUNK)
         padded[0, : last.numel()] = last

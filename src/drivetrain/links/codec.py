@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, sent_bytes
-from drivetrain.collectives.stretch import ParameterSpan, StretchParts
+from drivetrain.collectives.stretch import ParameterSpan, Stretch, StretchParts
 from drivetrain.links.compressor import Compressor, FarGather, FarReduction, MethodConfigT
 from drivetrain.links.encoded import EncodedGather, EncodedReduction
 from drivetrain.links.message import MessageLayout
@@ -21,26 +20,6 @@ SMALLEST = 2048
 """Elements of the smallest matrix that is encoded: smaller ones save nothing worth an error."""
 
 _FP32 = 4
-
-_PIECE = 65536
-"""Numbers of a piece: in fp32, with two scratch tensors as large, they fill 0.75 MiB of a cache."""
-
-
-def rows_in_caches(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Yield ranges of rows that are small enough for a processor's caches.
-
-    A method goes over its numbers several times, with one operation of torch each. On the CPU only
-    the first operation waits for memory, if the numbers of all of them fit into a cache. On other
-    devices a few large operations are faster, so all rows are one range.
-
-    Args:
-        rows: of a matrix; without rows there is no range.
-        width: numbers of a row.
-        device: of the numbers.
-    """
-    step = max(1, _PIECE // width) if device.type == "cpu" else max(1, rows)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
 
 
 class Codec(Compressor[MethodConfigT]):
@@ -56,27 +35,49 @@ class Codec(Compressor[MethodConfigT]):
     updates: ClassVar[bool] = True
     draws: bool = False
 
+    @property
+    @abstractmethod
+    def group(self) -> int:
+        """Numbers of the shortest range that can be encoded by itself."""
+
     @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Return the bytes of so many encoded elements."""
 
+    # --- numbers and bytes: see ``drivetrain.links.message.Encoding`` ---
+
     @abstractmethod
     def encode(self, values: Tensor, message: Tensor) -> None:
-        """Write numbers as bytes; see ``drivetrain.links.message.Encoding``."""
+        """Write numbers as bytes."""
 
-    def encode_gradients(self, values: Tensor, message: Tensor, seed: int) -> None:
-        """Write gradients as bytes: as all numbers, unless these are rounded by chance.
-
-        Args:
-            values: see ``encode``.
-            message: see ``encode``.
-            seed: of the draws; another one for each message.
-        """
-        self.encode(values, message)
+    def encode_gradients(
+        self,
+        values: Tensor,
+        message: Tensor,
+        *,
+        errors: Tensor | None = None,
+        draws: torch.Generator | None = None,
+    ) -> None:
+        """Write gradients as bytes: as all numbers, unless these are rounded by chance."""
+        self.encode(values if errors is None else values + errors, message)
 
     @abstractmethod
     def decode(self, message: Tensor, values: Tensor) -> None:
         """Write the numbers that bytes stand for."""
+
+    def add(self, message: Tensor, values: Tensor) -> None:
+        """Add the numbers that bytes stand for."""
+        found = torch.empty_like(values)
+        self.decode(message, found)
+        values.add_(found)
+
+    def keep(self, values: Tensor, message: Tensor, errors: Tensor) -> None:
+        """Keep the errors of the bytes."""
+        found = torch.empty_like(values)
+        self.decode(message, found)
+        errors.add_(values).sub_(found)
+
+    # --- sums and gathers of them ---
 
     def encodes(self, span: ParameterSpan, dtype: torch.dtype) -> bool:
         """Return whether a parameter's elements are encoded: those of large matrices."""
@@ -122,11 +123,20 @@ class Codec(Compressor[MethodConfigT]):
     @override
     def rehearse(self, matrix: Tensor) -> None:
         values = matrix.view(-1)
-        message = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=matrix.device)
-        self.encode_gradients(values, message, 0)
-        if self.keeps_feedback:
-            self.decode(message, values)  # for the error
-        self.decode(message, values)  # of another host
+        span = ParameterSpan("", matrix.numel(), matrix.shape[1], 0, 0, matrix.numel())
+        layout = MessageLayout(self, [Stretch(matrix.numel(), matrix.dtype, (span,))])
+        message = layout.room(matrix.device)
+        draws = torch.Generator(matrix.device).manual_seed(0) if self.draws else None
+        errors = None
+        for _, place, room in layout.pieces(matrix.device):
+            numbers, bytes_ = values[place], message[room]
+            if self.keeps_feedback and (errors is None or len(errors) != len(numbers)):
+                errors = torch.zeros_like(numbers)
+            self.encode_gradients(numbers, bytes_, errors=errors, draws=draws)
+            if errors is not None:
+                self.keep(numbers, bytes_, errors)
+            self.add(bytes_, numbers)  # as if from another host
+            self.decode(bytes_, numbers)  # the sum
 
     @override
     def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from drivetrain.collectives import Communicator, Handle, Parts
@@ -123,6 +124,12 @@ class Compressor(ABC, Generic[MethodConfigT]):
             use: ``gradients``, ``parameters`` (their values) or ``updates`` (of parameters).
         """
         return self.honesty
+
+    def get_ready(self, device: torch.device) -> None:
+        """Prepare for tensors of a device, once in a process; by default nothing is needed.
+
+        Called in ``prepare()`` on ranks of several hosts.
+        """
 
     @abstractmethod
     def approximates(self, stretches: StretchParts) -> bool:

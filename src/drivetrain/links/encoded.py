@@ -90,6 +90,7 @@ class EncodedReduction(FarReduction):
         feedback: bool,
         draws: bool = False,
     ) -> None:
+        self._encoding = encoding
         self._far = far
         self._everywhere = everywhere
         self._layouts = [MessageLayout(encoding, each) for each in stretches]
@@ -99,6 +100,7 @@ class EncodedReduction(FarReduction):
         self._errors = {layout: torch.zeros(layout.numel) for layout in keeping if feedback}
         spans = [span for layout in self._layouts for span in layout.spans]
         self._counts = SeedCounts(spans if draws else [])
+        self._draws_any = draws
         self._keeps = feedback or draws
 
     @override
@@ -116,8 +118,7 @@ class EncodedReduction(FarReduction):
                 layout, message = self._layouts[rank], outgoing[rank]
                 layout.write_plain(parts[rank], message)
                 mark(message, finite=finite)
-                values = self._with_errors(rank, parts, finite=finite)
-                layout.encode_gradients(values, message, self._seed(layout))
+                self._encode(layout, parts[rank], message)
 
         sent = far.all_to_all(outgoing, incoming, label=label, first=encode)
         message = outgoing[far.rank]
@@ -127,8 +128,7 @@ class EncodedReduction(FarReduction):
             finite = all(is_marked_finite(each) for each in (message, *theirs))
             if self._errors and finite:
                 for rank in self._others:
-                    sent_values = self._with_errors(rank, parts, finite=finite)
-                    self._keep_errors(self._layouts[rank], sent_values, outgoing[rank])
+                    self._keep_errors(self._layouts[rank], parts[rank], outgoing[rank])
             self._add_up(parts[far.rank], theirs, message, finite=finite)
             if finite:
                 self._counts.advance()
@@ -139,7 +139,12 @@ class EncodedReduction(FarReduction):
         # What was sent is read no more: the same memory gets the sums of the others.
         held = [[each] for each in outgoing]
         gathered = far.gather_parts(held, label=label, first=summed.wait)
-        return Followed(gathered, lambda: self._read(parts, outgoing))
+
+        def read() -> None:
+            for rank in self._others:  # this rank's part is as the others read it already
+                read_message(self._encoding, self._layouts[rank], outgoing[rank], parts[rank])
+
+        return Followed(gathered, read)
 
     @override
     def feedback(self) -> Iterator[Kept]:
@@ -153,23 +158,31 @@ class EncodedReduction(FarReduction):
     def factors(self) -> Iterator[tuple[ParameterSpan, Tensor]]:
         yield from self._counts
 
-    def _seed(self, layout: MessageLayout) -> int:
-        """Return the seed of this rank's message about a part: no other message has the same."""
-        return self._counts.seed(layout.spans, self._far.rank)
+    def _draws(self, layout: MessageLayout, device: torch.device) -> torch.Generator | None:
+        """Return the draws of this rank's message about a part: no other message has the same."""
+        if not self._draws_any:
+            return None
+        seed = self._counts.seed(layout.spans, self._far.rank)
+        return torch.Generator(device).manual_seed(seed)
 
-    def _with_errors(self, rank: int, parts: Parts, *, finite: bool) -> Tensor:
-        """Return the numbers to encode for a rank: its part of the gradients, and the errors."""
-        layout, tensors = self._layouts[rank], parts[rank]
-        if not self._errors or not finite:  # then NaN is all that anybody reads of the message
-            return layout.load(tensors)
-        device = tensors[0].device if tensors else torch.device("cpu")
-        return layout.load(tensors, errors=self._errors_of(layout, device))
+    def _encode(self, layout: MessageLayout, tensors: Sequence[Tensor], message: Tensor) -> None:
+        """Write the gradients and errors of another rank's part into its message."""
+        device = message.device
+        errors, draws = self._errors_of(layout, device), self._draws(layout, device)
+        for elements, place, room in layout.pieces(device):
+            values = elements.of(tensors).to(torch.float32)
+            kept = None if errors is None else errors[place]
+            self._encoding.encode_gradients(values, message[room], errors=kept, draws=draws)
 
-    def _keep_errors(self, layout: MessageLayout, values: Tensor, message: Tensor) -> None:
-        """Keep the difference between numbers and their message as errors."""
-        errors = self._errors_of(layout, values.device)
-        layout.decode(message, errors)
-        torch.sub(values, errors, out=errors)
+    def _keep_errors(
+        self, layout: MessageLayout, tensors: Sequence[Tensor], message: Tensor
+    ) -> None:
+        """Keep the difference between gradients with errors and their message as errors."""
+        errors = self._errors_of(layout, message.device)
+        assert errors is not None
+        for elements, place, room in layout.pieces(message.device):
+            values = elements.of(tensors).to(torch.float32)
+            self._encoding.keep(values, message[room], errors[place])
 
     def _add_up(
         self, own: Sequence[Tensor], incoming: Sequence[Tensor], message: Tensor, *, finite: bool
@@ -182,31 +195,31 @@ class EncodedReduction(FarReduction):
             message: for the sum.
             finite: whether the gradients of all ranks are finite.
         """
-        layout = self._layouts[self._far.rank]
-        total = layout.load(own)
-        theirs = torch.empty_like(total)
+        layout, device = self._layouts[self._far.rank], message.device
         for each in incoming:
             layout.add_plain(each, own)
-            layout.decode(each, theirs)
-            total.add_(theirs)
-        if not self._everywhere:
-            layout.store(total, own)
-            return
-        layout.write_plain(own, message)
-        keeps = bool(self._errors) and finite and are_finite([[total]])  # a sum may overflow
-        if keeps:
-            total.add_(self._errors_of(layout, total.device))
-        layout.encode_gradients(total, message, self._seed(layout))
-        if keeps:
-            self._keep_errors(layout, total, message)
+        if self._everywhere:
+            layout.write_plain(own, message)
+        errors, draws = self._errors_of(layout, device), self._draws(layout, device)
+        for elements, place, room in layout.pieces(device):
+            part = elements.of(own)
+            total = part.to(torch.float32)  # of fp32: the part itself
+            for each in incoming:
+                self._encoding.add(each[room], total)
+            if self._everywhere:
+                keeps = errors is not None and finite and is_finite(total)  # a sum may overflow
+                kept = errors[place] if errors is not None and keeps else None
+                bytes_ = message[room]
+                self._encoding.encode_gradients(total, bytes_, errors=kept, draws=draws)
+                if kept is not None:
+                    self._encoding.keep(total, bytes_, kept)
+                self._encoding.decode(bytes_, total)  # as all others will read it
+            part.copy_(total)
 
-    def _read(self, parts: Parts, messages: Sequence[Tensor]) -> None:
-        for layout, tensors, message in zip(self._layouts, parts, messages, strict=True):
-            read_message(layout, message, tensors)
-
-    def _errors_of(self, layout: MessageLayout, device: torch.device) -> Tensor:
-        errors = self._errors[layout]
-        if errors.device != device:
+    def _errors_of(self, layout: MessageLayout, device: torch.device) -> Tensor | None:
+        """Return the errors of a part; none if errors are not kept."""
+        errors = self._errors.get(layout)
+        if errors is not None and errors.device != device:
             errors = self._errors[layout] = errors.to(device)
         return errors
 
@@ -224,6 +237,7 @@ class EncodedGather(FarGather):
     def __init__(
         self, encoding: Encoding, far: Communicator, stretches: StretchParts, *, updates: bool
     ) -> None:
+        self._encoding = encoding
         self._far = far
         self._updates = updates
         self._layouts = [MessageLayout(encoding, each) for each in stretches]
@@ -240,40 +254,51 @@ class EncodedGather(FarGather):
             before = layout.load(own) if self._updates else None
             first()
             layout.write_plain(own, message)
-            values = layout.load(own)
-            if before is not None:
-                layout.store(before, own)  # to which all ranks, this one too, add the same
-                values.sub_(before)
-            layout.encode(values, message)
+            for elements, place, room in layout.pieces(device):
+                part = elements.of(own)
+                values = part.to(torch.float32)
+                if before is not None:
+                    values = values - before[place]
+                    part.copy_(before[place])  # to which all ranks, this one too, add the same
+                self._encoding.encode(values, message[room])
 
         held = [[each] for each in messages]
         gathered = self._far.gather_parts(held, label=label, first=encode)
 
         def read() -> None:
             for each, message, tensors in zip(self._layouts, messages, parts, strict=True):
-                read_message(each, message, tensors, add=self._updates)
+                read_message(self._encoding, each, message, tensors, add=self._updates)
 
         return Followed(gathered, read)
 
 
 def read_message(
-    layout: MessageLayout, message: Tensor, tensors: Sequence[Tensor], *, add: bool = False
+    encoding: Encoding,
+    layout: MessageLayout,
+    message: Tensor,
+    tensors: Sequence[Tensor],
+    *,
+    add: bool = False,
 ) -> None:
     """Replace the elements of tensors by those of a message, or add the encoded ones to them."""
     layout.read_plain(message, tensors)
-    values = torch.empty(layout.numel, dtype=torch.float32, device=message.device)
-    layout.decode(message, values)
-    if add:
-        values.add_(layout.load(tensors))
-    layout.store(values, tensors)
+    for elements, _, room in layout.pieces(message.device):
+        part = elements.of(tensors)
+        values = part.to(torch.float32)  # of fp32: the part itself
+        if add:
+            encoding.add(message[room], values)
+        else:
+            encoding.decode(message[room], values)
+        part.copy_(values)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all elements are finite; each is read once."""
+    # A sum is finite only if all elements are; one of half precision could overflow.
+    total = tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else None)
+    return bool(torch.isfinite(total))
 
 
 def are_finite(parts: Parts) -> bool:
-    """Return whether all elements of all tensors are finite; each is read once."""
-    # A sum is finite only if all elements are; one of half precision could overflow.
-    sums = (
-        tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else None)
-        for tensors in parts
-        for tensor in tensors
-    )
-    return all(bool(torch.isfinite(total)) for total in sums)
+    """Return whether all elements of all tensors are finite."""
+    return all(is_finite(tensor) for tensors in parts for tensor in tensors)

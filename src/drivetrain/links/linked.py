@@ -303,6 +303,9 @@ def connect_linked(
     count = hosts_apart(mesh, name, world, links)
     if count is None:
         return connect_over_hosts(mesh, name, traffic, world)
+    for method in (links.gradients, links.parameters):
+        if method is not None:
+            method.get_ready(world.device)
     near = mesh.start_neighbors(name, count, world)
     levels = HostLevels(near, mesh.start_across(name, count, world))
     return LinkedCommunicator(mesh[name], levels, connected, traffic, world, links)

@@ -1,14 +1,18 @@
-"""The message of one rank's tensors: matrices encoded, all other elements as they are.
+"""The message of one rank's tensors: matrices encoded piece by piece, other elements as they are.
 
 ::
 
-    | finite? | encoded elements of all matrices, side by side | other elements as they are |
-      4 bytes   as many as the encoding needs                    as many as they have
+    | finite? | pieces of the first matrix | ... of the last matrix | other elements as they are |
+      4 bytes   as many bytes as the encoding needs                   as many as they have
 
-Vectors, small matrices and elements of no parameter are few, and count much.
+Vectors, small matrices and elements of no parameter are few, and count much. An encoding goes over
+its numbers several times, with one operation of torch each, and so does what is done before and
+after: errors are added, sums are made. On the CPU a piece stays in the caches all the time, so each
+number and each error is read from memory once. On other devices a few large operations are faster:
+there a matrix is one piece.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -20,9 +24,26 @@ from drivetrain.collectives.stretch import ParameterSpan, Stretch
 MARK_BYTES = 4
 """The first bytes of a message say whether all encoded elements are finite."""
 
+_ALIGNMENT = 4
+"""The bytes of a matrix begin at a multiple: fp32 may be among them."""
+
+_PIECE = 65536
+"""Numbers of a piece, about: in fp32, with two scratch tensors as large, 0.75 MiB of a cache."""
+
 
 class Encoding(Protocol):
-    """Turns fp32 numbers into bytes and back."""
+    """Turns fp32 numbers into bytes and back.
+
+    All arguments are of one range of numbers: values and errors fp32, 1-D and contiguous, and a
+    message of ``nbytes`` elements, uint8, at an address that fp32 may have.
+    """
+
+    @property
+    def group(self) -> int:
+        """Numbers that can be encoded by themselves, in as many bytes as within a longer range.
+
+        The bytes are a multiple of 4.
+        """
 
     def encodes(self, span: ParameterSpan, dtype: torch.dtype) -> bool:
         """Return whether a parameter's elements are encoded; otherwise they go as they are."""
@@ -31,18 +52,26 @@ class Encoding(Protocol):
         """Return the bytes of so many encoded elements."""
 
     def encode(self, values: Tensor, message: Tensor) -> None:
-        """Write numbers as bytes; where one is infinite or NaN, decoding must give such a one.
+        """Write numbers as bytes; where one is infinite or NaN, decoding must give such a one."""
 
-        Args:
-            values: fp32, 1-D.
-            message: uint8, 1-D, of ``nbytes`` elements, at an address that fp32 may have.
-        """
-
-    def encode_gradients(self, values: Tensor, message: Tensor, seed: int) -> None:
-        """Write gradients as bytes; draws, if there are any, begin with the seed."""
+    def encode_gradients(
+        self,
+        values: Tensor,
+        message: Tensor,
+        *,
+        errors: Tensor | None = None,
+        draws: torch.Generator | None = None,
+    ) -> None:
+        """Write gradients, plus the errors of each, as bytes; roundings by chance draw."""
 
     def decode(self, message: Tensor, values: Tensor) -> None:
-        """Write the numbers of a message; the arguments are as for ``encode``."""
+        """Write the numbers of a message."""
+
+    def add(self, message: Tensor, values: Tensor) -> None:
+        """Add the numbers of a message to values."""
+
+    def keep(self, values: Tensor, message: Tensor, errors: Tensor) -> None:
+        """Replace errors by values plus errors minus the numbers of a message."""
 
 
 class ElementRange(NamedTuple):
@@ -68,6 +97,20 @@ class ElementRange(NamedTuple):
         return tensors[self.tensor][self.start : self.stop]
 
 
+class EncodedPiece(NamedTuple):
+    """A range of one matrix that is encoded by itself.
+
+    Attributes:
+        elements: of one of the tensors.
+        place: the same elements among all that are encoded.
+        room: their bytes in a message.
+    """
+
+    elements: ElementRange
+    place: slice
+    room: slice
+
+
 class MessageLayout:
     """Where the elements of one rank's tensors lie in the message about them.
 
@@ -85,6 +128,7 @@ class MessageLayout:
         self._encoding = encoding
         self._encoded: list[ElementRange] = []
         self._plain: list[ElementRange] = []
+        self._plain_from = MARK_BYTES
         self.spans: list[ParameterSpan] = []
         self.numel = 0
         plain_bytes = 0
@@ -97,7 +141,6 @@ class MessageLayout:
                 self._take(ElementRange(index, span.start, span.stop), span)
                 edge = span.stop
             plain_bytes += self._leave(ElementRange(index, edge, stretch.numel), stretch.dtype)
-        self._plain_from = MARK_BYTES + encoding.nbytes(self.numel) if self.numel else MARK_BYTES
         self.nbytes = self._plain_from + plain_bytes
 
     def _leave(self, elements: ElementRange, dtype: torch.dtype) -> int:
@@ -111,6 +154,11 @@ class MessageLayout:
         self.spans.append(replace(span, start=self.numel, stop=stop))
         self.numel = stop
         self._encoded.append(elements)
+        self._plain_from += self._aligned(elements.numel)
+
+    def _aligned(self, numel: int) -> int:
+        """Return the bytes of so many elements of a matrix, with those before the next matrix."""
+        return -(-self._encoding.nbytes(numel) // _ALIGNMENT) * _ALIGNMENT
 
     def room(self, device: torch.device) -> Tensor:
         """Return memory for a message."""
@@ -118,42 +166,29 @@ class MessageLayout:
 
     # --- encoded elements ---
 
-    def load(self, tensors: Sequence[Tensor], *, errors: Tensor | None = None) -> Tensor:
-        """Return a copy of the elements to encode, plus the errors of each: fp32, 1-D."""
+    def pieces(self, device: torch.device) -> Iterator[EncodedPiece]:
+        """Yield the pieces of all matrices, in order, for tensors and messages on a device."""
+        group = self._encoding.group
+        step = max(1, _PIECE // group) * group if device.type == "cpu" else max(1, self.numel)
+        edge, place = MARK_BYTES, 0
+        for index, first, last in self._encoded:
+            room = edge
+            for start in range(first, last, step):
+                stop = min(start + step, last)
+                end = room + self._encoding.nbytes(stop - start)
+                elements = ElementRange(index, start, stop)
+                yield EncodedPiece(elements, slice(place, place + stop - start), slice(room, end))
+                place, room = place + stop - start, end
+            edge += self._aligned(last - first)
+
+    def load(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return a copy of the elements to encode: fp32, 1-D."""
         device = tensors[0].device if tensors else None
         values = torch.empty(self.numel, dtype=torch.float32, device=device)
-        lengths = [each.numel for each in self._encoded]
-        places = values.split_with_sizes(lengths)
-        pieces = [each.of(tensors) for each in self._encoded]
-        if errors is None:
-            for place, piece in zip(places, pieces, strict=True):
-                place.copy_(piece)
-            return values
-        kept = errors.split_with_sizes(lengths)
-        for place, piece, added in zip(places, pieces, kept, strict=True):
-            torch.add(piece, added, out=place)
+        places = values.split_with_sizes([each.numel for each in self._encoded])
+        for each, place in zip(self._encoded, places, strict=True):
+            place.copy_(each.of(tensors))
         return values
-
-    def store(self, values: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Write fp32 values in the places of the encoded elements."""
-        lengths = [each.numel for each in self._encoded]
-        for each, piece in zip(self._encoded, values.split_with_sizes(lengths), strict=True):
-            each.of(tensors).copy_(piece)
-
-    def encode(self, values: Tensor, message: Tensor) -> None:
-        """Write values into a message."""
-        if self.numel:
-            self._encoding.encode(values, message[MARK_BYTES : self._plain_from])
-
-    def encode_gradients(self, values: Tensor, message: Tensor, seed: int) -> None:
-        """Write gradients into a message."""
-        if self.numel:
-            self._encoding.encode_gradients(values, message[MARK_BYTES : self._plain_from], seed)
-
-    def decode(self, message: Tensor, values: Tensor) -> None:
-        """Read values from a message."""
-        if self.numel:
-            self._encoding.decode(message[MARK_BYTES : self._plain_from], values)
 
     # --- the other elements ---
 

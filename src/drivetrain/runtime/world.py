@@ -199,6 +199,12 @@ def memory_folder() -> str:
     return os.environ.get(MEMORY_VARIABLE, "")
 
 
+def cache_folder() -> Path:
+    """Return this user's folder for files that are made once on a machine."""
+    root = os.environ.get("XDG_CACHE_HOME", "") or "~/.cache"
+    return Path(root).expanduser() / "drivetrain"
+
+
 def memory_kept_mark(folder: Path) -> Path:
     """Return the file by which a rank asks the launcher to leave the folder in memory at its end.
 

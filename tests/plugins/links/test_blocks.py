@@ -17,7 +17,7 @@ def by_chance(kind: type[Blocks], *, feedback: bool = False, block: int = BLOCK)
 
 def message_of(method: Blocks, values: torch.Tensor, seed: int) -> torch.Tensor:
     message = torch.empty(method.nbytes(values.numel()), dtype=torch.uint8)
-    method.encode_gradients(values, message, seed)
+    method.encode_gradients(values, message, draws=torch.Generator().manual_seed(seed))
     return message
 
 
@@ -65,6 +65,16 @@ def test_equal_seeds_draw_alike_and_others_do_not():
     assert not torch.equal(first, message_of(method, values, 4))
     nearest = Int8(BlockOptions(block=BLOCK))
     assert torch.equal(message_of(nearest, values, 3), message_of(nearest, values, 4))
+
+
+@pytest.mark.parametrize("kind", [Int8, Int4])
+def test_values_of_parameters_are_rounded_to_the_nearest_whatever_gradients_are(kind):
+    values, messages, nearest = made_up(1000), [], kind(BlockOptions(block=BLOCK))
+    for method in (by_chance(kind), by_chance(kind, feedback=True), nearest):
+        messages.append(torch.empty(method.nbytes(1000), dtype=torch.uint8))
+        method.encode(values, messages[-1])
+    assert torch.equal(messages[0], messages[2])
+    assert torch.equal(messages[1], messages[2])
 
 
 @pytest.mark.parametrize("kind", [Int8, Int4])

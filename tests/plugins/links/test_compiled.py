@@ -1,0 +1,295 @@
+"""Compiled codes: the bytes and numbers of operations of torch, and what there is without one."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.links.codec import Codec
+from drivetrain.registry import compressors
+from drivetrain.runtime.world import cache_folder
+from drivetrain_links import compiled
+from drivetrain_links.compiled import KernelError, Kernels, built, kernels
+
+TINY = torch.finfo(torch.float32).tiny
+NUMEL = 3 * 4096 + 77
+
+needs_compiler = pytest.mark.skipif(kernels() is None, reason="no C compiler on this machine")
+
+
+def both(name: str, **options: object) -> tuple[Codec, Codec]:
+    """Return a method that is compiled, and the same in operations of torch."""
+    kind = compressors().load(name)
+    return kind(kind.Config(**options)), kind(kind.Config(compiled=False, **options))
+
+
+def normal(numel: int, seed: int = 5) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def awkward(name: str) -> torch.Tensor:
+    """Return numbers of which some are hard to round or to scale."""
+    values = normal(NUMEL)
+    if name == "ties":  # halves of a scale that is a power of two: to the even integer
+        steps = torch.arange(-254, 255) / 2
+        values = steps.repeat(NUMEL // steps.numel() + 1)[:NUMEL].clone()
+        values[::100] = 127.0
+    elif name == "ties of 4 bits":
+        values = (torch.arange(NUMEL) % 29 - 14) / 2
+    elif name == "zeros":
+        values[: NUMEL // 2] = 0.0
+        values[1000:2000] = -0.0
+    elif name == "denormal":
+        values = values * TINY / 8
+        values[4096:8192] = TINY / 2**22
+    elif name == "large":
+        values = values * 1e37
+    elif name == "equal":
+        values = torch.full((NUMEL,), -0.75)
+    return values
+
+
+def sent(method: Codec, values: torch.Tensor, errors: torch.Tensor | None) -> torch.Tensor:
+    message = torch.full((method.nbytes(values.numel()),), 171, dtype=torch.uint8)
+    method.encode_gradients(values, message, errors=errors)
+    return message
+
+
+def results(method: Codec, message: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the numbers of a message: written, added, and their errors."""
+    written, added, errors = torch.full_like(values, 3.0), values.clone(), normal(len(values), 9)
+    method.decode(message, written)
+    method.add(message, added)
+    method.keep(values, message, errors)
+    return [written, added, errors]
+
+
+def are_same(some: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether tensors are the same bit by bit, but for the kind of a NaN."""
+    bits = some.view(torch.int32) == others.view(torch.int32)
+    return bool((bits | (some.isnan() & others.isnan())).all())
+
+
+CASES = ["normal", "ties", "ties of 4 bits", "zeros", "denormal", "large", "equal"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("options", [{}, {"block": 16}, {"block": 100}, {"block": 4097}])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_integers_have_the_bytes_and_numbers_of_torch(name, options, case):
+    method, torchs = both(name, **options)
+    for numel in (NUMEL, 1, 2, 15, 257):
+        values = awkward(case)[-numel:].contiguous()
+        for errors in (None, normal(numel, 7) * values.abs().mean()):
+            message, expected = (sent(each, values, errors) for each in (method, torchs))
+            assert torch.equal(message, expected)
+            for found, wanted in zip(
+                results(method, message, values), results(torchs, message, values), strict=True
+            ):
+                assert are_same(found, wanted)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("block", [16, 100, 256, 4097])
+def test_signs_are_those_of_torch_and_means_but_for_the_order_of_sums(block, case):
+    method, torchs = both("onebit", block=block)
+    for numel in (NUMEL, 1, 7, 257):
+        values = awkward(case)[-numel:].contiguous()
+        for errors in (None, normal(numel, 7) * values.abs().mean()):
+            message, expected = (sent(each, values, errors) for each in (method, torchs))
+            edge = 4 * -(-numel // block)
+            assert torch.equal(message[edge:], expected[edge:])
+            torch.testing.assert_close(
+                message[:edge].view(torch.float32), expected[:edge].view(torch.float32),
+                rtol=1e-6, atol=1e-45,
+            )  # fmt: skip
+            for found, wanted in zip(
+                results(method, message, values), results(torchs, message, values), strict=True
+            ):
+                assert are_same(found, wanted)
+
+
+@needs_compiler
+@pytest.mark.parametrize("keep", [4, 64, 100, 516, 1024])
+def test_the_largest_numbers_are_those_of_torch(keep):
+    method, torchs = both("topk", keep=keep)
+    chunks = -(-NUMEL // 4096)
+    edge, last = 16 * chunks, 16 * chunks + chunks * keep * 3 // 2
+    values = normal(NUMEL)
+    values[4096:8192] *= 1e-3
+    values[100:1300] += 5.0  # many of one range
+    values[-77:] += 20.0  # so that no zero behind the last number is among the largest: keep <= 77
+    for errors in (None, normal(NUMEL, 7)):
+        message, expected = (sent(each, values, errors) for each in (method, torchs))
+        whole = slice(edge, edge + (chunks - 1) * keep * 3 // 2)
+        assert torch.equal(message[whole], expected[whole])  # the places
+        torch.testing.assert_close(
+            message[:edge].view(torch.float32), expected[:edge].view(torch.float32)
+        )
+        assert (message[last:] != expected[last:]).float().mean() < 0.01  # edges of bins
+        for found, wanted in zip(
+            results(method, message, values), results(torchs, message, values), strict=True
+        ):
+            assert are_same(found, wanted)
+
+
+@needs_compiler
+def test_of_equal_numbers_the_first_are_sent_and_zeros_come_back_as_zeros():
+    method, _ = both("topk")
+    values = torch.zeros(2 * 4096)
+    values[:4096] = 0.5
+    values[4000] = -0.75
+    found = torch.empty_like(values)
+    method.decode(sent(method, values, None), found)
+    assert found.nonzero().flatten().tolist() == [*range(63), 4000]
+    assert not found[4096:].any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["int8", "int4", "onebit", "topk"])
+def test_a_number_that_is_not_finite_comes_back_as_such_and_spoils_no_other_block(name, bad):
+    method, torchs = both(name)
+    values = normal(2 * 4096)
+    values[17] = bad
+    message = sent(method, values, None)
+    found, expected = (torch.empty_like(values) for _ in range(2))
+    method.decode(message, found)
+    torchs.decode(message, expected)
+    assert are_same(found, expected)
+    assert not found[17].isfinite()
+    assert found[4096:].isfinite().all()
+    torchs.decode(sent(torchs, values, None), expected)
+    assert torch.equal(found.isfinite(), expected.isfinite())
+
+
+@pytest.fixture
+def small_source(tmp_path, monkeypatch) -> None:
+    """Compile a source that takes no time."""
+    source = tmp_path / "small.c"
+    source.write_text("void encode(void) {}\nvoid decode(void) {}\n", encoding="utf-8")
+    monkeypatch.setattr(compiled, "SOURCES", (source,))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_source")
+def test_a_library_is_compiled_once_by_processes_that_begin_together(tmp_path, monkeypatch):
+    runs, run = [], subprocess.run
+
+    def counted(command, **options):
+        runs.append("-o" in command)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", counted)
+    folder, paths = tmp_path / "kernels", []
+    threads = [threading.Thread(target=lambda: paths.append(built(folder))) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(set(paths)) == 1
+    assert [each.name for each in folder.iterdir()] == [paths[0].name]  # and no drafts
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    compiled_before = sum(runs)
+    assert built(folder) == paths[0]
+    assert sum(runs) == compiled_before > 0
+    Kernels(paths[0])
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-DOTHER"))
+    assert built(folder) != paths[0]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_source")
+def test_a_process_that_was_killed_while_it_compiled_leaves_nothing_that_is_waited_for(tmp_path):
+    folder = tmp_path / "kernels"
+    left = folder / "tmpkilled"
+    left.mkdir(parents=True)
+    folder.chmod(0o700)
+    path = built(folder)
+    (left / path.name).write_bytes(b"half")
+    assert built(folder) == path
+    Kernels(path)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *compilers: str) -> Path:
+    monkeypatch.setattr(compiled, "COMPILERS", compilers)
+    return tmp_path / "kernels"
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_why_there_are_no_kernels_is_said(tmp_path, monkeypatch):
+    folder = without(monkeypatch, tmp_path, "no-such-compiler")
+    with pytest.raises(KernelError, match="none of the C compilers no-such-compiler; install one"):
+        built(folder)
+    failing = script(tmp_path / "failing", "echo unknown processor >&2; exit 1")
+    folder = without(monkeypatch, tmp_path, failing)
+    with pytest.raises(KernelError, match="failing cannot compile .*: unknown processor"):
+        built(folder)
+    slow = script(tmp_path / "slow", "exec sleep 60")
+    folder = without(monkeypatch, tmp_path, slow)
+    monkeypatch.setattr(compiled, "COMPILES_S", 0.2)
+    with pytest.raises(KernelError, match="cannot compile: .* timed out"):
+        built(folder)
+    fine = script(tmp_path / "fine", "echo facts")
+    folder = without(monkeypatch, tmp_path, fine)
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(KernelError, match="written by you alone, found mode 777"):
+        built(folder)
+    folder.chmod(0o700)
+    folder.rmdir()
+    folder.write_text("a file", encoding="utf-8")
+    with pytest.raises(KernelError, match="cannot keep a library in"):
+        built(folder)
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"half")
+    with pytest.raises(KernelError, match="cannot load .*broken.so"):
+        Kernels(broken)
+
+
+ENCODES = """
+import torch
+from drivetrain.registry import compressors
+kind = compressors().load("int8")
+method = kind(kind.Config())
+method.get_ready(torch.device("meta"))
+print("other devices say nothing")
+method.get_ready(torch.device("cpu"))
+method.get_ready(torch.device("cpu"))
+message = torch.empty(method.nbytes(300), dtype=torch.uint8)
+values = torch.linspace(-1, 1, 300)
+method.encode(values, message)
+method.decode(message, values)
+print(float((values - torch.linspace(-1, 1, 300)).abs().max()))
+"""
+
+
+@pytest.mark.parametrize("can_compile", [pytest.param(True, marks=needs_compiler), False])
+def test_the_log_says_once_which_way_encodes(can_compile, tmp_path):
+    env = dict(os.environ)
+    if not can_compile:
+        env |= {"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENCODES], env=env, capture_output=True, text=True, check=True
+    )
+    first, error = ended.stdout.split("\n")[:2]
+    assert first == "other devices say nothing"
+    assert 0 < float(error) < 1 / 254 * 1.001
+    said = [line for line in ended.stderr.splitlines() if "encode with" in line]
+    assert len(said) == 1
+    if can_compile:
+        assert f"compiled kernels: {built(cache_folder() / 'kernels')}" in said[0]
+    else:
+        assert "operations of torch, and slower than compiled: found none of" in said[0]
