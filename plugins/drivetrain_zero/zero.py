@@ -204,4 +204,6 @@ class Zero3(Zero[Zero3Config]):
 
     def connect(self) -> Ranks:
         """Connect ``dp`` with queues of their own for gathers and for gradients."""
-        return Ranks.in_queues(self.run)
+        run = self.run
+        per_host = self.config.secondary_ranks(run.mesh, run.world)
+        return Ranks.in_queues(run, per_host=per_host)

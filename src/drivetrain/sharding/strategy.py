@@ -13,6 +13,7 @@ from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.links.kept import kept_by, take_kept
 from drivetrain.links.linked import route_linked
+from drivetrain.log import get_logger
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.rounds import Rounds
 from drivetrain.sharding.estimate import Estimate, Lines, Regather, gathers_again
@@ -20,6 +21,7 @@ from drivetrain.sharding.gather import Gather
 from drivetrain.sharding.home import BoundOptimizer, home_kind, open_home
 from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.near import route_secondary
 from drivetrain.sharding.optimizers import Fragments, check_suits
 from drivetrain.sharding.options import ShardedConfig
 from drivetrain.sharding.placement import Placement, Ranks, connect_line, edits_accepted
@@ -29,6 +31,8 @@ from drivetrain.sharding.state import ShardedState
 from drivetrain.sharding.unit import Unit
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Run, Strategy
+
+logger = get_logger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=ShardedConfig)
 
@@ -83,7 +87,9 @@ class Accounted(OffloadInPlans, Strategy[ConfigT], Generic[ConfigT]):
     def lines(cls, config: ConfigT, run: Run) -> Lines:
         """Return the ranks that the cost is about."""
         everyone = route_linked(run.mesh, "dp", run.world, run.links)
-        return Lines(everyone, everyone)
+        per_host = config.secondary_ranks(run.mesh, run.world)
+        secondary = route_secondary(run, per_host) if per_host else None
+        return Lines(everyone, everyone, secondary=secondary)
 
     @classmethod
     def estimate(cls, config: ConfigT, units: Sequence[UnitLayout], run: Run) -> Estimate:
@@ -143,6 +149,10 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.model = nn.Module()  # until there is one
         self.home = open_home(config.offload, run)
         self.ranks = self.connect()
+        if config.keeps_secondary and self.ranks.secondary is None:
+            logger.announce(
+                "secondary: host changes nothing here: all ranks of 'dp' are on one host"
+            )
         self.summing, self.linked = self.ranks.summing, self.ranks.communicators
         self.placement = Placement(
             self.ranks, self.home, self._cut, config.places, run.world.device
@@ -331,8 +341,8 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.placement.wait_for_steps()
         self.home.drop_late()
         self._state().load(reader)
-        for unit in [each for each in self.placement.units if each.resident]:
-            unit.start(exact=True)
+        for unit in self.placement.units:
+            unit.spread(exact=True)
         self.placement.wait_for_values()
         self.reduce.open_channels()
         take_kept(self.summing, reader, self.run.links.name_for("gradients"))

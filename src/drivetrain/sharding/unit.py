@@ -20,7 +20,7 @@ from drivetrain.errors import CollectiveError, StorageError
 from drivetrain.heap import offer
 from drivetrain.parts.guard import Guard, guard, unguard
 from drivetrain.sharding.layout import UnitLayout, stretches_of
-from drivetrain.sharding.near import NearPart
+from drivetrain.sharding.near import NearPart, SecondaryRanks, SecondaryShard
 from drivetrain.sharding.shard import FlatTensor, WholeValues
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.store import Pending
@@ -34,6 +34,7 @@ class Unit:
         flats: its flat tensors, one for each kind.
         communicator: the ranks that share it.
         values: gives the whole values of a parameter.
+        secondary: the ranks that keep values inside of hosts, too; None: no rank does.
 
     Attributes:
         layout: which parameters it holds, and who owns what of them.
@@ -50,6 +51,7 @@ class Unit:
         updates: steps of this rank's shards that are under way.
         holds: how many users keep the unit whole.
         near: a copy of a part of the values, from which few neighbors can restore them.
+        secondary: a part that is kept for good, from which the ranks of this host can.
         storages: the identities of the values' storages, which last as long as the unit.
     """
 
@@ -59,6 +61,7 @@ class Unit:
         flats: Sequence[FlatTensor],
         communicator: Communicator,
         values: WholeValues,
+        secondary: SecondaryRanks | None = None,
     ) -> None:
         self.layout = layout
         self.flats = flats
@@ -85,7 +88,10 @@ class Unit:
         with torch.no_grad():
             for flat in flats:
                 flat.adopt(values)
+        self.secondary: SecondaryShard | None = None
         if layout.sharded:
+            if secondary is not None:  # its views are made while the values have memory
+                self.secondary = SecondaryShard(flats, *secondary)
             self.free()  # before the next unit gets memory
 
     @property
@@ -96,8 +102,7 @@ class Unit:
     @property
     def moves(self) -> bool:
         """Whether an optimizer may have changed the parameters: not if all were always frozen."""
-        trained = any(parameter.requires_grad for parameter in self.parameters)
-        return trained or bool(self.layout.trainable)
+        return any(flat.moves for flat in self.flats)
 
     @property
     def live_bytes(self) -> int:
@@ -114,7 +119,8 @@ class Unit:
     def start(self, *, exact: bool = False) -> None:
         """Send the all-gather; the parameters are guarded until their values are there.
 
-        Where few neighbors hold the values together, they restore them. A shard that is being
+        Where few neighbors hold the values together, they restore them; exact values come from
+        their owners where a link approximates the values that neighbors hold. A shard that is being
         stepped, or lies in a store, is waited for in the background, just before it is sent.
 
         Args:
@@ -124,8 +130,9 @@ class Unit:
             for memory, nbytes in self._memory:
                 memory.resize_(nbytes)
         label = f"parameters of {self.label}"
-        if self.near is not None:
-            self.arrival = self.near.restore(label)
+        secondary = None if exact and self.approximate else self.secondary
+        if (held := self.near or secondary) is not None:
+            self.arrival = held.restore(label)
             self.near = None
             self.guard()
             return
@@ -145,6 +152,17 @@ class Unit:
             return
         self.arrival = self.communicator.gather_parts(self._parts, label=label, first=first)
         self.guard()
+
+    def spread(self, *, exact: bool = False) -> None:
+        """Send this rank's new values to the ranks that keep them besides: to all, or to a few.
+
+        Args:
+            exact: as in ``start``; a secondary shard then gets the values of frozen parameters too.
+        """
+        if self.resident:
+            self.start(exact=exact)
+        elif self.secondary is not None:
+            self.secondary.refresh(self.updates, f"new parameters of {self.label}", exact=exact)
 
     def _approximation(self, label: str) -> GatherChannel:
         """Return the channel between hosts: of values, or where these stay, of updates."""
@@ -296,3 +314,5 @@ class Unit:
         with torch.no_grad():
             for flat in self.flats:
                 flat.shard.take()
+            if self.secondary is not None:
+                self.secondary.take()
