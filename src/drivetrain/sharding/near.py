@@ -52,7 +52,7 @@ class NearPart:
 
 
 class SecondaryRanks(NamedTuple):
-    """The ranks that keep secondary shards, seen from one of them.
+    """The ranks that keep secondary shards.
 
     Attributes:
         near: the ranks of this host, which hold all values together.
