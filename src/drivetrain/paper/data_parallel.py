@@ -31,6 +31,8 @@ class Sharing:
         ahead: units that are gathered while another one computes.
         whole_below: elements below which a parameter stays whole, though parameters are divided.
         group: how many neighbors divide the state; 0 for all ranks of the axis.
+        secondary: whether the ranks of each of several hosts keep all parameters together, and
+            gather among themselves.
         fused: whether one kernel makes the optimizer's update in one pass.
         lent: buffers that whole gradients pass through on their way to their owners; 0: gradients
             stay where they come.
@@ -45,6 +47,7 @@ class Sharing:
     ahead: int = 1
     whole_below: int = 0
     group: int = 0
+    secondary: bool = False
     fused: bool = False
     lent: int = 0
     bucket: int = 0
@@ -128,6 +131,7 @@ class _Drawing:
         self.near = AXIS if self.group == self.ranks else f"{AXIS}.near"
         self.together = self.run.together(AXIS)
         self.far = self.run.far if self.together < self.ranks else None
+        self.secondary = self.sharing.secondary and self.together < self.ranks
 
     def step(self) -> PaperStep:
         m = self.run.micro_batches
@@ -139,7 +143,8 @@ class _Drawing:
             self._forward(index, arriving if index == 0 else {})
             self._backward(index)
         self._update()
-        near = self.together if self.far and self.group == self.ranks else self.group
+        inside = (self.far or self.secondary) and self.group == self.ranks
+        near = self.together if inside else self.group
         axes = {**self.run.axes, f"{AXIS}.near": near, f"{AXIS}.far": self.ranks // near}
         held, stored = self._tiers()
         return PaperStep(self.tasks, [held], axes, [stored])
@@ -162,6 +167,8 @@ class _Drawing:
                 before = [] if stored.delayed else ended[-1:]
             if divides and (elements := self._whole_of(unit)):
                 before = [self._add(self._gathering(unit, elements, "", 0, before))]
+            if self.secondary and (elements := unit.elements - self._whole_of(unit)):
+                before = [self._add(self._refreshing(unit, elements, before))]
             if before:
                 found[index] = before[0]
         return found
@@ -293,10 +300,17 @@ class _Drawing:
     def _gathering(
         self, unit: PaperUnit, elements: int, phase: str, index: int, after: Sequence[int]
     ) -> PaperTask:
-        message = Collective(self.near, "all_gather", elements * self.run.bytes.parameter)
-        task = PaperTask(f"gather {unit.name}", (message,), self.near, tuple(after), phase=phase)
+        line = f"{AXIS}.near" if self.secondary and phase else self.near
+        message = Collective(line, "all_gather", elements * self.run.bytes.parameter)
+        task = PaperTask(f"gather {unit.name}", (message,), line, tuple(after), phase=phase)
         task.micro_batch = index
         return task
+
+    def _refreshing(self, unit: PaperUnit, elements: int, after: Sequence[int]) -> PaperTask:
+        """Return the exchange of new values of secondary shards between hosts."""
+        line, nbytes = f"{AXIS}.far", elements * self.run.bytes.parameter / self.together
+        message = Collective(line, "all_gather", nbytes)
+        return PaperTask(f"refresh {unit.name}", (message,), line, tuple(after))
 
     def _whole(self, at: int, direction: int) -> float:
         """Return the bytes of whole units: the computing unit, and units on their way."""
@@ -321,8 +335,9 @@ class _Drawing:
         each, elements = self.run.bytes, self._elements
         sharing, group = self.sharing, self.group
         whole = sum(map(self._whole_of, self.units))
+        kept = (elements - whole) / self.together if self.secondary else 0
         return {
-            "parameters": (whole + (elements - whole) / group) * each.parameter,
+            "parameters": (whole + (elements - whole) / group + kept) * each.parameter,
             "gradients": elements * each.gradient / (group if sharing.gradients else 1),
             "optimizer": elements * each.optimizer / self._parts,
         }
