@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from drivetrain.collectives import Route
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.errors import UsageError
 from drivetrain.links.linked import route_linked, route_of_replicas
 from drivetrain.log import get_logger
 from drivetrain.paper.data_parallel import data_parallel_step
@@ -118,7 +117,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         mesh = run.mesh
         size = self.lines(self.config, run).sharing.axis.size  # an error comes first
         if size == mesh["dp"].size:
-            return Ranks.in_queues(run, per_host=self.config.secondary_ranks(mesh, run.world))
+            return Ranks.in_queues(run, keeping=self.config)
         near = mesh.start_neighbors("dp", size, run.world)
         across = mesh.start_across("dp", size, run.world)
         return Ranks.in_queues(run, near, across)
@@ -297,12 +296,6 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         Raises:
             UsageError: values written into them would not reach secondary shards.
         """
-        if self.ranks.secondary is not None:
-            raise UsageError(
-                "expected secondary: none with DTensors, found host: what a tool writes into them "
-                "would not reach the secondary shards; leave the option out, or take "
-                "accelerator.get_state_dict(model) and accelerator.save_model"
-            )
         self.gather.values_changed()  # what is written into them must not hide behind whole values
         self.placement.wait_for_steps()  # a step may still be on its way into them
         shards = as_dtensors(self.placement, self.ranks, self.run.world.device)

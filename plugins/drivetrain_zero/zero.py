@@ -204,6 +204,4 @@ class Zero3(Zero[Zero3Config]):
 
     def connect(self) -> Ranks:
         """Connect ``dp`` with queues of their own for gathers and for gradients."""
-        run = self.run
-        per_host = self.config.secondary_ranks(run.mesh, run.world)
-        return Ranks.in_queues(run, per_host=per_host)
+        return Ranks.in_queues(self.run, keeping=self.config)

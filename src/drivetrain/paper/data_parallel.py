@@ -117,6 +117,21 @@ def _runs(units: Sequence[PaperUnit], *, alone: bool) -> Iterator[tuple[int, int
         index += len(same)
 
 
+def _all_gather(
+    unit: PaperUnit,
+    line: str,
+    nbytes: float,
+    after: Sequence[int],
+    phase: str = "",
+    index: int = 0,
+) -> PaperTask:
+    """Return the task of a gather of a unit's values, in a micro-batch or before all of them."""
+    message = Collective(line, "all_gather", nbytes)
+    task = PaperTask(f"gather {unit.name}", (message,), line, tuple(after), phase=phase)
+    task.micro_batch = index
+    return task
+
+
 @dataclass
 class _Drawing:
     units: Sequence[PaperUnit]
@@ -166,9 +181,11 @@ class _Drawing:
                 ended = [self._add(task) for task in tasks]
                 before = [] if stored.delayed else ended[-1:]
             if divides and (elements := self._whole_of(unit)):
-                before = [self._add(self._gathering(unit, elements, "", 0, before))]
+                nbytes = elements * self.run.bytes.parameter
+                before = [self._add(_all_gather(unit, self.near, nbytes, before))]
             if self.secondary and (elements := unit.elements - self._whole_of(unit)):
-                before = [self._add(self._refreshing(unit, elements, before))]
+                part = elements * self.run.bytes.parameter / self.together
+                before = [self._add(_all_gather(unit, f"{AXIS}.far", part, before))]
             if before:
                 found[index] = before[0]
         return found
@@ -290,27 +307,13 @@ class _Drawing:
         if not elements:
             return list(values)
         before = [*self.computed[-2:-1], *values]
-        nbytes = elements * self.run.bytes.parameter / self.group
-        for task in self.sharing.stored.fetch(unit, nbytes, len(self.tasks)):
+        nbytes = elements * self.run.bytes.parameter
+        for task in self.sharing.stored.fetch(unit, nbytes / self.group, len(self.tasks)):
             task.after = (*task.after, *before)
             task.phase, task.micro_batch = phase, index
             before = [self._add(task)]
-        return [self._add(self._gathering(unit, elements, phase, index, before))]
-
-    def _gathering(
-        self, unit: PaperUnit, elements: int, phase: str, index: int, after: Sequence[int]
-    ) -> PaperTask:
-        line = f"{AXIS}.near" if self.secondary and phase else self.near
-        message = Collective(line, "all_gather", elements * self.run.bytes.parameter)
-        task = PaperTask(f"gather {unit.name}", (message,), line, tuple(after), phase=phase)
-        task.micro_batch = index
-        return task
-
-    def _refreshing(self, unit: PaperUnit, elements: int, after: Sequence[int]) -> PaperTask:
-        """Return the exchange of new values of secondary shards between hosts."""
-        line, nbytes = f"{AXIS}.far", elements * self.run.bytes.parameter / self.together
-        message = Collective(line, "all_gather", nbytes)
-        return PaperTask(f"refresh {unit.name}", (message,), line, tuple(after))
+        line = f"{AXIS}.near" if self.secondary else self.near
+        return [self._add(_all_gather(unit, line, nbytes, before, phase, index))]
 
     def _whole(self, at: int, direction: int) -> float:
         """Return the bytes of whole units: the computing unit, and units on their way."""

@@ -21,11 +21,15 @@ from drivetrain.collectives.channels import GatherChannel
 from drivetrain.collectives.handles import Finished
 from drivetrain.collectives.stretch import StretchParts
 from drivetrain.links.linked import connect_replicas, route_of_replicas
+from drivetrain.log import get_logger
 from drivetrain.runtime.mesh import Axis
 from drivetrain.sharding.layout import stretches_of
+from drivetrain.sharding.options import ShardedConfig
 from drivetrain.sharding.shard import FlatTensor
 from drivetrain.store import Pending
 from drivetrain.strategy import Run
+
+logger = get_logger(__name__)
 
 
 class NearPart:
@@ -70,14 +74,18 @@ class SecondaryLines(NamedTuple):
     far: Route
 
 
-def connect_secondary(run: Run, per_host: int) -> SecondaryRanks:
-    """Connect the ranks that keep secondary shards. Collective.
+def connect_secondary(run: Run, config: ShardedConfig) -> SecondaryRanks | None:
+    """Connect the ranks that keep secondary shards; None: none do, and a line says why. Collective.
 
-    Args:
-        run: its axis ``dp`` is over hosts.
-        per_host: how many neighbors share a host.
+    Raises:
+        ConfigError: hosts hold different numbers of ranks, or not in a row.
     """
     mesh, world = run.mesh, run.world
+    per_host = config.secondary_ranks(mesh, world)
+    if not per_host:
+        if config.keeps_secondary:
+            logger.announce("secondary: host changes nothing: all ranks of 'dp' are on one host")
+        return None
     near = mesh.start_neighbors("dp", per_host, world)
     far = mesh.start_across("dp", per_host, world)
     return SecondaryRanks(
@@ -86,9 +94,12 @@ def connect_secondary(run: Run, per_host: int) -> SecondaryRanks:
     )
 
 
-def route_secondary(run: Run, per_host: int) -> SecondaryLines:
+def route_secondary(run: Run, config: ShardedConfig) -> SecondaryLines | None:
     """Return the ranks of ``connect_secondary``, to count the bytes of a rank."""
     mesh = run.mesh
+    per_host = config.secondary_ranks(mesh, run.world)
+    if not per_host:
+        return None
     across = mesh.across("dp", per_host)
     return SecondaryLines(mesh.neighbors("dp", per_host), route_of_replicas(across, run.links))
 
@@ -114,11 +125,9 @@ class SecondaryShard:
         self._refreshed: Handle = Finished()
         self._channels: dict[tuple[FlatTensor, ...], GatherChannel] = {}
         for flat in flats:
-            ranks: list[list[Tensor]] = [[] for _ in range(near.size * far.size)]
-            flat.add_parts(flat.values, ranks)
             for place, part in enumerate(self._parts):
-                part += [piece for pieces in ranks[place :: near.size] for piece in pieces]
-            mine = ranks[near.rank :: near.size]
+                part += [piece for pieces in flat.parts[place :: near.size] for piece in pieces]
+            mine = flat.parts[near.rank :: near.size]
             self._kept[flat] = [[torch.empty_like(piece) for piece in pieces] for pieces in mine]
 
     @property

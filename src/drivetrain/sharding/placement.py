@@ -18,7 +18,8 @@ from drivetrain.parts.replicate import replicate
 from drivetrain.runtime.mesh import Axis
 from drivetrain.sharding.home import Home
 from drivetrain.sharding.layout import UnitLayout
-from drivetrain.sharding.near import SecondaryRanks, connect_secondary
+from drivetrain.sharding.near import SecondaryRanks, SecondaryShard, connect_secondary
+from drivetrain.sharding.options import ShardedConfig
 from drivetrain.sharding.shard import FlatTensor
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
@@ -63,7 +64,7 @@ class Ranks:
         sharing: Axis | None = None,
         replicas: Axis | None = None,
         *,
-        per_host: int = 0,
+        keeping: ShardedConfig | None = None,
     ) -> "Ranks":
         """Connect ``dp``, with queues of their own for gathers and for gradients.
 
@@ -71,7 +72,7 @@ class Ranks:
             run: its mesh.
             sharing: the ranks that share a model; None for all of ``dp``.
             replicas: the ranks that own the same parts; None where all share.
-            per_host: how many neighbors on a host keep its secondary shards; 0: no rank keeps any.
+            keeping: says whether ranks keep secondary shards; None: they do not.
         """
 
         def connected() -> Communicator:
@@ -85,7 +86,7 @@ class Ranks:
             None
             if replicas is None
             else connect_replicas(replicas, run.traffic, run.world, run.links),
-            connect_secondary(run, per_host) if per_host else None,
+            None if keeping is None else connect_secondary(run, keeping),
         )
         for one in ranks.communicators:  # a failure of one reaches the ranks of the others
             one.accompany([other for other in ranks.communicators if other is not one])
@@ -240,11 +241,12 @@ class Placement:
             flat.shard = self._home.shard(flat, label)
             flats.append(flat)
         ranks = self._ranks
-        unit = Unit(layout, flats, ranks.sharing, self._values, ranks.secondary)
+        unit = Unit(layout, flats, ranks.sharing, self._values)
         if self._source is not None and unit.resident:
             replicate(unit.values, ranks.everyone, "replicate model")
-        if unit.secondary is not None:
-            unit.spread(exact=True)
+        if ranks.secondary is not None and layout.sharded:
+            unit.secondary = SecondaryShard(flats, *ranks.secondary)
+            unit.secondary.refresh((), f"first parameters of {unit.label}", exact=True)
         return unit
 
     def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
@@ -284,17 +286,25 @@ class Placement:
             else:
                 gradient.zero_()
 
-    def send_around(self, stepped: Collection[Unit]) -> None:
+    def send_around(self, stepped: Collection[Unit], *, exact: bool = False) -> None:
         """Bring the updated ranges of other ranks to where they are kept, in the order of forward.
 
         Resident units keep all of them, secondary shards some. Forward needs the last unit first,
         so its all-gather is sent first; each of them goes on until the forward reaches its unit.
+
+        Args:
+            stepped: the units with updated ranges.
+            exact: whether all values cross as they are, those of frozen parameters too.
         """
         for unit in reversed(self.units):
-            if unit in stepped and unit.moves:
-                if unit.resident:
-                    unit.wait_for_values()
-                unit.spread()
+            if unit not in stepped or not (exact or unit.moves):
+                continue
+            if unit.resident:
+                unit.wait_for_values()
+                unit.start(exact=exact)
+            elif unit.secondary is not None:
+                label = f"new parameters of {unit.label}"
+                unit.secondary.refresh(unit.updates, label, exact=exact)
 
     def wait_for_values(self) -> None:
         """Return when every value that is on its way is there."""

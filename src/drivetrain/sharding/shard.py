@@ -245,7 +245,8 @@ class FlatTensor:
         shard: what this rank owns, in the dtype that the optimizer updates.
         owned: how many elements that are.
         pieces: for each rank, what it owns as ranges of the flat tensor.
-        own: what this rank owns of the values, as views.
+        parts: for each rank, what it owns of the values, as views.
+        own: those of this rank.
         slots: its parameters, in order.
         fragments: what optimizers hold in the places of parameters.
         masters_left: whether a store keeps the masters of all its parameters.
@@ -278,7 +279,8 @@ class FlatTensor:
             first += slot.owned_numel
         self.owned = first
         self.pieces = [layout.pieces(one) for one in range(len(layout.places[0].shares))]
-        self.own = [self.values[start:stop] for start, stop in self.pieces[rank]]
+        self.parts = [[self.values[start:stop] for start, stop in each] for each in self.pieces]
+        self.own = self.parts[rank]
         self.fragments: dict[ParameterSlot, nn.Parameter] = {}
         self.masters_left = False
         self.gradient_device = device

@@ -13,7 +13,6 @@ from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.links.kept import kept_by, take_kept
 from drivetrain.links.linked import route_linked
-from drivetrain.log import get_logger
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.rounds import Rounds
 from drivetrain.sharding.estimate import Estimate, Lines, Regather, gathers_again
@@ -31,8 +30,6 @@ from drivetrain.sharding.state import ShardedState
 from drivetrain.sharding.unit import Unit
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Run, Strategy
-
-logger = get_logger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=ShardedConfig)
 
@@ -87,9 +84,7 @@ class Accounted(OffloadInPlans, Strategy[ConfigT], Generic[ConfigT]):
     def lines(cls, config: ConfigT, run: Run) -> Lines:
         """Return the ranks that the cost is about."""
         everyone = route_linked(run.mesh, "dp", run.world, run.links)
-        per_host = config.secondary_ranks(run.mesh, run.world)
-        secondary = route_secondary(run, per_host) if per_host else None
-        return Lines(everyone, everyone, secondary=secondary)
+        return Lines(everyone, everyone, secondary=route_secondary(run, config))
 
     @classmethod
     def estimate(cls, config: ConfigT, units: Sequence[UnitLayout], run: Run) -> Estimate:
@@ -149,10 +144,6 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.model = nn.Module()  # until there is one
         self.home = open_home(config.offload, run)
         self.ranks = self.connect()
-        if config.keeps_secondary and self.ranks.secondary is None:
-            logger.announce(
-                "secondary: host changes nothing here: all ranks of 'dp' are on one host"
-            )
         self.summing, self.linked = self.ranks.summing, self.ranks.communicators
         self.placement = Placement(
             self.ranks, self.home, self._cut, config.places, run.world.device
@@ -341,8 +332,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.placement.wait_for_steps()
         self.home.drop_late()
         self._state().load(reader)
-        for unit in self.placement.units:
-            unit.spread(exact=True)
+        self.placement.send_around(self.placement.units, exact=True)
         self.placement.wait_for_values()
         self.reduce.open_channels()
         take_kept(self.summing, reader, self.run.links.name_for("gradients"))

@@ -8,10 +8,10 @@ after. The parameter objects and their views stay, so autograd's saved views are
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.channels import GatherChannel
@@ -20,7 +20,7 @@ from drivetrain.errors import CollectiveError, StorageError
 from drivetrain.heap import offer
 from drivetrain.parts.guard import Guard, guard, unguard
 from drivetrain.sharding.layout import UnitLayout, stretches_of
-from drivetrain.sharding.near import NearPart, SecondaryRanks, SecondaryShard
+from drivetrain.sharding.near import NearPart, SecondaryShard
 from drivetrain.sharding.shard import FlatTensor, WholeValues
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.store import Pending
@@ -34,7 +34,6 @@ class Unit:
         flats: its flat tensors, one for each kind.
         communicator: the ranks that share it.
         values: gives the whole values of a parameter.
-        secondary: the ranks that keep values inside of hosts, too; None: no rank does.
 
     Attributes:
         layout: which parameters it holds, and who owns what of them.
@@ -61,7 +60,6 @@ class Unit:
         flats: Sequence[FlatTensor],
         communicator: Communicator,
         values: WholeValues,
-        secondary: SecondaryRanks | None = None,
     ) -> None:
         self.layout = layout
         self.flats = flats
@@ -76,22 +74,19 @@ class Unit:
         self.updates: list[Pending] = []
         self.holds = 0
         self.near: NearPart | None = None
+        self.secondary: SecondaryShard | None = None
         self.absent: Guard = self
         self._guarded_by: Guard | None = None
         self._versions: list[int] | None = None
         self.storages = {flat.untyped_storage()._cdata for flat in self.values}
         self._channel: GatherChannel | None = None
         self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
-        self._parts: list[list[Tensor]] = [[] for _ in range(communicator.size)]
-        for flat in flats:
-            flat.add_parts(flat.values, self._parts)
+        by_rank = zip(*(flat.parts for flat in flats), strict=True)
+        self._parts = [list(chain.from_iterable(parts)) for parts in by_rank]
         with torch.no_grad():
             for flat in flats:
                 flat.adopt(values)
-        self.secondary: SecondaryShard | None = None
         if layout.sharded:
-            if secondary is not None:  # its views are made while the values have memory
-                self.secondary = SecondaryShard(flats, *secondary)
             self.free()  # before the next unit gets memory
 
     @property
@@ -152,17 +147,6 @@ class Unit:
             return
         self.arrival = self.communicator.gather_parts(self._parts, label=label, first=first)
         self.guard()
-
-    def spread(self, *, exact: bool = False) -> None:
-        """Send this rank's new values to the ranks that keep them besides: to all, or to a few.
-
-        Args:
-            exact: as in ``start``; a secondary shard then gets the values of frozen parameters too.
-        """
-        if self.resident:
-            self.start(exact=exact)
-        elif self.secondary is not None:
-            self.secondary.refresh(self.updates, f"new parameters of {self.label}", exact=exact)
 
     def _approximation(self, label: str) -> GatherChannel:
         """Return the channel between hosts: of values, or where these stay, of updates."""

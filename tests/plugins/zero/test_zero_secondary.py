@@ -10,8 +10,8 @@ from torch.optim import SGD
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
-from drivetrain.errors import ConfigError
-from drivetrain.sharding import strategy as sharded
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.sharding import near
 from drivetrain.testing.conformance.twins import Twins, everyone, momentum, weights
 from drivetrain.testing.models import CASES
 
@@ -233,7 +233,7 @@ def test_a_step_that_is_skipped_sends_no_updates(monkeypatch):
 @pytest.mark.ranks(2)
 def test_on_one_host_nothing_changes(monkeypatch):
     said = []
-    monkeypatch.setattr(sharded.logger, "announce", said.append)
+    monkeypatch.setattr(near.logger, "announce", said.append)
     accelerator = Accelerator(strategy={**FORMS[0], "secondary": "host"}, cpu=True)
     model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.1))
     train(accelerator, model, optimizer, range(2))
@@ -255,3 +255,12 @@ def test_on_one_host_nothing_changes(monkeypatch):
 def test_options_that_do_not_fit(form, named):
     with pytest.raises(ConfigError, match=named):
         Accelerator(strategy={**form, "secondary": "host"}, cpu=True)
+
+
+@pytest.mark.ranks(2)
+def test_dtensors_are_refused(monkeypatch):
+    accelerator = start(monkeypatch, FORMS[1])
+    model, _ = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="expected secondary: none with DTensors"):
+        accelerator.dtensors(model)
+    accelerator.free_memory()
