@@ -63,10 +63,11 @@ def growth(accelerator, work):
 @each_form
 @each_world
 def test_only_what_is_stepped_crosses_hosts(monkeypatch, world, form):
-    """The first layer is frozen at first: the other hosts have its values already."""
+    """A layer is frozen at first, beside a trained one: the other hosts have its values already."""
     accelerator = start(monkeypatch, form)
-    model = layers()
-    model[0].requires_grad_(False)
+    each = iter(layers())
+    model = nn.Sequential(*(nn.Sequential(*pair) for pair in zip(each, each, strict=True)))
+    model[0][0].requires_grad_(False)
     spec = ModelSpec.of(model)
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
     strategy = accelerator.strategy_of(model)
@@ -76,7 +77,7 @@ def test_only_what_is_stepped_crosses_hosts(monkeypatch, world, form):
     assert held == cost.held["secondary"] == LAYERS * MATRIX * HOSTS // world
     part = (LAYERS - 1) * MATRIX // world
     for thawed in (0, 1):
-        model[0].requires_grad_(bool(thawed))
+        model[0][0].requires_grad_(bool(thawed))
         found = growth(accelerator, lambda: train(accelerator, model, optimizer, range(2, 3)))
         assert ("dp", "all_gather") not in found
         more = part + thawed * MATRIX // world  # to one other host, once
