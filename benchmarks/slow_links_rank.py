@@ -3,7 +3,8 @@
 A row is one of:
 
 - ``STRATEGY/GRADIENTS``, or ``STRATEGY/GRADIENTS/PARAMETERS`` with a method for parameters;
-  ``hybrid`` is fsdp with ``sharding: hybrid``, ``momentum`` is ddp with momenta in place of
+  ``hybrid`` is fsdp with ``sharding: hybrid``, ``zero3+secondary`` and ``fsdp+secondary`` are
+  zero3 and fsdp with ``secondary: host``, ``momentum`` is ddp with momenta in place of
   gradients (1-bit Adam with the method ``onebit``);
 - ``local/GRADIENTS``: Streaming DiLoCo with ``ddp`` inside of a host; a block is a whole round, and
   no exchange is under way at its edges;
@@ -56,6 +57,8 @@ def config_of(row: str) -> dict[str, object]:
     name, gradients, *rest = row.split("/")
     strategy: dict[str, dict[str, object]] = {
         "hybrid": {"name": "fsdp", "sharding": "hybrid"},
+        "zero3+secondary": {"name": "zero3", "secondary": "host"},
+        "fsdp+secondary": {"name": "fsdp", "secondary": "host"},
         "momentum": {"name": "ddp", "exchange": "momentum", "bucket_mib": BUCKET_MIB},
         "local": STREAMING,
     }

@@ -31,8 +31,15 @@ def as_dtensors(placement: Placement, ranks: Ranks, device: torch.device) -> dic
         By name, in the dtype that the optimizer updates; global shapes and strides.
 
     Raises:
-        UsageError: the axis has one rank, so there is no process group to describe.
+        UsageError: the axis has one rank, so there is no process group to describe; or there are
+            secondary shards, which what is written into DTensors would not reach.
     """
+    if ranks.secondary is not None:
+        raise UsageError(
+            "expected secondary: none with DTensors, found host: values that a tool writes into "
+            "them would not reach the secondary shards; leave the option out, or take "
+            "accelerator.get_state_dict(model) and accelerator.save_model"
+        )
     mesh = _device_mesh(ranks, device.type)
     replicated = [Replicate()] * (mesh.ndim - 1)
     found = {}

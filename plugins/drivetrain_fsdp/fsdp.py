@@ -107,7 +107,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         mesh, everyone = run.mesh, route_linked(run.mesh, "dp", run.world, run.links)
         size = config.shard_ranks(mesh, run.world)
         if size == everyone.axis.size:
-            return Lines(everyone, everyone)
+            return super().lines(config, run)
         near, across = mesh.neighbors("dp", size), mesh.across("dp", size)
         return Lines(everyone, Route(near), route_of_replicas(across, run.links))
 
@@ -117,7 +117,7 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         mesh = run.mesh
         size = self.lines(self.config, run).sharing.axis.size  # an error comes first
         if size == mesh["dp"].size:
-            return Ranks.in_queues(run)
+            return Ranks.in_queues(run, keeping=self.config)
         near = mesh.start_neighbors("dp", size, run.world)
         across = mesh.start_across("dp", size, run.world)
         return Ranks.in_queues(run, near, across)
@@ -281,9 +281,10 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         self.home.submit(bound)
 
     def after_step(self, bound: BoundOptimizer) -> None:
-        """Free every unit: its values are no longer the right ones."""
+        """Free every unit: its values are no longer the right ones. Secondary shards follow."""
         self.gather.values_changed()
         self.reduce.give_away(self.home.give_back(bound))
+        self.placement.send_around(bound.units)
 
     # --- at the border ---
 
@@ -291,6 +292,9 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         """Return the shards of all parameters as torch's DTensors. Collective.
 
         In the order of the model's state dict, whose names of tied parameters share one.
+
+        Raises:
+            UsageError: values written into them would not reach secondary shards.
         """
         self.gather.values_changed()  # what is written into them must not hide behind whole values
         self.placement.wait_for_steps()  # a step may still be on its way into them

@@ -75,6 +75,8 @@ class FsdpConfig(ParameterOptions):
                 f"expected {needed} with units: {self.units}, found none; set it, or take units: "
                 "auto"
             )
+        held = self.secondary if self.keeps_secondary else ""
+        self._check_given_with("secondary", held, "sharding", "full")
         group = self.reshard_after_forward
         if not isinstance(group, bool) and self.sharding != "full":
             raise ConfigError(

@@ -31,11 +31,12 @@ class ShardInStore(ShardHome):
         self._key = key
         self._fresh: Tensor | None = torch.empty(numel, dtype=dtype)  # until it is full
 
-    def fill(self) -> None:
+    def fill(self, places: Sequence[Tensor] | None = None) -> None:
         """Bring it, and copy it."""
         if self._own:
+            chosen = self._own if places is None else list(places)
             with torch.no_grad():
-                torch._foreach_copy_(self._own, self._pieces(self._fetch()))
+                torch._foreach_copy_(chosen, self._pieces(self._fetch()))
 
     def take(self) -> None:
         """Put the changed values back."""

@@ -204,4 +204,4 @@ class Zero3(Zero[Zero3Config]):
 
     def connect(self) -> Ranks:
         """Connect ``dp`` with queues of their own for gathers and for gradients."""
-        return Ranks.in_queues(self.run)
+        return Ranks.in_queues(self.run, keeping=self.config)

@@ -23,6 +23,9 @@ WIDTH, ROWS, STEPS = 64, 8, 3
 LIMITS = {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "onebit": 1.5, "powersgd": 1.5, "topk": 1.5}
 """The largest difference of an update, in units of the largest update: a few roundings."""
 
+FORMS = {"hybrid": {"sharding": "hybrid"}, "secondary": {"secondary": "host"}}
+"""Options of a strategy by the word behind its name."""
+
 CHANCE = {"rounding": "stochastic"}
 FREE = {"rounding": "stochastic", "feedback": False}
 """Options of ``int8`` and ``int4``: rounding by chance, with errors that are kept, or without."""
@@ -72,8 +75,8 @@ def accelerator_of(
     own: Mapping[str, object] | None = None,
     **far: object,
 ) -> Accelerator:
-    name, _, sharding = strategy.partition(" ")
-    options = {"sharding": sharding} if sharding else own or {}
+    name, _, form = strategy.partition(" ")
+    options = FORMS[form] if form else own or {}
     config = {"strategy": {"name": name, **options}, "links": {"far": far}}
     config["on_nonfinite"] = on_nonfinite
     return Accelerator(config=config, cpu=True)
@@ -137,7 +140,13 @@ def test_gradients_over_two_hosts(monkeypatch):
     host_of_each_rank(monkeypatch, 1)
     assert set(compressors().names) >= LIMITS.keys()
     pairs = [("ddp", method) for method in LIMITS]
-    pairs += [("fsdp", "int8"), ("zero1", "bf16"), ("zero2", "topk"), ("zero3", "powersgd")]
+    pairs += [
+        ("fsdp secondary", "int4"),
+        ("fsdp", "int8"),
+        ("zero1", "bf16"),
+        ("zero2", "topk"),
+        ("zero3", "powersgd"),
+    ]
     for strategy, method in [*pairs, ("zero2", "onebit")]:
         check(strategy, 2, gradients=method)
         check_costs(strategy, gradients=method)
@@ -206,13 +215,16 @@ def test_parameters_over_two_hosts(monkeypatch):
     for strategy, method in [*pairs, ("fsdp", "bf16"), ("zero3", "bf16"), ("offload", "int8")]:
         check(strategy, 2, parameters=method)
         check_costs(strategy, parameters=method)
-    check("zero2", 2, gradients="powersgd", parameters="topk")
+    for strategy in ("zero2", "fsdp secondary", "zero3 secondary"):
+        check(strategy, 2, gradients="powersgd", parameters="topk")
+        check_costs(strategy, gradients="powersgd", parameters="powersgd")
 
 
 @pytest.mark.ranks(4, timeout=300)
 def test_parameters_over_two_hosts_with_two_ranks_each(monkeypatch):
     host_of_each_rank(monkeypatch, 2)
-    for strategy, method in [("zero2", "int8"), ("fsdp", "int8"), ("zero3", "int8")]:
+    pairs = [("zero2", "int8"), ("fsdp", "int8"), ("zero3", "int8")]
+    for strategy, method in [*pairs, ("fsdp secondary", "powersgd"), ("fsdp secondary", "int4")]:
         check(strategy, 4, parameters=method)
         check_costs(strategy, parameters=method)
 
@@ -402,8 +414,11 @@ def test_a_step_with_nan_is_skipped_everywhere_and_later_steps_do_not_miss_error
 @pytest.mark.parametrize("parameters", ["bf16", "int8", "int4", "topk", "powersgd"])
 def test_every_method_for_parameters_under_every_strategy(monkeypatch, parameters):
     host_of_each_rank(monkeypatch, 1)
-    for strategy in {*strategies_with("parameters"), *strategies_with("updates")}:
-        kind, options = find_strategy(strategy)
+    plain = {*strategies_with("parameters"), *strategies_with("updates")}
+    for strategy in [*plain, "fsdp secondary"]:
+        name, _, form = strategy.partition(" ")
+        kind, options = find_strategy(name)
+        options = kind.Config(**FORMS[form]) if form else options
         method = compressors().load(parameters)
         values = "parameters" in kind.channels(options)
         if method.parameters if values else method.updates:

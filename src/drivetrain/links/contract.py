@@ -116,8 +116,8 @@ class OverLinks:
             raise ConfigError(
                 f"links.far.parameters: expected a method that can send values of parameters, "
                 f"which {cls.__name__} gathers for each use, found "
-                f"{links.name_for('parameters')!r}, which can send updates; take int8 or bf16, or "
-                "zero2, which keeps parameters whole"
+                f"{links.name_for('parameters')!r}, which can send updates; take int8 or bf16, "
+                "secondary: host, which sends updates, or zero2, which keeps parameters whole"
             )
         method = links.gradients
         if method is not None and method.keeps_feedback and precision.compute == torch.float16:

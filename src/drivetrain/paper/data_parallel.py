@@ -31,6 +31,8 @@ class Sharing:
         ahead: units that are gathered while another one computes.
         whole_below: elements below which a parameter stays whole, though parameters are divided.
         group: how many neighbors divide the state; 0 for all ranks of the axis.
+        secondary: whether the ranks of each of several hosts keep all parameters together, and
+            gather among themselves.
         fused: whether one kernel makes the optimizer's update in one pass.
         lent: buffers that whole gradients pass through on their way to their owners; 0: gradients
             stay where they come.
@@ -45,6 +47,7 @@ class Sharing:
     ahead: int = 1
     whole_below: int = 0
     group: int = 0
+    secondary: bool = False
     fused: bool = False
     lent: int = 0
     bucket: int = 0
@@ -114,6 +117,21 @@ def _runs(units: Sequence[PaperUnit], *, alone: bool) -> Iterator[tuple[int, int
         index += len(same)
 
 
+def _all_gather(
+    unit: PaperUnit,
+    line: str,
+    nbytes: float,
+    after: Sequence[int],
+    phase: str = "",
+    index: int = 0,
+) -> PaperTask:
+    """Return the task of a gather of a unit's values, in a micro-batch or before all of them."""
+    message = Collective(line, "all_gather", nbytes)
+    task = PaperTask(f"gather {unit.name}", (message,), line, tuple(after), phase=phase)
+    task.micro_batch = index
+    return task
+
+
 @dataclass
 class _Drawing:
     units: Sequence[PaperUnit]
@@ -128,6 +146,7 @@ class _Drawing:
         self.near = AXIS if self.group == self.ranks else f"{AXIS}.near"
         self.together = self.run.together(AXIS)
         self.far = self.run.far if self.together < self.ranks else None
+        self.secondary = self.sharing.secondary and self.together < self.ranks
 
     def step(self) -> PaperStep:
         m = self.run.micro_batches
@@ -139,7 +158,8 @@ class _Drawing:
             self._forward(index, arriving if index == 0 else {})
             self._backward(index)
         self._update()
-        near = self.together if self.far and self.group == self.ranks else self.group
+        inside = (self.far or self.secondary) and self.group == self.ranks
+        near = self.together if inside else self.group
         axes = {**self.run.axes, f"{AXIS}.near": near, f"{AXIS}.far": self.ranks // near}
         held, stored = self._tiers()
         return PaperStep(self.tasks, [held], axes, [stored])
@@ -161,7 +181,11 @@ class _Drawing:
                 ended = [self._add(task) for task in tasks]
                 before = [] if stored.delayed else ended[-1:]
             if divides and (elements := self._whole_of(unit)):
-                before = [self._add(self._gathering(unit, elements, "", 0, before))]
+                nbytes = elements * self.run.bytes.parameter
+                before = [self._add(_all_gather(unit, self.near, nbytes, before))]
+            if self.secondary and (elements := unit.elements - self._whole_of(unit)):
+                part = elements * self.run.bytes.parameter / self.together
+                before = [self._add(_all_gather(unit, f"{AXIS}.far", part, before))]
             if before:
                 found[index] = before[0]
         return found
@@ -283,20 +307,13 @@ class _Drawing:
         if not elements:
             return list(values)
         before = [*self.computed[-2:-1], *values]
-        nbytes = elements * self.run.bytes.parameter / self.group
-        for task in self.sharing.stored.fetch(unit, nbytes, len(self.tasks)):
+        nbytes = elements * self.run.bytes.parameter
+        for task in self.sharing.stored.fetch(unit, nbytes / self.group, len(self.tasks)):
             task.after = (*task.after, *before)
             task.phase, task.micro_batch = phase, index
             before = [self._add(task)]
-        return [self._add(self._gathering(unit, elements, phase, index, before))]
-
-    def _gathering(
-        self, unit: PaperUnit, elements: int, phase: str, index: int, after: Sequence[int]
-    ) -> PaperTask:
-        message = Collective(self.near, "all_gather", elements * self.run.bytes.parameter)
-        task = PaperTask(f"gather {unit.name}", (message,), self.near, tuple(after), phase=phase)
-        task.micro_batch = index
-        return task
+        line = f"{AXIS}.near" if self.secondary else self.near
+        return [self._add(_all_gather(unit, line, nbytes, before, phase, index))]
 
     def _whole(self, at: int, direction: int) -> float:
         """Return the bytes of whole units: the computing unit, and units on their way."""
@@ -321,8 +338,9 @@ class _Drawing:
         each, elements = self.run.bytes, self._elements
         sharing, group = self.sharing, self.group
         whole = sum(map(self._whole_of, self.units))
+        kept = (elements - whole) / self.together if self.secondary else 0
         return {
-            "parameters": (whole + (elements - whole) / group) * each.parameter,
+            "parameters": (whole + (elements - whole) / group + kept) * each.parameter,
             "gradients": elements * each.gradient / (group if sharing.gradients else 1),
             "optimizer": elements * each.optimizer / self._parts,
         }

@@ -11,6 +11,9 @@ and parameters            A (f P + 2 f P)     P/N + P/N gradients + states P/N
 ========================= ==================  ==========================================
 
 With R replicas of N ranks, a rank also sends 2 (R-1)/R P/N to them, once per step.
+
+With secondary shards on H hosts of k ranks, a rank holds P/k more. It gathers over the k ranks of
+its host, and sends (H-1)/H P/k of new values to other hosts, once per step.
 """
 
 from collections import Counter
@@ -34,6 +37,7 @@ from drivetrain.sharding.layout import (
     offsets_in_bytes,
     stretches_of,
 )
+from drivetrain.sharding.near import SecondaryLines
 
 _ADAM_STATES = 2
 """An optimizer with this many states is Adam, which also counts steps per fragment."""
@@ -46,6 +50,7 @@ class Lines:
     everyone: Route
     sharing: Route
     replicas: Route | None = None
+    secondary: SecondaryLines | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +100,13 @@ class Estimate:
         """
         lines, sent = self._lines, Counter[tuple[str, str]]()
         for unit in self.units:
-            if unit.sharded or unit.trainable:
-                times = gathers if unit.sharded else 1
-                add(sent, self._gather(unit), times)
+            again = 0 if regather is None else regather.times.get(unit.key, 0)
+            if unit.sharded and lines.secondary is not None:
+                add(sent, self._gather_inside(unit, lines.secondary), gathers * (1 + again))
+                add(sent, self._refresh(unit, lines.secondary), 1)
+            elif unit.sharded or unit.trainable:
+                add(sent, self._gather(unit), gathers if unit.sharded else 1)
                 if unit.sharded and regather is not None:
-                    again = regather.times.get(unit.key, 0)
                     add(sent, self._regather(unit, regather.over), gathers * again)
         for unit in self._trainable:
             add(sent, self._reduce(unit), reductions)
@@ -134,6 +141,7 @@ class Estimate:
             "parameters": sum(flat.nbytes for flat in whole)
             + sum(map(self._shard, sharded))
             + rest,
+            "secondary": sum(self._secondary(flat) for flat in sharded),
             "masters": sum(self._shard(flat) for flat in whole if apart or _converts(flat)),
             "gradients": sum(self._gradients(flat, kept=not lent_buffers) for flat in trained)
             + self._kept_back(),
@@ -210,6 +218,19 @@ class Estimate:
         dtypes = [self._precision.reduce_dtype(flat.dtype) for flat in unit.trainable]
         return stretches_of(unit.trainable, dtypes)
 
+    def _gather_inside(self, unit: UnitLayout, lines: SecondaryLines) -> Counter[tuple[str, str]]:
+        """Return the bytes that this rank sends when a host's ranks exchange secondary shards."""
+        ranks, size = range(self._lines.sharing.axis.size), lines.near.size
+        lengths = [sum(map(unit.owned_bytes, ranks[place::size])) for place in range(size)]
+        return Route(lines.near).passed("all_gather", lengths)
+
+    def _refresh(self, unit: UnitLayout, lines: SecondaryLines) -> Counter[tuple[str, str]]:
+        """Return the bytes that this rank sends of new values for secondary shards."""
+        if not (flats := unit.trainable):
+            return Counter()
+        stretches = stretches_of(flats, [flat.dtype for flat in flats])
+        return lines.far.parameters_gathered(stretches[lines.near.rank :: lines.near.size])
+
     def _regather(self, unit: UnitLayout, over: Axis) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends when a unit's values come back for backward."""
         if over == self._lines.sharing.axis:
@@ -231,6 +252,14 @@ class Estimate:
 
     def _shard(self, flat: FlatLayout) -> int:
         return flat.owned(self.rank) * flat.master.itemsize
+
+    def _secondary(self, flat: FlatLayout) -> int:
+        """Return the bytes of this rank's secondary shard."""
+        lines = self._lines.secondary
+        if lines is None:
+            return 0
+        ranks = range(lines.near.rank, self._lines.sharing.axis.size, lines.near.size)
+        return sum(map(flat.owned, ranks)) * flat.dtype.itemsize
 
     def _fragments(self, flat: FlatLayout) -> int:
         """Return how many parameters this rank owns a piece of."""

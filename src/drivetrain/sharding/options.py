@@ -8,6 +8,7 @@ from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
 from drivetrain.registry import stores
 from drivetrain.runtime.mesh import Axis, Mesh
+from drivetrain.runtime.world import World
 from drivetrain.sharding.layout import CutStyle
 
 Until: TypeAlias = Literal["forward", "backward", "step"]
@@ -63,6 +64,13 @@ class ShardedConfig(Protocol):
 
     def near(self, mesh: Mesh) -> Axis | None:
         """Return the neighbors that keep units together until backward; None: there are none."""
+
+    @property
+    def keeps_secondary(self) -> bool:
+        """Whether the ranks of each host are to keep all values together for good."""
+
+    def secondary_ranks(self, mesh: Mesh, world: World) -> int:
+        """Return how many ranks of a host keep all values together for good; 0: none do."""
 
     def places(self, spec: TensorSpec) -> bool:
         """Return whether a parameter lies in a unit; a parameter that never moves needs none."""
@@ -233,6 +241,15 @@ class UnitsOptions:
         """Return None: nothing is freed, so no neighbors keep it together."""
         return None
 
+    @property
+    def keeps_secondary(self) -> bool:
+        """Return False: nothing is freed, so nobody keeps it besides."""
+        return False
+
+    def secondary_ranks(self, mesh: Mesh, world: World) -> int:
+        """Return 0: nobody keeps anything besides."""
+        return 0
+
     def places(self, spec: TensorSpec) -> bool:
         """Return whether a parameter lies in a unit; a parameter that never moves needs none."""
         return spec.trainable
@@ -271,6 +288,54 @@ class ParameterOptions(GradientOptions):
         help="whether a unit is freed between its forward and its backward; a number of ranks "
         "keeps it until backward, divided over groups of that many neighbors",
     )
+    secondary: Literal["none", "host"] = option(
+        "none",
+        help="host keeps all values a second time on each host, divided over its ranks: units are "
+        "gathered inside of hosts, and updates cross hosts once, after the step",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            ConfigError: says which ones.
+        """
+        super().__post_init__()
+        if not self.keeps_secondary:
+            return
+        group, store = self.reshard_after_forward, self.offload.optimizer
+        if not isinstance(group, bool):
+            raise ConfigError(
+                "expected reshard_after_forward: true or false with secondary: host, found "
+                f"{group}: the ranks of a host keep units together for good; leave one of them out"
+            )
+        if store:
+            raise ConfigError(
+                f"expected no store with secondary: host, found offload.optimizer: {store}: "
+                "secondary shards take memory of the device; leave one of them out"
+            )
+
+    @property
+    def channels(self) -> frozenset[str]:
+        """The tensors that may cross hosts: of parameters their values, or only updates."""
+        if self.keeps_secondary:
+            return frozenset({"gradients", "updates"})
+        return super().channels
+
+    @property
+    def keeps_secondary(self) -> bool:
+        """Whether the ranks of each host are to keep all values together for good."""
+        return self.secondary == "host"
+
+    def secondary_ranks(self, mesh: Mesh, world: World) -> int:
+        """Return how many ranks of a host keep all values together for good; 0: none do.
+
+        Raises:
+            ConfigError: hosts hold different numbers of ranks, or not in a row.
+        """
+        if not (self.keeps_secondary and mesh["dp"].spans_hosts):
+            return 0
+        return mesh.per_host("dp", world)
 
     @property
     def divides_parameters(self) -> bool:

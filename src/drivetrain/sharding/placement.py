@@ -18,6 +18,8 @@ from drivetrain.parts.replicate import replicate
 from drivetrain.runtime.mesh import Axis
 from drivetrain.sharding.home import Home
 from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.near import SecondaryRanks, SecondaryShard, connect_secondary
+from drivetrain.sharding.options import ShardedConfig
 from drivetrain.sharding.shard import FlatTensor
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
@@ -40,12 +42,14 @@ class Ranks:
             with one queue per group still want one order.
         replicas: the ranks that own the same parts as this one; None: no others do, and those who
             share are everyone.
+        secondary: the ranks that keep values inside of hosts, besides their own; None: no rank.
     """
 
     everyone: Communicator
     sharing: Communicator
     reducing: Communicator
     replicas: Communicator | None = None
+    secondary: SecondaryRanks | None = None
 
     @classmethod
     def in_one_queue(cls, run: Run) -> "Ranks":
@@ -55,7 +59,12 @@ class Ranks:
 
     @classmethod
     def in_queues(
-        cls, run: Run, sharing: Axis | None = None, replicas: Axis | None = None
+        cls,
+        run: Run,
+        sharing: Axis | None = None,
+        replicas: Axis | None = None,
+        *,
+        keeping: ShardedConfig | None = None,
     ) -> "Ranks":
         """Connect ``dp``, with queues of their own for gathers and for gradients.
 
@@ -63,6 +72,7 @@ class Ranks:
             run: its mesh.
             sharing: the ranks that share a model; None for all of ``dp``.
             replicas: the ranks that own the same parts; None where all share.
+            keeping: says whether ranks keep secondary shards; None: they do not.
         """
 
         def connected() -> Communicator:
@@ -76,6 +86,7 @@ class Ranks:
             None
             if replicas is None
             else connect_replicas(replicas, run.traffic, run.world, run.links),
+            None if keeping is None else connect_secondary(run, keeping),
         )
         for one in ranks.communicators:  # a failure of one reaches the ranks of the others
             one.accompany([other for other in ranks.communicators if other is not one])
@@ -99,7 +110,13 @@ class Ranks:
     @property
     def communicators(self) -> list[Communicator]:
         """All communicators, each once."""
-        found = (self.replicas, self.reducing, self.sharing, self.everyone)
+        found = (
+            *(self.secondary or ()),
+            self.replicas,
+            self.reducing,
+            self.sharing,
+            self.everyone,
+        )
         return list(dict.fromkeys(one for one in found if one is not None))
 
     def close(self) -> None:
@@ -223,9 +240,13 @@ class Placement:
             )
             flat.shard = self._home.shard(flat, label)
             flats.append(flat)
-        unit = Unit(layout, flats, self._ranks.sharing, self._values)
+        ranks = self._ranks
+        unit = Unit(layout, flats, ranks.sharing, self._values)
         if self._source is not None and unit.resident:
-            replicate(unit.values, self._ranks.everyone, "replicate model")
+            replicate(unit.values, ranks.everyone, "replicate model")
+        if ranks.secondary is not None and layout.sharded:
+            unit.secondary = SecondaryShard(flats, *ranks.secondary)
+            unit.secondary.refresh((), f"first parameters of {unit.label}", exact=True)
         return unit
 
     def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
@@ -265,21 +286,32 @@ class Placement:
             else:
                 gradient.zero_()
 
-    def send_around(self, stepped: Collection[Unit]) -> None:
-        """Bring the updated ranges of other ranks into resident units, in the order of forward.
+    def send_around(self, stepped: Collection[Unit], *, exact: bool = False) -> None:
+        """Bring the updated ranges of other ranks to where they are kept, in the order of forward.
 
-        Forward needs the last unit first, so its all-gather is sent first; each of them goes on
-        until the forward reaches its unit.
+        Resident units keep all of them, secondary shards some. Forward needs the last unit first,
+        so its all-gather is sent first; each of them goes on until the forward reaches its unit.
+
+        Args:
+            stepped: the units with updated ranges.
+            exact: whether all values cross as they are, those of frozen parameters too.
         """
         for unit in reversed(self.units):
-            if unit.resident and unit in stepped and unit.moves:
+            if unit not in stepped or not (exact or unit.moves):
+                continue
+            if unit.resident:
                 unit.wait_for_values()
-                unit.start()
+                unit.start(exact=exact)
+            elif unit.secondary is not None:
+                label = f"new parameters of {unit.label}"
+                unit.secondary.refresh(unit.updates, label, exact=exact)
 
     def wait_for_values(self) -> None:
         """Return when every value that is on its way is there."""
         for unit in self.units:
             unit.wait_for_values()
+            if unit.secondary is not None:
+                unit.secondary.wait()
 
     def wait_for_steps(self) -> None:
         """Return when this rank's shards have been stepped."""

@@ -60,6 +60,7 @@ def sharing_of(
         ahead=options.ahead,
         whole_below=whole_below,
         group=group,
+        secondary=options.keeps_secondary,
         fused=options.fused,
         lent=options.lent_buffers,
         bucket=bucket,

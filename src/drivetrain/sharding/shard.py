@@ -43,8 +43,12 @@ class ShardHome(ABC):
         self._lengths = [part.numel() for part in own]
 
     @abstractmethod
-    def fill(self) -> None:
-        """Copy everything into its places among the values, which have memory now."""
+    def fill(self, places: Sequence[Tensor] | None = None) -> None:
+        """Copy everything into its places among the values, which have memory now.
+
+        Args:
+            places: others of the same lengths, perhaps of another dtype, that are filled instead.
+        """
 
     @abstractmethod
     def take(self) -> None:
@@ -100,8 +104,11 @@ class ShardInPlace(ShardHome):
         if len(own) <= 1:
             self.tensor = own[0] if own else values[:0]
 
-    def fill(self) -> None:
-        """Do nothing."""
+    def fill(self, places: Sequence[Tensor] | None = None) -> None:
+        """Copy into other places; among the values everything lies already."""
+        if places:
+            with torch.no_grad():
+                torch._foreach_copy_(list(places), self._own)
 
     def take(self) -> None:
         """Do nothing."""
@@ -139,11 +146,11 @@ class ShardInMemory(ShardHome):
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._parts = self._pieces(self.tensor)
 
-    def fill(self) -> None:
+    def fill(self, places: Sequence[Tensor] | None = None) -> None:
         """Copy, with a cast where dtypes differ."""
         if self._own:
             with torch.no_grad():
-                torch._foreach_copy_(self._own, self._parts)
+                torch._foreach_copy_(self._own if places is None else list(places), self._parts)
 
     def take(self) -> None:
         """Copy the changed values back."""
@@ -238,7 +245,8 @@ class FlatTensor:
         shard: what this rank owns, in the dtype that the optimizer updates.
         owned: how many elements that are.
         pieces: for each rank, what it owns as ranges of the flat tensor.
-        own: what this rank owns of the values, as views.
+        parts: for each rank, what it owns of the values, as views.
+        own: those of this rank.
         slots: its parameters, in order.
         fragments: what optimizers hold in the places of parameters.
         masters_left: whether a store keeps the masters of all its parameters.
@@ -271,7 +279,8 @@ class FlatTensor:
             first += slot.owned_numel
         self.owned = first
         self.pieces = [layout.pieces(one) for one in range(len(layout.places[0].shares))]
-        self.own = [self.values[start:stop] for start, stop in self.pieces[rank]]
+        self.parts = [[self.values[start:stop] for start, stop in each] for each in self.pieces]
+        self.own = self.parts[rank]
         self.fragments: dict[ParameterSlot, nn.Parameter] = {}
         self.masters_left = False
         self.gradient_device = device
@@ -280,6 +289,11 @@ class FlatTensor:
     def has_master(self) -> bool:
         """Whether the optimizer updates another dtype than forward reads."""
         return self.layout.master is not self.layout.dtype
+
+    @property
+    def moves(self) -> bool:
+        """Whether an optimizer may have changed the parameters: not if all were always frozen."""
+        return self.layout.trainable or any(slot.parameter.requires_grad for slot in self.slots)
 
     def add_parts(self, flat: Tensor, parts: Sequence[list[Tensor]]) -> None:
         """Add views of a tensor like the values to each rank's parts: the rank's own ranges."""

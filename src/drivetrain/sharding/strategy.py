@@ -20,6 +20,7 @@ from drivetrain.sharding.gather import Gather
 from drivetrain.sharding.home import BoundOptimizer, home_kind, open_home
 from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.near import route_secondary
 from drivetrain.sharding.optimizers import Fragments, check_suits
 from drivetrain.sharding.options import ShardedConfig
 from drivetrain.sharding.placement import Placement, Ranks, connect_line, edits_accepted
@@ -83,7 +84,7 @@ class Accounted(OffloadInPlans, Strategy[ConfigT], Generic[ConfigT]):
     def lines(cls, config: ConfigT, run: Run) -> Lines:
         """Return the ranks that the cost is about."""
         everyone = route_linked(run.mesh, "dp", run.world, run.links)
-        return Lines(everyone, everyone)
+        return Lines(everyone, everyone, secondary=route_secondary(run, config))
 
     @classmethod
     def estimate(cls, config: ConfigT, units: Sequence[UnitLayout], run: Run) -> Estimate:
@@ -331,8 +332,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.placement.wait_for_steps()
         self.home.drop_late()
         self._state().load(reader)
-        for unit in [each for each in self.placement.units if each.resident]:
-            unit.start(exact=True)
+        self.placement.send_around(self.placement.units, exact=True)
         self.placement.wait_for_values()
         self.reduce.open_channels()
         take_kept(self.summing, reader, self.run.links.name_for("gradients"))

@@ -8,10 +8,10 @@ after. The parameter objects and their views stay, so autograd's saved views are
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.channels import GatherChannel
@@ -20,7 +20,7 @@ from drivetrain.errors import CollectiveError, StorageError
 from drivetrain.heap import offer
 from drivetrain.parts.guard import Guard, guard, unguard
 from drivetrain.sharding.layout import UnitLayout, stretches_of
-from drivetrain.sharding.near import NearPart
+from drivetrain.sharding.near import NearPart, SecondaryShard
 from drivetrain.sharding.shard import FlatTensor, WholeValues
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.store import Pending
@@ -50,6 +50,7 @@ class Unit:
         updates: steps of this rank's shards that are under way.
         holds: how many users keep the unit whole.
         near: a copy of a part of the values, from which few neighbors can restore them.
+        secondary: a part that is kept for good, from which the ranks of this host can.
         storages: the identities of the values' storages, which last as long as the unit.
     """
 
@@ -73,15 +74,15 @@ class Unit:
         self.updates: list[Pending] = []
         self.holds = 0
         self.near: NearPart | None = None
+        self.secondary: SecondaryShard | None = None
         self.absent: Guard = self
         self._guarded_by: Guard | None = None
         self._versions: list[int] | None = None
         self.storages = {flat.untyped_storage()._cdata for flat in self.values}
         self._channel: GatherChannel | None = None
         self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
-        self._parts: list[list[Tensor]] = [[] for _ in range(communicator.size)]
-        for flat in flats:
-            flat.add_parts(flat.values, self._parts)
+        by_rank = zip(*(flat.parts for flat in flats), strict=True)
+        self._parts = [list(chain.from_iterable(parts)) for parts in by_rank]
         with torch.no_grad():
             for flat in flats:
                 flat.adopt(values)
@@ -96,8 +97,7 @@ class Unit:
     @property
     def moves(self) -> bool:
         """Whether an optimizer may have changed the parameters: not if all were always frozen."""
-        trained = any(parameter.requires_grad for parameter in self.parameters)
-        return trained or bool(self.layout.trainable)
+        return any(flat.moves for flat in self.flats)
 
     @property
     def live_bytes(self) -> int:
@@ -114,7 +114,8 @@ class Unit:
     def start(self, *, exact: bool = False) -> None:
         """Send the all-gather; the parameters are guarded until their values are there.
 
-        Where few neighbors hold the values together, they restore them. A shard that is being
+        Where few neighbors hold the values together, they restore them; exact values come from
+        their owners where a link approximates the values that neighbors hold. A shard that is being
         stepped, or lies in a store, is waited for in the background, just before it is sent.
 
         Args:
@@ -124,8 +125,9 @@ class Unit:
             for memory, nbytes in self._memory:
                 memory.resize_(nbytes)
         label = f"parameters of {self.label}"
-        if self.near is not None:
-            self.arrival = self.near.restore(label)
+        secondary = None if exact and self.approximate else self.secondary
+        if (held := self.near or secondary) is not None:
+            self.arrival = held.restore(label)
             self.near = None
             self.guard()
             return
@@ -296,3 +298,5 @@ class Unit:
         with torch.no_grad():
             for flat in self.flats:
                 flat.shard.take()
+            if self.secondary is not None:
+                self.secondary.take()

@@ -1,5 +1,7 @@
 """Approximate sums between hosts on paper: bytes of the method, in levels, and layouts."""
 
+from dataclasses import replace
+
 import pytest
 
 from drivetrain.errors import ConfigError
@@ -127,3 +129,23 @@ def test_a_pipeline_exchanges_values_and_gradients_of_tied_copies():
 def test_activations_that_cannot_be_rounded_are_refused(layout, expected):
     with pytest.raises(ConfigError, match=expected):
         read_layout(layout)
+
+
+@pytest.mark.parametrize("per_host", [1, 4, 8])
+def test_secondary_shards_are_gathered_inside_of_hosts_and_refreshed_between_them(per_host):
+    run = PaperRun({"dp": 8}, 1, "bf16", per_host=per_host)
+    divided = Sharing(optimizer=True, gradients=True, parameters=True)
+    before = data_parallel_step(UNITS, run, divided)
+    step = data_parallel_step(UNITS, run, replace(divided, secondary=True))
+    sent, hosts = step.sent()[0], 8 // per_host
+    values = run.bytes.parameter * SHAPE.parameters
+    if hosts == 1:
+        assert sent == before.sent()[0]
+        assert step.held == before.held
+        return
+    assert ("dp", "all_gather") not in sent
+    assert sent["dp.far", "all_gather"] == pytest.approx(values / per_host * (hosts - 1) / hosts)
+    inside = (per_host - 1) / per_host / (7 / 8) * before.sent()[0]["dp", "all_gather"]
+    assert sent.get(("dp.near", "all_gather"), 0) == pytest.approx(inside)
+    more = step.held[0]["parameters"] - before.held[0]["parameters"]
+    assert more == pytest.approx(values / per_host)

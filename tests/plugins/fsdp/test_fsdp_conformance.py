@@ -3,6 +3,7 @@
 The defaults are tested with those of all registered strategies.
 """
 
+import os
 from typing import ClassVar
 
 import pytest
@@ -43,3 +44,16 @@ class TestKept(StrategyConformance):
 
     strategy: ClassVar = {"name": "fsdp", "reshard_after_forward": False, "live_units": 1}
     worlds = (3,)
+
+
+class TestSecondary(StrategyConformance):
+    """Two hosts of two ranks keep all values each: gathers stay inside of them."""
+
+    strategy: ClassVar = {"name": "fsdp", "secondary": "host"}
+    worlds = (4,)
+
+    def make_accelerator(self, **options):
+        """Let ranks believe in two hosts: a host's name has torchrun's number of it as a part."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GROUP_RANK", str(int(os.environ["RANK"]) // 2))
+            return super().make_accelerator(**options)

@@ -1,8 +1,10 @@
 """Every conformance check with all parameters divided, those too that stage 3 usually keeps whole.
 
 Every forward is then collective: what ranks may do by themselves elsewhere they do together here.
+Ranks of two hosts do the same with secondary shards: of one rank each, and of two ranks each.
 """
 
+import os
 from typing import ClassVar
 
 import pytest
@@ -14,7 +16,7 @@ from drivetrain.testing.conformance import StrategyConformance
 from drivetrain.testing.conformance.twins import Twins, everyone, plain_sgd
 from drivetrain.testing.models import CASES
 
-STEPS = 2
+STEPS, HOSTS = 2, 2
 
 
 class TestSharded(StrategyConformance):
@@ -22,6 +24,8 @@ class TestSharded(StrategyConformance):
 
     strategy: ClassVar = {"name": "zero3", "keep_below": 0}
     worlds: ClassVar = (1, 2, 3)
+    gathered: ClassVar = ("dp", "all_gather")
+    waited: ClassVar = "the ranks took different paths"
 
     def test_cost_equals_ledger(self, world):
         """The promise is a bound here: what backward needs no values of is not gathered again."""
@@ -41,8 +45,7 @@ class TestSharded(StrategyConformance):
                     twins.optimizer.zero_grad()
                 after = accelerator.traffic.sent()
                 found = {key: (n - before.get(key, 0)) / STEPS for key, n in after.items()}
-                gathered = found.pop(("dp", "all_gather"), 0)
-                bound = promised.pop(("dp", "all_gather"), 0)
+                gathered, bound = found.pop(self.gathered, 0), promised.pop(self.gathered, 0)
                 assert bound / 2 <= gathered <= bound, f"{name}: {gathered} bytes, bound {bound}"
                 assert {k: n for k, n in found.items() if n} == promised, name
 
@@ -90,4 +93,35 @@ class TestSharded(StrategyConformance):
         # A rank that neither sees the difference is told by the connections that the others close.
         accelerator.free_memory()
         messages = everyone(str(error.value))
-        assert any("the ranks took different paths" in message for message in messages)
+        assert any(self.waited in message for message in messages)
+
+
+class TestSecondary(TestSharded):
+    """Hosts keep all values: gathers stay inside of them, and what is stepped crosses once."""
+
+    strategy: ClassVar = {"name": "zero3", "keep_below": 0, "secondary": "host"}
+    worlds: ClassVar = (2, 4)
+    gathered: ClassVar = ("dp.near", "all_gather")
+    waited: ClassVar = "every rank must come to each collective, in the same order"
+
+    def make_accelerator(self, **options):
+        """Let ranks believe in two hosts: a host's name has torchrun's number of it as a part."""
+        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GROUP_RANK", str(rank * HOSTS // size))
+            return super().make_accelerator(**options)
+
+    def test_loss_that_misses_the_model_on_one_rank(self, world):
+        """The only rank of a host gathers from nobody: there a loss may miss the model."""
+        if world > HOSTS:
+            super().test_loss_that_misses_the_model_on_one_rank(world)
+            return
+        with self.accelerator() as accelerator:
+            twins = Twins(accelerator, CASES["mlp"])
+            if twins.axis.rank == world - 1:
+                accelerator.backward(torch.zeros((), dtype=torch.float64, requires_grad=True))
+            else:
+                accelerator.backward(twins.loss(0))
+            twins.backward_twin(0, without=world - 1)
+            twins.step()
+            twins.check()

@@ -1,0 +1,267 @@
+"""Secondary shards: ``secondary: host`` keeps all values on each host, divided over its ranks."""
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from drivetrain import Accelerator
+from drivetrain.cost import ModelSpec
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.sharding import near
+from drivetrain.testing.conformance.twins import Twins, everyone, momentum, weights
+from drivetrain.testing.models import CASES
+
+HOSTS, WIDTH, LAYERS = 2, 64, 4
+MATRIX = 4 * WIDTH * WIDTH
+"""Bytes of a layer: large enough that a method approximates its updates."""
+
+FORMS = [{"name": "zero3", "keep_below": 0}, {"name": "fsdp"}]
+WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n, timeout=120), id=f"ranks{n}") for n in (2, 4)]
+each_form = pytest.mark.parametrize("form", FORMS, ids=[form["name"] for form in FORMS])
+each_world = pytest.mark.parametrize("world", WORLDS)
+
+
+def start(monkeypatch, form, secondary="host", links=None, **run):
+    """Let ranks believe in two hosts: a host's name has torchrun's number of the host as a part."""
+    size = int(os.environ["WORLD_SIZE"])
+    monkeypatch.setenv("GROUP_RANK", str(int(os.environ["RANK"]) * HOSTS // size))
+    config = {"strategy": {**form, "secondary": secondary}, "links": {"far": links or {}}, **run}
+    return Accelerator(config=config, cpu=True)
+
+
+def layers():
+    torch.manual_seed(5)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def batch(step, rank):
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(accelerator, model, optimizer, steps):
+    for step in steps:
+        accelerator.backward(model(batch(step, accelerator.process_index)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def units_of(accelerator, model):
+    return accelerator.strategy_of(model).placement.units
+
+
+def growth(accelerator, work):
+    """Return the bytes that this rank sends in some work, by (axis, operation)."""
+    before = Counter(accelerator.traffic.sent())
+    work()
+    return {key: n for key, n in (Counter(accelerator.traffic.sent()) - before).items() if n}
+
+
+@each_form
+@each_world
+def test_only_what_is_stepped_crosses_hosts(monkeypatch, world, form):
+    """A layer is frozen at first, beside a trained one: the other hosts have its values already."""
+    accelerator = start(monkeypatch, form)
+    each = iter(layers())
+    model = nn.Sequential(*(nn.Sequential(*pair) for pair in zip(each, each, strict=True)))
+    model[0][0].requires_grad_(False)
+    spec = ModelSpec.of(model)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    strategy = accelerator.strategy_of(model)
+    train(accelerator, model, optimizer, range(2))
+    cost = type(strategy).cost(strategy.config, spec, strategy.run)
+    held = sum(k.nbytes for unit in strategy.placement.units for k in unit.secondary.kept)
+    assert held == cost.held["secondary"] == LAYERS * MATRIX * HOSTS // world
+    part = (LAYERS - 1) * MATRIX // world
+    for thawed in (0, 1):
+        model[0][0].requires_grad_(bool(thawed))
+        found = growth(accelerator, lambda: train(accelerator, model, optimizer, range(2, 3)))
+        assert ("dp", "all_gather") not in found
+        more = part + thawed * MATRIX // world  # to one other host, once
+        assert found["dp.far", "all_gather"] == more
+        assert found["dp.far" if world > HOSTS else "dp", "reduce_scatter"] == more
+        with torch.no_grad():  # nothing has changed since the last step
+            passed = growth(accelerator, lambda: model(batch(3, 0)))
+        assert passed.keys() <= {("dp.near", "all_gather")}
+        if not thawed:
+            assert {k: n for k, n in cost.sent.items() if "far" in k[0]}.items() <= found.items()
+    accelerator.free_memory()
+
+
+@each_form
+@pytest.mark.ranks(4, timeout=120)
+def test_frozen_and_thawed_layers_train_like_one_process(monkeypatch, form):
+    accelerator = start(monkeypatch, form)
+
+    def make(model):
+        model[0].requires_grad_(False)
+        return momentum(model)
+
+    twins = Twins(accelerator, CASES["mlp"], make)
+    for step in range(6):
+        if step in (2, 4):
+            for model in (twins.model, twins.twin):
+                model[0].requires_grad_(step == 2)
+                model[2].requires_grad_(step == 4)
+        twins.backward(step)
+        twins.step()
+    twins.check()
+    accelerator.free_memory()
+
+
+@each_form
+@pytest.mark.ranks(4, timeout=120)
+def test_changed_and_loaded_values_reach_secondary_shards(monkeypatch, tmp_path, form):
+    """Edits of one rank, writes in a forward, and a checkpoint of ranks without the option."""
+    accelerator = start(monkeypatch, form, "none")
+    model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.1))
+    train(accelerator, model, optimizer, range(2))
+    accelerator.save_state(tmp_path)
+    saved = weights(accelerator, model)
+    train(accelerator, model, optimizer, range(2, 3))
+    expected = weights(accelerator, model)
+    accelerator.free_memory()
+
+    accelerator = start(monkeypatch, form)
+    model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.1))
+    train(accelerator, model, optimizer, range(7, 9))
+    with accelerator.gathered(model):
+        if accelerator.is_main_process:
+            nn.init.constant_(model[1].weight, 0.25)
+    check_forward(accelerator, model)
+    assert (weights(accelerator, model)["1.weight"] == 0.25).all()
+
+    def halve(module, inputs):
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+
+    handle = model[1].register_forward_pre_hook(halve)
+    with torch.no_grad():
+        model(batch(0, 0))
+    handle.remove()
+    check_forward(accelerator, model)
+    assert (weights(accelerator, model)["1.weight"] == 0.125).all()
+
+    accelerator.load_state(tmp_path)
+    check_forward(accelerator, model)
+    found = weights(accelerator, model)
+    assert all(torch.equal(value, saved[name]) for name, value in found.items())
+    train(accelerator, model, optimizer, range(2, 3))
+    found = weights(accelerator, model)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    accelerator.free_memory()
+
+
+def check_forward(accelerator, model):
+    """Compare the values of a forward, which are those of hosts, with those of their owners."""
+    seen = {}
+
+    def look(module, inputs):
+        seen[module] = module.weight.detach().clone()
+
+    handles = [layer.register_forward_pre_hook(look) for layer in model]
+    with torch.no_grad():
+        model(batch(0, 0))
+    for handle in handles:
+        handle.remove()
+    owned = weights_of_owners(accelerator, model)
+    for index, layer in enumerate(model):
+        start, stop, values = owned[f"{index}.weight"]
+        assert torch.equal(seen[layer].flatten()[start:stop], values), index
+
+
+def weights_of_owners(accelerator, model):
+    found = {}
+    for shard in accelerator.strategy_of(model).shards():
+        if not shard.state:
+            found[shard.name] = (*shard.part.range, shard.tensor.flatten().clone())
+    return found
+
+
+@each_form
+@each_world
+def test_hosts_keep_the_same_approximate_values(monkeypatch, tmp_path, world, form):
+    """Owners have other values, and what a script reads and saves is theirs."""
+    accelerator = start(monkeypatch, form, links={"gradients": "int8", "parameters": "topk"})
+    model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.5))
+    train(accelerator, model, optimizer, range(3))
+    place = accelerator.process_index % (world // HOSTS)
+    for unit in units_of(accelerator, model):
+        unit.secondary.wait()
+        kept = torch.cat(unit.secondary.kept)
+        others = [other for at, other in everyone((place, kept)) if at == place]
+        assert len(others) == HOSTS
+        assert all(torch.equal(other, kept) for other in others)
+    outputs = everyone(model(batch(9, 0)).detach())
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    exact = weights(accelerator, model)
+    with accelerator.gathered(model):
+        owned = model(batch(9, 0)).detach()
+    apart = (owned - outputs[0]).abs().max()
+    assert 0 < apart < 0.2 * owned.abs().max()
+    accelerator.save_state(tmp_path)
+    train(accelerator, model, optimizer, range(3, 4))
+    accelerator.load_state(tmp_path)
+    found = weights(accelerator, model)
+    assert all(torch.equal(value, exact[name]) for name, value in found.items())
+    assert torch.equal(model(batch(9, 0)).detach(), owned), "loaded values are exact everywhere"
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_is_skipped_sends_no_updates(monkeypatch):
+    far = {"gradients": "int8", "parameters": "int8"}
+    accelerator = start(monkeypatch, FORMS[0], links=far, on_nonfinite="skip")
+    model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.5))
+    train(accelerator, model, optimizer, range(2))
+    before = model(batch(9, 0)).detach()
+
+    def skipped():
+        factor = float("nan") if accelerator.process_index else 1.0
+        accelerator.backward(factor * model(batch(3, 0)).square().mean())
+        optimizer.step()
+        assert accelerator.optimizer_step_was_skipped
+        optimizer.zero_grad()
+
+    assert ("dp.far", "all_gather") not in growth(accelerator, skipped)
+    assert torch.equal(model(batch(9, 0)).detach(), before)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_on_one_host_nothing_changes(monkeypatch):
+    said = []
+    monkeypatch.setattr(near.logger, "announce", said.append)
+    accelerator = Accelerator(strategy={**FORMS[0], "secondary": "host"}, cpu=True)
+    model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.1))
+    train(accelerator, model, optimizer, range(2))
+    assert all(unit.secondary is None for unit in units_of(accelerator, model))
+    assert [line for line in said if "secondary: host changes nothing" in line] == said
+    assert len(said) == 1
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize(
+    ("form", "named"),
+    [
+        ({"name": "zero3", "reshard_after_forward": 2}, "reshard_after_forward: true or false"),
+        ({"name": "zero3", "offload": {"optimizer": "cpu"}}, "no store with secondary: host"),
+        ({"name": "fsdp", "sharding": "hybrid"}, "secondary only with sharding: full"),
+        ({"name": "fsdp", "sharding": "grad"}, "secondary only with sharding: full"),
+    ],
+)
+def test_options_that_do_not_fit(form, named):
+    with pytest.raises(ConfigError, match=named):
+        Accelerator(strategy={**form, "secondary": "host"}, cpu=True)
+
+
+@pytest.mark.ranks(2)
+def test_dtensors_are_refused(monkeypatch):
+    accelerator = start(monkeypatch, FORMS[1])
+    model, _ = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="expected secondary: none with DTensors"):
+        accelerator.dtensors(model)
+    accelerator.free_memory()
