@@ -292,4 +292,4 @@ def test_the_log_says_once_which_way_encodes(can_compile, tmp_path):
     if can_compile:
         assert f"compiled kernels: {built(cache_folder() / 'kernels')}" in said[0]
     else:
-        assert "operations of torch, and slower than compiled: found none of" in said[0]
+        assert "operations of torch, slower than compiled: found none of" in said[0]
