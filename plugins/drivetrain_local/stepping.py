@@ -27,7 +27,7 @@ class Stepping(Worker):
         self._outer: list[OuterSteps] = []
         self._fragments: dict[str, int] = {}
         self._closing.callback(self._inner.close)
-        self._ranks = connect(self._near, run.traffic, run.world.device, run.world.timeout)
+        self._ranks = connect(self._everyone, run.traffic, run.world.device, run.world.timeout)
         self._closing.callback(self._ranks.close)
         self._line = WorkerLine(config, run, self._near, self._far, self._ranks)
         self._closing.callback(self._line.close)

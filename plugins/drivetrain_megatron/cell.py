@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,6 @@ def advice(mesh: Mesh) -> str:
 class DataParallelCell(Strategy[MegatronConfig]):
     """The methods of a cell that its data-parallel strategy carries out."""
 
-    stage_axes: ClassVar[tuple[str, ...]] = ("pp",)
-
     def __init__(self, config: MegatronConfig, run: Run) -> None:
         super().__init__(config, run)
         kind, options = data_parallel(config)
@@ -82,6 +80,11 @@ class DataParallelCell(Strategy[MegatronConfig]):
         """Let the data-parallel strategy refuse options and dtypes."""
         kind, options = data_parallel(config)
         kind.check_options(options, precision)
+
+    @classmethod
+    def stages(cls, config: MegatronConfig) -> Sequence[str]:
+        """Return the axis of the pipeline."""
+        return ("pp",)
 
     @classmethod
     def channels(cls, config: MegatronConfig) -> frozenset[str]:

@@ -63,7 +63,7 @@ class Megatron(CellOnPaper, DataParallelCell):
         )
         self._tensor: TensorParallel | None = None
         self._facts: dict[str, ParameterFacts] = {}
-        source = MaskSource(config.dropout_seed, run.mesh["dp"].rank)
+        source = MaskSource(config.dropout_seed, run.mesh["dp"].position)
         self._dropout = Dropout(source, self._tp)
         self._draws = AlikeDraws(self._tp, world.device)
         self._source: SharedSource | None = None
