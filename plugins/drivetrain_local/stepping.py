@@ -25,6 +25,7 @@ class Stepping(Worker):
         super().__init__(config, run)
         self._closing = ExitStack()  # in the opposite order: hooks go before what they call
         self._outer: list[OuterSteps] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._fragments: dict[str, int] = {}
         self._closing.callback(self._inner.close)
         self._ranks = connect(self._everyone, run.traffic, run.world.device, run.world.timeout)
