@@ -24,7 +24,7 @@ from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, stat
 from drivetrain.strategy import Prepared, Run
 from drivetrain_megatron.cell import DataParallelCell, ParameterFacts, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.cost import estimate
+from drivetrain_megatron.cost import estimate, part_of
 from drivetrain_megatron.dropout.chain import Dropout, MaskSource
 from drivetrain_megatron.dropout.draws import AlikeDraws
 from drivetrain_megatron.global_shards import GlobalShards, LocalReader
@@ -221,6 +221,11 @@ class Megatron(CellOnPaper, DataParallelCell):
     def cost(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
         """Return bytes held and sent by this rank; ``cost`` says which of these are exact."""
         return estimate(config, model, run)
+
+    @classmethod
+    def part(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
+        """Return this rank's part of each tensor of its stages."""
+        return part_of(config, model, run)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:

@@ -79,6 +79,7 @@ class ByHand:
 
     Attributes:
         losses: of each rank; in the warm-up every worker computes those of all ranks.
+        norms: of each worker, where gradients are clipped.
     """
 
     workers: int
@@ -93,6 +94,7 @@ class ByHand:
     loss: Callable[[nn.Module, Tensor], Tensor] = loss_of
     models: Sequence[nn.Module] = field(init=False)
     losses: list[list[float]] = field(init=False)
+    norms: list[list[float]] = field(init=False)
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -101,6 +103,7 @@ class ByHand:
         self.outer = {n: p.detach().clone() for n, p in self.models[0].named_parameters()}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.outer.items()}
         self.losses = [[] for _ in range(self.workers * self.ranks)]
+        self.norms = [[] for _ in range(self.workers)]
         self.sent: dict[int, dict[str, Tensor]] = {}
 
     def train(self, steps: int, micro_batches: int = 1) -> Mapping[str, Tensor]:
@@ -134,7 +137,8 @@ class ByHand:
                 (loss / len(ranks) / micro_batches).backward()
                 self.losses[rank].append(float(loss.detach()))
         if self.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+            self.norms[worker].append(float(norm))
         self.optimizers[worker].step()
         self.optimizers[worker].zero_grad()
 
