@@ -28,6 +28,7 @@ from drivetrain.collectives.channels import SumChannel
 from drivetrain.collectives.handles import Finished
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.parts.replicate import replicate
+from drivetrain.shards import HeldPart
 from drivetrain_local.fragments import is_exchanged, steps_since
 from drivetrain_local.late import LateWorkers
 from drivetrain_local.options import LocalOptions
@@ -85,7 +86,7 @@ class OuterSteps(StepCount):
         options: the knobs.
         workers: the ranks at this rank's place of each worker.
         names: gives the name of each tensor, by identity.
-        shapes: of the whole model's parameters, by name.
+        parts: what the modules of this rank have of each parameter, by name.
         fragments: gives the fragment of a parameter, by name.
         late: for each fragment, the exchanges that leave out late workers; none to wait for all.
 
@@ -101,7 +102,7 @@ class OuterSteps(StepCount):
         options: LocalOptions,
         workers: Communicator,
         names: Callable[[], Mapping[int, str]],
-        shapes: Mapping[str, tuple[int, ...]],
+        parts: Mapping[str, HeldPart],
         fragments: Mapping[str, int],
         late: Sequence[LateWorkers] = (),
     ) -> None:
@@ -112,7 +113,7 @@ class OuterSteps(StepCount):
         self._options = options
         self._workers = workers
         self._names = names
-        self._shapes = shapes
+        self._parts = parts
         self._fragments = fragments
         self.late = late
         self._round_buffers: list[Tensor] = []
@@ -302,15 +303,18 @@ class OuterSteps(StepCount):
 
     # --- what is exchanged ---
 
-    def stepped_whole(self) -> Iterator[str]:
-        """Yield the names of parameters of which this rank's optimizer steps all elements."""
+    def stepped_parts(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, word of the part) where the optimizer steps all that the modules have."""
         names = self._names()
         for parameter in self.parameters():
-            if self._is_whole(parameter, name := names[id(parameter)]):
-                yield name
+            word = self._part_word(parameter, name := names[id(parameter)])
+            if word is not None:
+                yield name, word
 
-    def _is_whole(self, parameter: nn.Parameter, name: str) -> bool:
-        return self._shapes[name] == tuple(parameter.shape)
+    def _part_word(self, parameter: nn.Parameter, name: str) -> str | None:
+        """Return the word of the part of a parameter; None for a piece of the part."""
+        part = self._parts[name]
+        return part.word if tuple(parameter.shape) == part.shape else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the tensors that the optimizer steps now."""
@@ -320,15 +324,15 @@ class OuterSteps(StepCount):
     def messages(self, fragment: int | None = None) -> Sequence[Sequence[nn.Parameter]]:
         """Return the tensors of each message between workers: of one fragment, or of all.
 
-        A message has tensors of one dtype. Whole parameters have messages of their own: ranks of a
-        worker that step the same parameter beside different parts of others get the same bits.
+        A message has tensors of one dtype, that the same ranks of the worker step: so these ranks
+        get the same bits, whatever else each of them steps.
         """
         names = self._names()
-        found: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+        found: dict[tuple[torch.dtype, str | None], list[nn.Parameter]] = {}
         for parameter in self.parameters():
             name = names[id(parameter)]
             if fragment in (None, self._fragments[name]):
-                kind = parameter.dtype, self._is_whole(parameter, name)
+                kind = parameter.dtype, self._part_word(parameter, name)
                 found.setdefault(kind, []).append(parameter)
         return list(found.values())
 

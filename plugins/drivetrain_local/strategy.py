@@ -21,7 +21,7 @@ from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.replicate import replicate
-from drivetrain.shards import Reader, Shard
+from drivetrain.shards import HeldPart, Reader, Shard
 from drivetrain.strategy import Prepared, Run
 from drivetrain_local.cost import estimate
 from drivetrain_local.fragments import fragment_of_each
@@ -80,8 +80,9 @@ class Local(Stepping):
         tensors = [*model.parameters(), *model.buffers()]
         replicate([t for t in tensors if not t.is_meta], self._workers, "replicate model")
         # The model is whole for the last time: the strategy inside may leave a rank parts of it.
-        self._shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
-        self._fragments = fragment_of_each(model, self._shapes, self.config.fragments)
+        parameters = named_parameters(model)
+        self._parts.update((name, HeldPart(tuple(p.shape))) for name, p in parameters.items())
+        self._fragments = fragment_of_each(model, parameters, self.config.fragments)
         prepared = self._around(optimizers, lambda: self._inner.prepare(model, optimizers))
         # A pipeline runs several backwards in one: only the end of all of them averages.
         pipelined = any(self.run.mesh[name].size > 1 for name in self.stages(self.config))
@@ -118,7 +119,7 @@ class Local(Stepping):
                 self.config,
                 self._workers,
                 self._held,
-                self._shapes,
+                self._parts,
                 self._fragments,
                 self._line.late(index),
             )
@@ -127,6 +128,7 @@ class Local(Stepping):
         # Behind a step the outer weights come first: the strategy inside then sends values around.
         handles = [o.optimizer.register_step_post_hook(o.after_step) for o in made]
         prepared = take()
+        self._parts.update(self._inner.held_parts())
         handles += [o.optimizer.register_step_pre_hook(o.before_step) for o in made]
         for handle in handles:
             self._closing.callback(handle.remove)
@@ -229,11 +231,11 @@ class Local(Stepping):
         pairs = zip(parameters, before, strict=True)
         mine = {names[id(p)] for p, old in pairs if not torch.equal(p, old)}
         # About the whole model: ranks may hold other parameters.
-        flags = torch.tensor([name in mine for name in self._shapes], dtype=torch.uint8)
+        flags = torch.tensor([name in mine for name in self._parts], dtype=torch.uint8)
         flags = flags.to(self.run.world.device)
         for line in (self._workers, self._ranks):
             line.all_reduce(flags, reduction="max", label="changes of weights").wait()
-        pairs_of_all = zip(self._shapes, flags.tolist(), strict=True)
+        pairs_of_all = zip(self._parts, flags.tolist(), strict=True)
         changed = frozenset(name for name, flag in pairs_of_all if flag)
         here = [p for p in parameters if names[id(p)] in changed]
         replicate(here, self._workers, "changes of weights")
@@ -250,12 +252,14 @@ class Local(Stepping):
         with self._outer_shown():
             inside = noting_weights(self._inner.shards(), saved)
             yield from shards_of_worker(inside, self._optimizer_of_each(), self._far.rank)
-        # Other ranks that step whole parameters keep the same errors: who saves one saves both.
-        yield from marked(self._workers.kept(), self._stepped_whole() & saved)
+        # Other ranks that step the same part keep the same errors: who saves the part saves both.
+        stepped = self._stepped_parts()
+        mine = {name: word for name, word in stepped.items() if name in saved}
+        yield from marked(self._workers.kept(), mine)
 
-    def _stepped_whole(self) -> set[str]:
-        """Return the names of parameters that this rank's optimizers step as a whole."""
-        return {name for outer in self._outer for name in outer.stepped_whole()}
+    def _stepped_parts(self) -> dict[str, str]:
+        """Return the word of the part of each parameter that is stepped as this rank has it."""
+        return {name: word for outer in self._outer for name, word in outer.stepped_parts()}
 
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes."""
@@ -268,7 +272,7 @@ class Local(Stepping):
         for index, outer in enumerate(self._outer):
             outer.taken_over(apart=index in apart)
         method = self.run.links.name_for("gradients")
-        go_on_with_kept(self._workers, reader, self._stepped_whole(), method)
+        go_on_with_kept(self._workers, reader, self._stepped_parts(), method)
 
     def _view(self, reader: Reader) -> Reader:
         saved = saved_workers(reader)

@@ -27,6 +27,7 @@ from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+from drivetrain.shards import HeldPart
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.tensor.partition import Partition
@@ -188,6 +189,15 @@ class ParameterFacts:
         """Return the shape of the part that one rank of the axis holds."""
         cut = self.partition
         return self.shape if cut is None else cut.local_shape(rank, self.shape)
+
+    def part(self, rank: int) -> HeldPart | None:
+        """Return the part that one rank of the axis holds; None for the whole."""
+        cut = self.partition
+        if cut is None:
+            return None
+        holders = [str(r) for r, ranges in enumerate(cut.ranges) if ranges == cut.ranges[rank]]
+        word = f"{'+'.join(holders)}of{len(cut.ranges)}"
+        return HeldPart(cut.local_shape(rank, self.shape), word)
 
     def saves(self, rank: int) -> bool:
         """Whether this rank saves its part: the first holder on the axis does."""

@@ -20,7 +20,14 @@ from drivetrain.model import PLANNING, untouched
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.naming import named_parameters, persistent_buffers, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
-from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors
+from drivetrain.shards import (
+    HeldPart,
+    Reader,
+    Shard,
+    TensorFacts,
+    parameters_among,
+    state_tensors,
+)
 from drivetrain.strategy import Prepared, Run
 from drivetrain_megatron.cell import DataParallelCell, ParameterFacts, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
@@ -251,6 +258,11 @@ class Megatron(CellOnPaper, DataParallelCell):
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
         """Return the facts of the whole model's state dict, the same on every rank."""
         return [place.facts for place in self._whole.places(module).values()]
+
+    def held_parts(self) -> Mapping[str, HeldPart]:
+        """Return what this rank of ``tp`` has of each divided parameter."""
+        parts = {name: facts.part(self._tp.rank) for name, facts in self._facts.items()}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @contextmanager
     def whole_state(
