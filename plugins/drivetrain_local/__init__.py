@@ -11,9 +11,10 @@ communication", 2025 (arXiv 2501.18512), algorithm 2. The idea in five lines:
 5. Each worker goes on from the outer weights. Parts of the model do so in turn, beside training.
 
 With P parameters of b bytes, K workers: sent per step, host to host, 2 (K-1)/K P b / H, where data
-parallelism sends H times as much; held more: outer weights and momentum, 2 P b. Where ranks of a worker divide a replica, as under
-``megatron``, each steps and exchanges its parts, with the ranks at its place of the others. The trajectory is
-one of its own: experiments have found it as good as data parallelism, and nobody has proved that.
+parallelism sends H times as much; held more: outer weights and momentum, 2 P b. Where the ranks of
+a worker divide a replica, each steps its parts, and exchanges them with the ranks at its place of
+the other workers. The trajectory is one of its own: experiments have found it as good as data
+parallelism, and nobody has proved that.
 
 ==================== ================================================================
 options.py           the knobs

@@ -144,14 +144,14 @@ class CellTraining:
         whole = model or TiedWords()
         self.model, self.optimizer = self.accelerator.prepare(whole, adamw(whole))
         self.clip = clip
-        self.losses: list[float] = []
+        self._losses: list[Tensor] = []
         self.norms: list[float] = []
         self.place = self.accelerator.mesh["dp"].rank
 
     def run(self, first: int, last: int) -> None:
         for step in range(first, last):
             with self.accelerator.accumulate(self.model):
-                self.losses.append(float(self.backward(word_batch(step, self.place)).detach()))
+                self._losses.append(self.backward(word_batch(step, self.place)))
                 if self.clip is not None and self.accelerator.sync_gradients:
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
                     self.norms.append(float(norm))
@@ -160,6 +160,11 @@ class CellTraining:
 
     def backward(self, ids: Tensor) -> Tensor:
         return self.accelerator.pipeline_step(self.model, ids, ids, loss_fn=word_loss)
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of all micro-batches: stages know them at the end of a window."""
+        return [loss.item() for loss in self._losses]
 
     def outer(self) -> Mapping[str, Tensor]:
         return self.accelerator.get_state_dict(self.model)
