@@ -338,14 +338,6 @@ class Strategy(Readable, Verifiable, Profiled, OnPaper, OverLinks, ABC, Generic[
     def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
         """Return the bytes held per rank and the bytes rank 0 sends per optimizer step."""
 
-    @classmethod
-    def part(cls, config: ConfigT, model: ModelSpec, run: Run) -> ModelSpec:
-        """Return the tensors of a model as a rank's modules have them: by default all of it.
-
-        Another shape than in the model is that of a part which this rank trains by itself.
-        """
-        return model
-
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Context in which backward keeps gradients local: no communication inside.
 
