@@ -307,14 +307,9 @@ class OuterSteps(StepCount):
         """Yield (name, word of the part) where the optimizer steps all that the modules have."""
         names = self._names()
         for parameter in self.parameters():
-            word = self._part_word(parameter, name := names[id(parameter)])
+            word = part_word(parameter, self._parts[name := names[id(parameter)]])
             if word is not None:
                 yield name, word
-
-    def _part_word(self, parameter: nn.Parameter, name: str) -> str | None:
-        """Return the word of the part of a parameter; None for a piece of the part."""
-        part = self._parts[name]
-        return part.word if tuple(parameter.shape) == part.shape else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the tensors that the optimizer steps now."""
@@ -332,7 +327,7 @@ class OuterSteps(StepCount):
         for parameter in self.parameters():
             name = names[id(parameter)]
             if fragment in (None, self._fragments[name]):
-                kind = parameter.dtype, self._part_word(parameter, name)
+                kind = parameter.dtype, part_word(parameter, self._parts[name])
                 found.setdefault(kind, []).append(parameter)
         return list(found.values())
 
@@ -353,3 +348,8 @@ class OuterSteps(StepCount):
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which outer gradients of a dtype are added up."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def part_word(parameter: nn.Parameter, part: HeldPart) -> str | None:
+    """Return the word of the part of a parameter; None for a piece of the part."""
+    return part.word if tuple(parameter.shape) == part.shape else None

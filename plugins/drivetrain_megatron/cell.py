@@ -71,6 +71,9 @@ def advice(mesh: Mesh) -> str:
 class DataParallelCell(Strategy[MegatronConfig]):
     """The methods of a cell that its data-parallel strategy carries out."""
 
+    _tp: Communicator
+    _facts: "dict[str, ParameterFacts]"
+
     def __init__(self, config: MegatronConfig, run: Run) -> None:
         super().__init__(config, run)
         kind, options = data_parallel(config)
@@ -165,6 +168,11 @@ class DataParallelCell(Strategy[MegatronConfig]):
     def names(self) -> Mapping[int, str]:
         """Return the names of the tensors that optimizers hold, by ``id``."""
         return self._inner.names()
+
+    def held_parts(self) -> Mapping[str, HeldPart]:
+        """Return what this rank of ``tp`` has of each divided parameter."""
+        parts = {name: facts.part(self._tp.rank) for name, facts in self._facts.items()}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module."""

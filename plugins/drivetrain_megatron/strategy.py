@@ -21,7 +21,6 @@ from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.naming import named_parameters, persistent_buffers, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.shards import (
-    HeldPart,
     Reader,
     Shard,
     TensorFacts,
@@ -31,7 +30,7 @@ from drivetrain.shards import (
 from drivetrain.strategy import Prepared, Run
 from drivetrain_megatron.cell import DataParallelCell, ParameterFacts, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.cost import estimate, part_of
+from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout.chain import Dropout, MaskSource
 from drivetrain_megatron.dropout.draws import AlikeDraws
 from drivetrain_megatron.global_shards import GlobalShards, LocalReader
@@ -229,11 +228,6 @@ class Megatron(CellOnPaper, DataParallelCell):
         """Return bytes held and sent by this rank; ``cost`` says which of these are exact."""
         return estimate(config, model, run)
 
-    @classmethod
-    def part(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
-        """Return this rank's part of each tensor of its stages."""
-        return part_of(config, model, run)
-
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:
         """Context in which backward keeps gradients local to the data-parallel rank."""
@@ -258,11 +252,6 @@ class Megatron(CellOnPaper, DataParallelCell):
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
         """Return the facts of the whole model's state dict, the same on every rank."""
         return [place.facts for place in self._whole.places(module).values()]
-
-    def held_parts(self) -> Mapping[str, HeldPart]:
-        """Return what this rank of ``tp`` has of each divided parameter."""
-        parts = {name: facts.part(self._tp.rank) for name, facts in self._facts.items()}
-        return {name: part for name, part in parts.items() if part is not None}
 
     @contextmanager
     def whole_state(

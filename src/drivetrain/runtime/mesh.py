@@ -134,14 +134,7 @@ class Mesh(Mapping[str, Axis]):
         _check(sizes, world.size)
         axes = {}
         for name in sizes:
-            line = next(line for line in lines_along(name, sizes) if world.rank in line)
-            axes[name] = Axis(
-                name=name,
-                size=len(line),
-                rank=line.index(world.rank),
-                ranks=line,
-                hosts=tuple(world.islands[rank] for rank in line),
-            )
+            axes[name] = _axis_of(name, lines_along(name, sizes), world)
         return cls(axes)
 
     def neighbors(self, name: str, size: int) -> Axis:
@@ -239,16 +232,7 @@ class Mesh(Mapping[str, Axis]):
         if len(self) == 1:
             return group
         blocks = connected(self._lines_inside(name, group.size))
-        ranks = next(block for block in blocks if world.rank in block)
-        return self._part(
-            Axis(
-                name=f"{group.name}.all",
-                size=len(ranks),
-                rank=ranks.index(world.rank),
-                ranks=ranks,
-                hosts=tuple(world.islands[rank] for rank in ranks),
-            )
-        )
+        return self._part(_axis_of(f"{group.name}.all", blocks, world))
 
     def start_around(self, name: str, group: Axis, world: World) -> Axis:
         """Return the ranks of ``around`` with a process group. Collective the first time."""
@@ -368,6 +352,13 @@ def _check(sizes: Mapping[str, int], world_size: int) -> None:
             f"expected mesh axes that multiply to {world_size} ranks, found {shape} = "
             f"{prod(sizes.values())}; change the sizes or the number of ranks"
         )
+
+
+def _axis_of(name: str, lines: Iterable[tuple[int, ...]], world: World) -> Axis:
+    """Return the line of this rank, not started."""
+    line = next(line for line in lines if world.rank in line)
+    hosts = tuple(world.islands[rank] for rank in line)
+    return Axis(name=name, size=len(line), rank=line.index(world.rank), ranks=line, hosts=hosts)
 
 
 def _runs(line: tuple[int, ...], world: World) -> list[tuple[str, int]]:
