@@ -129,10 +129,7 @@ class Profiled:
 
     @classmethod
     def stages(cls, config: Any) -> Sequence[str]:
-        """Return the mesh axes along which ranks compute different parts of the model.
-
-        The times of these ranks differ by design. By default there are none.
-        """
+        """Return the axes whose ranks compute other parts of the model: their times differ; by default none."""
         return ()
 
     def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
