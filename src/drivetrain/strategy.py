@@ -129,7 +129,10 @@ class Profiled:
 
     @classmethod
     def stages(cls, config: Any) -> Sequence[str]:
-        """Return the axes whose ranks compute other parts of the model: their times differ; by default none."""
+        """Return the axes whose ranks compute other parts of the model, and differ in their times.
+
+        By default there are none.
+        """
         return ()
 
     def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
