@@ -129,10 +129,7 @@ class Profiled:
 
     @classmethod
     def stages(cls, config: Any) -> Sequence[str]:
-        """Return the axes whose ranks compute other parts of the model, and differ in their times.
-
-        By default there are none.
-        """
+        """Return the axes whose ranks compute other parts of the model: by default none."""
         return ()
 
     def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
