@@ -23,8 +23,9 @@ Sent = Counter[tuple[str, str]]
 def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     """Return the bytes that a rank holds, and the bytes that rank 0 sends per step of a round.
 
-    Bytes of an exchange are exact where the strategy inside keeps whole parameters; where it
-    divides them, this rank's exchange is counted as that share of the whole one.
+    Bytes of an exchange are exact where optimizers step the parameters of this rank's modules;
+    where each of several ranks steps a share of them, an exchange is counted as that share of one
+    of all.
     """
     near, far = config.planned(run.mesh, run.world)
     kind, options = config.strategy_inside()
@@ -32,21 +33,19 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     cost = kind.cost(options, model, inside)
     if far.size == 1:
         return cost
-    trained = [spec for spec in model.parameters if spec.trainable]
-    whole = sum(spec.nbytes for spec in trained)
-    # A state of the optimizer is as large as this rank's part of the parameters.
-    held = [
-        kind.cost(options, replace(model, states=states), inside).held.get("optimizer", 0)
-        for states in (0, 1)
-    ]
-    part = held[1] - held[0]
+    here = kind.part(options, model, inside)
+    whole = sum(spec.nbytes for spec in here.parameters if spec.trainable)
+    # A state of the optimizer is as large as what this rank steps.
+    one, none = (replace(model, states=states, inputs=None) for states in (1, 0))
+    held = [kind.cost(options, spec, inside).held.get("optimizer", 0) for spec in (one, none)]
+    part = held[0] - held[1]
     route = Route(far)
     if run.links.in_channels:
         route = Route(far, HostLevels(alone(near), far), links_of_workers(run))
-    exchanged, kept = _exchanges(config, model, route)
+    exchanged, kept = _exchanges(config, model, here, route)
     share = part / whole if whole else 0.0
     in_round = Sent({key: round(count * share) for key, count in exchanged.items()})
-    in_round += route.broadcast(sum(spec.nbytes for spec in model.buffers))
+    in_round += route.broadcast(sum(spec.nbytes for spec in here.buffers))
     if config.late_s:
         in_round += _agreement(config, near, far)
     sent = {key: -(-count // config.every) for key, count in in_round.items()}
@@ -64,14 +63,23 @@ def _agreement(config: LocalOptions, near: Axis, far: Axis) -> Sent:
     return Sent({key: count * config.fragments for key, count in told.items()})
 
 
-def _exchanges(config: LocalOptions, model: ModelSpec, route: Route) -> tuple[Sent, int]:
-    """Return the bytes sent in a round by a rank with whole parameters, and those kept back."""
-    trained = [spec for spec in model.parameters if spec.trainable]
-    names = [spec.name for spec in model.parameters]
-    fragments = fragment_of_each(model.module, names, config.fragments)
-    groups: dict[tuple[int, object], list[TensorSpec]] = {}
-    for spec in trained:
-        groups.setdefault((fragments[spec.name], spec.dtype), []).append(spec)
+def _exchanges(
+    config: LocalOptions, model: ModelSpec, here: ModelSpec, route: Route
+) -> tuple[Sent, int]:
+    """Return the bytes sent in a round by a rank that steps all it has, and those kept back.
+
+    Args:
+        config: the options.
+        model: the whole one.
+        here: the part of it that this rank's modules have.
+        route: between workers.
+    """
+    shapes = {spec.name: spec.shape for spec in model.parameters}
+    fragments = fragment_of_each(model.module, shapes, config.fragments)
+    groups: dict[tuple[int, torch.dtype, bool], list[TensorSpec]] = {}
+    for spec in (each for each in here.parameters if each.trainable):
+        message = fragments[spec.name], spec.dtype, spec.shape == shapes[spec.name]
+        groups.setdefault(message, []).append(spec)
     sent, kept = Sent(), 0
     for members in groups.values():
         stretch = _stretch(members)

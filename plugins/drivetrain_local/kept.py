@@ -1,15 +1,17 @@
 """The errors that methods for slow links keep, in the checkpoint of all workers.
 
 Their keys are those of ``drivetrain.links.kept`` with the mark of ``local``: these are errors of
-outer gradients, which no other strategy may add to its gradients::
+outer gradients, which no other strategy may add to its gradients. Before the mark is the word of
+the part that a rank steps, where a replica is divided over ranks::
 
-    weight, links.error.int4.1.0@     of the second worker
+    weight, links.error.int4.1.0@          of the second worker
+    weight, links.error.int4.1.0@0of2@     of its first tensor-parallel rank
 
-A strategy inside that divides parameters has errors of its ranks' parts, which nobody else could
-use: only errors of whole parameters are saved.
+Other strategies inside cut parameters into pieces, whose errors nobody else could use: these are
+not saved.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,32 +26,37 @@ from drivetrain.shards import Part, Reader, Shard
 logger = get_logger(__name__)
 
 
-def marked(shards: Iterable[Shard], whole: Collection[str]) -> Iterator[Shard]:
-    """Yield the kept state of whole parameters, under the keys of ``local``.
+def marked(shards: Iterable[Shard], parts: Mapping[str, str]) -> Iterator[Shard]:
+    """Yield the kept state of parameters, under the keys of ``local``.
 
     Args:
         shards: of the communicator between workers.
-        whole: names of parameters that this rank steps as a whole.
+        parts: the parameters that this rank steps as it has them: the word of the part by name.
     """
     for shard in shards:
-        if shard.name in whole:
-            yield replace(shard, state=f"{shard.state}{OWN_MARK}")
+        if shard.name in parts:
+            yield replace(shard, state=f"{shard.state}{_mark(parts[shard.name])}")
+
+
+def _mark(word: str) -> str:
+    return f"{OWN_MARK}{word}{OWN_MARK}" if word else OWN_MARK
 
 
 def go_on_with_kept(
-    workers: Communicator, reader: Reader, whole: Collection[str], method: str
+    workers: Communicator, reader: Reader, parts: Mapping[str, str], method: str
 ) -> None:
     """Let the exchanges of this run go on with the kept state, and say if some is left out.
 
     Args:
         workers: all of them; the channels of their exchanges are there.
         reader: the checkpoint.
-        whole: names of parameters that this rank steps as a whole, and exchanges.
+        parts: the parameters that this rank steps as it has them: the word of the part by name.
         method: for gradients, in this run.
     """
-    take_kept([workers], KeptReader(reader, whole), method)
-    left_out = {name for name, state in reader.keys() if _is_kept(state)} - {*whole}  # noqa: SIM118
-    if left_out:
+    mine = KeptReader(reader, parts)
+    take_kept([workers], mine, method)
+    kept = {name for name, state in reader.keys() if _is_kept(state)}  # noqa: SIM118
+    if left_out := kept - {name for name, _ in mine.keys()}:  # noqa: SIM118
         logger.announce(
             f"local: the checkpoint has errors of links.far.gradients for {len(left_out)} "
             "parameters that a rank of this run exchanges in part, or not at all; these errors are "
@@ -68,20 +75,21 @@ class KeptReader:
 
     Args:
         reader: of the checkpoint.
-        whole: names of parameters that this rank steps as a whole.
+        parts: the parameters that this rank steps as it has them: the word of the part by name.
 
     Attributes:
         partial: whether weights that the checkpoint lacks keep their values.
     """
 
-    def __init__(self, reader: Reader, whole: Collection[str]) -> None:
+    def __init__(self, reader: Reader, parts: Mapping[str, str]) -> None:
         self.partial = reader.partial
         self._reader = reader
-        self._keys = [
-            (name, state.removesuffix(OWN_MARK))
-            for name, state in reader.keys()  # noqa: SIM118 - no dict
-            if name in whole and _is_kept(state)
-        ]
+        self._marks = {name: _mark(word) for name, word in parts.items()}
+        self._keys = []
+        for name, state in reader.keys():  # noqa: SIM118 - no dict
+            plain, marked, rest = state.partition(OWN_MARK)
+            if _is_kept(state) and self._marks.get(name) == f"{marked}{rest}":
+                self._keys.append((name, plain))
 
     def keys(self) -> Iterable[tuple[str, str]]:
         """Return the (name, state) pairs, without the mark."""
@@ -89,11 +97,11 @@ class KeptReader:
 
     def shape(self, name: str, state: str = "") -> tuple[int, ...]:
         """Shape of one tensor."""
-        return self._reader.shape(name, f"{state}{OWN_MARK}")
+        return self._reader.shape(name, f"{state}{self._marks[name]}")
 
     def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
         """Return one part of a tensor."""
-        return self._reader.read(name, f"{state}{OWN_MARK}", part)
+        return self._reader.read(name, f"{state}{self._marks[name]}", part)
 
     def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
         """Return the optimizer state of a parameter that is no tensor."""

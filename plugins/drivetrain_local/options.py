@@ -1,6 +1,7 @@
 """The knobs of ``local``, and the strategy inside of a worker that they name."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 from drivetrain.config.option import NestedStrategy, nested_strategy, option
@@ -32,7 +33,7 @@ class LocalOptions:
         help="what takes steps by itself: all ranks of a host together, or each rank",
     )
     inner: NestedStrategy = nested_strategy(
-        help="the data-parallel strategy inside of a worker, by name, with its options"
+        help="the strategy inside of a worker, by name, with its options"
     )
     outer_lr: float = option(
         0.7, help="learning rate of the outer step; 1 with no momentum takes the mean", minimum=0.0
@@ -99,11 +100,12 @@ class LocalOptions:
         """Return the class of the strategy inside of a worker, and its options.
 
         Raises:
-            ConfigError: it is not installed, lays ranks out on other axes than ``dp``, or keeps
-                optimizer state in stores.
+            ConfigError: it is not installed, needs more ranks than a worker has, or keeps optimizer
+                state in stores.
         """
         kind, options = find_strategy(self.inner.name, self.inner.options)
-        _check_axes(kind, options, self.inner.name)
+        if self.workers == "ranks":
+            self._check_one_rank(kind, options)
         stores: Any = getattr(options, "offload", None)
         if stores not in (None, OffloadOptions()):
             raise ConfigError(
@@ -112,13 +114,68 @@ class LocalOptions:
             )
         return kind, options
 
-    def ranks_of_worker(self, mesh: Mesh, world: World) -> int:
-        """Return how many neighbors on the axis ``dp`` are one worker.
+    def _check_one_rank(self, kind: type[Strategy[Any]], options: Any) -> None:
+        """Refuse a strategy inside that needs several ranks, where each rank is a worker.
 
         Raises:
-            ConfigError: hosts hold different numbers of ranks, or not in a row.
+            ConfigError: says what to name.
         """
-        return mesh.per_host(AXIS, world) if self.workers == "hosts" else 1
+        try:
+            kind.axes(options, 1)
+        except ConfigError as error:
+            raise ConfigError(
+                f"strategy.workers: expected hosts with strategy.inner: {self.inner.name}, whose "
+                f"replica is divided over several ranks ({error}), found ranks: each rank would be "
+                "a worker by itself; set workers: hosts, or name a strategy over the axis dp alone"
+            ) from error
+
+    def axes(self, world_size: int) -> dict[str, int]:
+        """Return the axes of the strategy inside, ``dp`` last: a worker's ranks are neighbors.
+
+        Raises:
+            ConfigError: the strategy inside has no axis ``dp``, does not fit the number of ranks,
+                or divides replicas although workers may be late.
+        """
+        kind, options = self.strategy_inside()
+        axes = dict(kind.axes(options, world_size))
+        if AXIS not in axes:
+            raise ConfigError(
+                f"strategy.inner: expected a strategy with the axis {AXIS}, over which batches are "
+                f"divided, found {self.inner.name!r} over {', '.join(axes)}; name another one"
+            )
+        replicas = axes.pop(AXIS)
+        if self.late_s and replicas < world_size:
+            shown = " x ".join(f"{name}={size}" for name, size in axes.items())
+            raise ConfigError(
+                f"strategy.late_s: expected a strategy inside over the axis {AXIS} alone, such as "
+                f"ddp or zero1, found {self.inner.name!r} with {shown}: exchanges without late "
+                "workers are not tested with divided replicas; leave late_s at 0, or name another "
+                "strategy"
+            )
+        return {**axes, AXIS: replicas}
+
+    def ranks_of_worker(self, mesh: Mesh, world: World) -> int:
+        """Return how many neighbors on the axis ``dp`` are of one worker.
+
+        Raises:
+            ConfigError: hosts hold different numbers of ranks, or not in a row, or replicas are
+                divided over several hosts.
+        """
+        if self.workers == "ranks":
+            return 1
+        count = mesh.per_host(AXIS, world)
+        divided = {name: axis.size for name, axis in mesh.items() if name != AXIS}
+        size = count * prod(divided.values())
+        for first in range(0, world.size, size):
+            hosts = dict.fromkeys(world.islands[first : first + size])
+            if len(hosts) > 1:
+                shown = " x ".join(f"{name}={each}" for name, each in divided.items())
+                raise ConfigError(
+                    f"strategy.inner: expected hosts that hold whole replicas of {shown} ranks, "
+                    f"found ranks {first} to {first + size - 1} on {', '.join(hosts)}: a worker is "
+                    "a host; divide a replica over fewer ranks, or start more ranks on each host"
+                )
+        return count
 
     def planned(self, mesh: Mesh, world: World) -> tuple[Axis, Axis]:
         """Return the ranks of this worker, and those at this rank's place of each, not started."""
@@ -130,21 +187,3 @@ class LocalOptions:
         count = self.ranks_of_worker(mesh, world)
         near = mesh.start_neighbors(AXIS, count, world)
         return near, mesh.start_across(AXIS, count, world)
-
-
-def _check_axes(kind: type[Strategy[Any]], options: Any, name: str) -> None:
-    """Refuse a strategy over other axes than ``dp``; one over ``dp`` alone accepts a single rank.
-
-    Raises:
-        ConfigError: says what to name.
-    """
-    expected = f"strategy.inner: expected a strategy over the axis dp alone, found {name!r}"
-    way_out = "name one that replicates or shards a whole model"
-    try:
-        axes = set(kind.axes(options, 1))
-    except ConfigError as error:
-        raise ConfigError(f"{expected}, which does not fit on one rank ({error}); {way_out}") from (
-            error
-        )
-    if axes != {AXIS}:
-        raise ConfigError(f"{expected}, which has {', '.join(sorted(axes))}; {way_out}")

@@ -13,7 +13,7 @@ All workers compute the same o and m from the same d, bit by bit, so neither is 
 worker that came late to an exchange takes both from the store, see ``late``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from drivetrain.collectives.channels import SumChannel
 from drivetrain.collectives.handles import Finished
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.parts.replicate import replicate
-from drivetrain.shards import TensorFacts
+from drivetrain.shards import HeldPart
 from drivetrain_local.fragments import is_exchanged, steps_since
 from drivetrain_local.late import LateWorkers
 from drivetrain_local.options import LocalOptions
@@ -86,6 +86,7 @@ class OuterSteps(StepCount):
         options: the knobs.
         workers: the ranks at this rank's place of each worker.
         names: gives the name of each tensor, by identity.
+        parts: what the modules of this rank have of each parameter, by name.
         fragments: gives the fragment of a parameter, by name.
         late: for each fragment, the exchanges that leave out late workers; none to wait for all.
 
@@ -101,6 +102,7 @@ class OuterSteps(StepCount):
         options: LocalOptions,
         workers: Communicator,
         names: Callable[[], Mapping[int, str]],
+        parts: Mapping[str, HeldPart],
         fragments: Mapping[str, int],
         late: Sequence[LateWorkers] = (),
     ) -> None:
@@ -111,6 +113,7 @@ class OuterSteps(StepCount):
         self._options = options
         self._workers = workers
         self._names = names
+        self._parts = parts
         self._fragments = fragments
         self.late = late
         self._round_buffers: list[Tensor] = []
@@ -160,7 +163,7 @@ class OuterSteps(StepCount):
         outer = partial(self._outer_state, fragment)
         late = self.late[fragment]
         if late.exchange(partial(self._step_among, fragment), outer):
-            for members in self._by_dtype(fragment):
+            for members in self.messages(fragment):
                 for parameter in members:
                     parameter.copy_(self.state[parameter][OUTER])
         if fragment == 0 and late.idle:  # buffers belong to the outer weights that readers see
@@ -175,7 +178,7 @@ class OuterSteps(StepCount):
 
     def _outer_state(self, fragment: int) -> Sequence[Tensor]:
         """Return all tensors that an exchange changes: a late worker needs no others."""
-        members = [parameter for each in self._by_dtype(fragment) for parameter in each]
+        members = [parameter for each in self.messages(fragment) for parameter in each]
         outer = [self.state[parameter][OUTER] for parameter in members]
         momentum = [self._momentum(parameter) for parameter in members]
         return [*outer, *momentum, *(self.buffers if fragment == 0 else ())]
@@ -183,7 +186,7 @@ class OuterSteps(StepCount):
     def _launch(self, fragment: int, among: Communicator) -> OuterExchange:
         """Start to take the mean of the outer gradients of some workers."""
         flight = OuterExchange(self.steps + self._options.delay, among, {}, handles := [])
-        for members in self._by_dtype(fragment):
+        for members in self.messages(fragment):
             pieces = [(self.state[p][OUTER].to(wide(p.dtype)) - p).reshape(-1) for p in members]
             # A sum of shares of the mean: so no later reader needs to know how many workers it had.
             flat = torch.cat(pieces).div_(among.size)
@@ -273,7 +276,7 @@ class OuterSteps(StepCount):
             flight = self._flights.setdefault(fragment, begun)
             flight.gradients[parameter] = mean.to(wide(parameter.dtype))
         for fragment in range(self._options.fragments):
-            for members in self._by_dtype(fragment):
+            for members in self.messages(fragment):
                 self._channel(fragment, members)
 
     @override
@@ -300,26 +303,32 @@ class OuterSteps(StepCount):
 
     # --- what is exchanged ---
 
-    def stepped_whole(self, facts: Iterable[TensorFacts]) -> Iterator[str]:
-        """Yield the names of parameters of which this rank's optimizer steps all elements."""
-        shapes = {one.name: one.shape for one in facts}
+    def stepped_parts(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, word of the part) where the optimizer steps all that the modules have."""
         names = self._names()
         for parameter in self.parameters():
-            if shapes.get(names[id(parameter)]) == tuple(parameter.shape):
-                yield names[id(parameter)]
+            word = part_word(parameter, self._parts[name := names[id(parameter)]])
+            if word is not None:
+                yield name, word
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the tensors that the optimizer steps now."""
         for group in self.optimizer.param_groups:
             yield from (each for each in group["params"] if each.requires_grad)
 
-    def _by_dtype(self, fragment: int) -> Sequence[Sequence[nn.Parameter]]:
-        """Return the tensors of a fragment, those of each dtype together, alike on all workers."""
+    def messages(self, fragment: int | None = None) -> Sequence[Sequence[nn.Parameter]]:
+        """Return the tensors of each message between workers: of one fragment, or of all.
+
+        A message has tensors of one dtype, that the same ranks of the worker step: so these ranks
+        get the same bits, whatever else each of them steps.
+        """
         names = self._names()
-        found: dict[torch.dtype, list[nn.Parameter]] = {}
+        found: dict[tuple[torch.dtype, str | None], list[nn.Parameter]] = {}
         for parameter in self.parameters():
-            if self._fragments[names[id(parameter)]] == fragment:
-                found.setdefault(parameter.dtype, []).append(parameter)
+            name = names[id(parameter)]
+            if fragment in (None, self._fragments[name]):
+                kind = parameter.dtype, part_word(parameter, self._parts[name])
+                found.setdefault(kind, []).append(parameter)
         return list(found.values())
 
     def _channel(self, fragment: int, members: Sequence[nn.Parameter]) -> SumChannel:
@@ -339,3 +348,8 @@ class OuterSteps(StepCount):
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which outer gradients of a dtype are added up."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def part_word(parameter: nn.Parameter, part: HeldPart) -> str | None:
+    """Return the word of the part of a parameter; None for a piece of the part."""
+    return part.word if tuple(parameter.shape) == part.shape else None

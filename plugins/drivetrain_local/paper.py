@@ -21,36 +21,35 @@ _BYTES = 4
 
 
 def local_step(config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-    """Return the mean step of a round, of one rank.
+    """Return the mean step of a round, of the ranks of one replica.
 
     Args:
         config: the options.
         units: in the order of forward.
-        run: its ranks of ``dp`` fill hosts of ``per_host`` ranks.
+        run: its ranks fill hosts of ``per_host`` ranks.
     """
     ranks = run.axes.get(AXIS, 1)
-    worker = min(run.per_host, ranks) if config.workers == "hosts" else 1
+    worker = run.together(AXIS) if config.workers == "hosts" and AXIS in run.axes else 1
     workers = -(-ranks // worker)
     kind, options = config.strategy_inside()
     inside = kind.step(options, units, replace(run, axes={**run.axes, AXIS: worker}, far=None))
     if workers == 1:
         return inside
-    # This rank exchanges the elements of which it keeps the optimizer's state.
-    elements = inside.held[0].get("optimizer", 0.0) / run.bytes.optimizer
-    nbytes = elements * _BYTES
-    # Without a delay the step waits for the exchange; with one the exchange is beside the step.
-    lane = _FAR if config.delay else COMPUTE
-    operations = _exchange(nbytes / config.every, workers, run)
-    exchange = PaperTask("outer step", operations, lane)
-    exchange.during = _BESIDE * nbytes / config.fragments
-    held = {"outer": (_STATES + config.under_way) * nbytes}
-    if run.far:
-        held["errors of links"] = run.far.held * nbytes
-    return PaperStep(
-        [*inside.tasks, exchange],
-        [{**kinds, **held} for kinds in inside.held],
-        {**inside.axes, AXIS: worker, _FAR: workers},
-    )
+    exchanges, held = [], []
+    for stage, kinds in enumerate(inside.held):
+        # A rank exchanges the elements of which it keeps the optimizer's state.
+        nbytes = kinds.get("optimizer", 0.0) / run.bytes.optimizer * _BYTES
+        # Without a delay the step waits for the exchange; with one the exchange is beside it.
+        lane = _FAR if config.delay else COMPUTE
+        operations = _exchange(nbytes / config.every, workers, run)
+        exchange = PaperTask("outer step", operations, lane, stage=stage)
+        exchange.during = _BESIDE * nbytes / config.fragments
+        exchanges.append(exchange)
+        held.append({**kinds, "outer": (_STATES + config.under_way) * nbytes})
+        if run.far:
+            held[-1]["errors of links"] = run.far.held * nbytes
+    axes = {**inside.axes, AXIS: worker, _FAR: workers}
+    return PaperStep([*inside.tasks, *exchanges], held, axes)
 
 
 def _exchange(nbytes: float, workers: int, run: PaperRun) -> tuple[Operation, ...]:

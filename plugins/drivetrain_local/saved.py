@@ -62,6 +62,14 @@ def shards_of_worker(
             yield _renamed(shard, f"{index}.{key}{OWN_MARK}{worker}")
 
 
+def noting_weights(shards: Iterable[Shard], names: set[str]) -> Iterator[Shard]:
+    """Yield shards, and add the names of those that are weights or buffers to a set."""
+    for shard in shards:
+        if not shard.state:
+            names.add(shard.name)
+        yield shard
+
+
 def _renamed(shard: Shard, state: str) -> Shard:
     return Shard(shard.name, state, shard.tensor, shard.shape, shard.part, shard.fresh)
 

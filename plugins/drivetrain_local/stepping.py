@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drivetrain.collectives import connect
 from drivetrain.runtime.mesh import Axis
+from drivetrain.shards import HeldPart
 from drivetrain.strategy import Run
 from drivetrain_local.line import WorkerLine
 from drivetrain_local.options import LocalOptions
@@ -25,9 +26,10 @@ class Stepping(Worker):
         super().__init__(config, run)
         self._closing = ExitStack()  # in the opposite order: hooks go before what they call
         self._outer: list[OuterSteps] = []
+        self._parts: dict[str, HeldPart] = {}  # of every parameter of the model
         self._fragments: dict[str, int] = {}
         self._closing.callback(self._inner.close)
-        self._ranks = connect(self._near, run.traffic, run.world.device, run.world.timeout)
+        self._ranks = connect(self._everyone, run.traffic, run.world.device, run.world.timeout)
         self._closing.callback(self._ranks.close)
         self._line = WorkerLine(config, run, self._near, self._far, self._ranks)
         self._closing.callback(self._line.close)

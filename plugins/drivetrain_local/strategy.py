@@ -21,7 +21,7 @@ from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.replicate import replicate
-from drivetrain.shards import Reader, Shard
+from drivetrain.shards import HeldPart, Reader, Shard
 from drivetrain.strategy import Prepared, Run
 from drivetrain_local.cost import estimate
 from drivetrain_local.fragments import fragment_of_each
@@ -29,7 +29,13 @@ from drivetrain_local.kept import go_on_with_kept, marked
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import OuterSteps, StepCount
 from drivetrain_local.paper import local_step
-from drivetrain_local.saved import WorkerReader, optimizers_apart, saved_workers, shards_of_worker
+from drivetrain_local.saved import (
+    WorkerReader,
+    noting_weights,
+    optimizers_apart,
+    saved_workers,
+    shards_of_worker,
+)
 from drivetrain_local.stepping import Stepping
 from drivetrain_local.whole import JoinedWeights
 
@@ -73,10 +79,14 @@ class Local(Stepping):
             return self._counted(self._inner.prepare(model, optimizers))
         tensors = [*model.parameters(), *model.buffers()]
         replicate([t for t in tensors if not t.is_meta], self._workers, "replicate model")
-        names = list(named_parameters(model))
-        self._fragments = fragment_of_each(model, names, self.config.fragments)
+        # The model is whole for the last time: the strategy inside may leave a rank parts of it.
+        parameters = named_parameters(model)
+        self._parts.update((name, HeldPart(tuple(p.shape))) for name, p in parameters.items())
+        self._fragments = fragment_of_each(model, parameters, self.config.fragments)
         prepared = self._around(optimizers, lambda: self._inner.prepare(model, optimizers))
-        if self.config.warmup_steps:
+        # A pipeline runs several backwards in one: only the end of all of them averages.
+        pipelined = any(self.run.mesh[name].size > 1 for name in self.stages(self.config))
+        if self.config.warmup_steps and not pipelined:
             self._warm_up.follow(model)
         return prepared
 
@@ -109,16 +119,16 @@ class Local(Stepping):
                 self.config,
                 self._workers,
                 self._held,
+                self._parts,
                 self._fragments,
                 self._line.late(index),
             )
             for index, each in enumerate(optimizers, first)
         ]
-        if made and not self._outer:
-            made[0].buffers = list(self._model.buffers())
         # Behind a step the outer weights come first: the strategy inside then sends values around.
         handles = [o.optimizer.register_step_post_hook(o.after_step) for o in made]
         prepared = take()
+        self._parts.update(self._inner.held_parts())
         handles += [o.optimizer.register_step_pre_hook(o.before_step) for o in made]
         for handle in handles:
             self._closing.callback(handle.remove)
@@ -128,6 +138,8 @@ class Local(Stepping):
                 f"{type(self._inner).__name__}, which puts others in their place; name another "
                 "one as strategy.inner"
             )
+        if made and not self._outer:
+            made[0].buffers = list(self._model.buffers())
         self._outer += made
         self._counts += made
         return prepared
@@ -138,7 +150,7 @@ class Local(Stepping):
         return {**own, **self._inner.names()}
 
     def _announce(self) -> None:
-        kind, size = type(self._inner).__name__, self._near.size
+        kind, size = type(self._inner).__name__, self._everyone.size
         if self._alone:
             logger.announce(
                 f"local: one worker of {size} ranks trains as {kind}: there is no other one to "
@@ -160,19 +172,19 @@ class Local(Stepping):
         self, module: nn.Module, names: Sequence[str]
     ) -> Iterator[Mapping[str, Tensor]]:
         """Context with whole tensors on every rank: outer weights, alike for all workers."""
-        with self._inner.whole_state(module, names) as state:
-            yield {**state, **self._outer_weights(module, names)}
+        outer = self._outer_weights(module, names)
+        with self._inner.whole_state(module, [n for n in names if n not in outer]) as state:
+            found = {**state, **outer}
+            yield {name: found[name] for name in names}
 
     def _outer_weights(self, module: nn.Module, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Return whole outer weights by name; parameters without any are left out."""
         if self._alone:
             return {}
         facts = self._inner.state_facts(module)
-        parameters = named_parameters(module)
-        known = {one.name: parameters[one.name] for one in facts if one.name in parameters}
         whole = JoinedWeights(self._ranks, self.run.world.device, facts, names)
         with self._outer_shown():
-            return whole.joined(self._inner.shards(), self._optimizer_of_each(), known)
+            return whole.joined(self._inner.shards(), self._optimizer_of_each())
 
     def _optimizer_of_each(self) -> dict[str, int]:
         """Return the optimizer of each parameter that has outer weights on this rank, by name."""
@@ -215,16 +227,19 @@ class Local(Stepping):
         self, parameters: Sequence[nn.Parameter], before: Sequence[Tensor]
     ) -> frozenset[str]:
         """Send the first worker's changes around; return the names of changed parameters."""
-        pairs = zip(parameters, before, strict=True)
-        flags = torch.tensor([not torch.equal(p, old) for p, old in pairs], dtype=torch.uint8)
-        flags = flags.to(self.run.world.device)
-        if len(flags):
-            for line in (self._workers, self._ranks):
-                line.all_reduce(flags, reduction="max", label="changes of weights").wait()
-        changed = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
-        replicate(changed, self._workers, "changes of weights")
         names = {id(p): name for name, p in named_parameters(self._model).items()}
-        return frozenset(names[id(p)] for p in changed)
+        pairs = zip(parameters, before, strict=True)
+        mine = {names[id(p)] for p, old in pairs if not torch.equal(p, old)}
+        # About the whole model: ranks may hold other parameters.
+        flags = torch.tensor([name in mine for name in self._parts], dtype=torch.uint8)
+        flags = flags.to(self.run.world.device)
+        for line in (self._workers, self._ranks):
+            line.all_reduce(flags, reduction="max", label="changes of weights").wait()
+        pairs_of_all = zip(self._parts, flags.tolist(), strict=True)
+        changed = frozenset(name for name, flag in pairs_of_all if flag)
+        here = [p for p in parameters if names[id(p)] in changed]
+        replicate(here, self._workers, "changes of weights")
+        return changed
 
     # --- state ---
 
@@ -233,17 +248,18 @@ class Local(Stepping):
         if self._alone:
             yield from self._inner.shards()
             return
+        saved: set[str] = set()
         with self._outer_shown():
-            yield from shards_of_worker(
-                self._inner.shards(), self._optimizer_of_each(), self._far.rank
-            )
-        if self._ranks.rank == 0:  # the others keep the same errors of whole parameters
-            yield from marked(self._workers.kept(), self._stepped_whole())
+            inside = noting_weights(self._inner.shards(), saved)
+            yield from shards_of_worker(inside, self._optimizer_of_each(), self._far.rank)
+        # Other ranks that step the same part keep the same errors: who saves the part saves both.
+        stepped = self._stepped_parts()
+        mine = {name: word for name, word in stepped.items() if name in saved}
+        yield from marked(self._workers.kept(), mine)
 
-    def _stepped_whole(self) -> set[str]:
-        """Return the names of parameters that this rank's optimizers step as a whole."""
-        facts = self._inner.state_facts(self._model)
-        return {name for outer in self._outer for name in outer.stepped_whole(facts)}
+    def _stepped_parts(self) -> dict[str, str]:
+        """Return the word of the part of each parameter that is stepped as this rank has it."""
+        return {name: word for outer in self._outer for name, word in outer.stepped_parts()}
 
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes."""
@@ -256,7 +272,7 @@ class Local(Stepping):
         for index, outer in enumerate(self._outer):
             outer.taken_over(apart=index in apart)
         method = self.run.links.name_for("gradients")
-        go_on_with_kept(self._workers, reader, self._stepped_whole(), method)
+        go_on_with_kept(self._workers, reader, self._stepped_parts(), method)
 
     def _view(self, reader: Reader) -> Reader:
         saved = saved_workers(reader)

@@ -102,12 +102,9 @@ class WarmUp:
         """End the backward of the strategy inside, and average over the workers. Collective."""
         for _ in self._inner.gradients():
             pass
-        groups: dict[torch.dtype, list[nn.Parameter]] = {}
         for outer in self._outer:
-            for parameter in outer.parameters() if outer.warms_up else ():
-                groups.setdefault(parameter.dtype, []).append(parameter)
-        for members in groups.values():
-            average_gradients(members, self._workers)
+            for members in outer.messages() if outer.warms_up else ():
+                average_gradients(members, self._workers)
         # As data parallelism does, so that all ranks evaluate with the same buffers.
         replicate(self._model.buffers(), self._workers, "buffers of the first worker")
 

@@ -1,6 +1,6 @@
 """Whole outer weights on every rank, joined from the parts of the worker's ranks."""
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class JoinedWeights:
     ) -> None:
         self._ranks = ranks
         self._device = device
-        self._shapes = {one.name: one.shape for one in facts}
+        self._facts = {one.name: one for one in facts}
         first: dict[Hashable, str] = {}
         for one in facts:
             first.setdefault(one.identity, one.name)
@@ -37,23 +37,17 @@ class JoinedWeights:
         self._saved_as = {one.name: first[one.identity] for one in facts if one.name in wanted}
 
     @torch.no_grad()
-    def joined(
-        self,
-        shards: Iterable[Shard],
-        held: Collection[str],
-        like: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
+    def joined(self, shards: Iterable[Shard], held: Collection[str]) -> dict[str, Tensor]:
         """Return the whole outer weights by name. Collective.
 
         Args:
             shards: of this rank, with those of outer weights.
             held: names of which this rank has some outer weights.
-            like: tensors of the dtype in which outer weights are, by name.
         """
         chosen = self._held_by_some(held)
         whole = {
-            name: torch.zeros(self._shapes[name], dtype=like[name].dtype, device=self._device)
-            for name in chosen
+            one.name: torch.zeros(one.shape, dtype=one.dtype, device=self._device)
+            for one in (self._facts[name] for name in chosen)
         }
         for shard in shards:
             if shard.name in whole and shard.state.partition(".")[2] == OUTER:

@@ -1,4 +1,4 @@
-"""A worker: the ranks that train together, by a data-parallel strategy of their own.
+"""A worker: the ranks that train together, by a strategy of their own.
 
 ``Worker`` hands everything to that strategy that ``Local`` does not do itself.
 """
@@ -50,6 +50,7 @@ class Worker(Strategy[LocalOptions]):
     def __init__(self, config: LocalOptions, run: Run) -> None:
         super().__init__(config, run)
         self._near, self._far = config.started(run.mesh, run.world)
+        self._everyone = run.mesh.start_around(AXIS, self._near, run.world)
         self._alone = self._far.size == 1
         kind, options = config.strategy_inside()
         self._inner: Strategy[Any] = kind(options, run_inside(run, self._near))
@@ -61,8 +62,8 @@ class Worker(Strategy[LocalOptions]):
 
     @classmethod
     def axes(cls, config: LocalOptions, world_size: int) -> Mapping[str, int]:
-        """Return one axis, ``dp``, over all ranks: each has its own part of the data."""
-        return {AXIS: world_size}
+        """Return the axes of the strategy inside, ``dp`` last and over all workers."""
+        return config.axes(world_size)
 
     @classmethod
     def check_options(cls, config: LocalOptions, precision: Precision) -> None:
@@ -93,6 +94,12 @@ class Worker(Strategy[LocalOptions]):
     def forms(cls, world: World) -> Sequence[Form]:
         """Return the form for hosts that a network connects."""
         return [Form({}, exact=False)] if world.spans_hosts else []
+
+    @classmethod
+    def stages(cls, config: LocalOptions) -> Sequence[str]:
+        """Return the axes of a pipeline inside of workers."""
+        kind, options = config.strategy_inside()
+        return kind.stages(options)
 
     @property
     def forward_is_collective(self) -> bool:

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+from drivetrain.shards import HeldPart
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.tensor.partition import Partition
@@ -70,7 +71,8 @@ def advice(mesh: Mesh) -> str:
 class DataParallelCell(Strategy[MegatronConfig]):
     """The methods of a cell that its data-parallel strategy carries out."""
 
-    stage_axes: ClassVar[tuple[str, ...]] = ("pp",)
+    _tp: Communicator
+    _facts: "dict[str, ParameterFacts]"
 
     def __init__(self, config: MegatronConfig, run: Run) -> None:
         super().__init__(config, run)
@@ -82,6 +84,11 @@ class DataParallelCell(Strategy[MegatronConfig]):
         """Let the data-parallel strategy refuse options and dtypes."""
         kind, options = data_parallel(config)
         kind.check_options(options, precision)
+
+    @classmethod
+    def stages(cls, config: MegatronConfig) -> Sequence[str]:
+        """Return the axis of the pipeline."""
+        return ("pp",)
 
     @classmethod
     def channels(cls, config: MegatronConfig) -> frozenset[str]:
@@ -162,6 +169,11 @@ class DataParallelCell(Strategy[MegatronConfig]):
         """Return the names of the tensors that optimizers hold, by ``id``."""
         return self._inner.names()
 
+    def held_parts(self) -> Mapping[str, HeldPart]:
+        """Return what this rank of ``tp`` has of each divided parameter."""
+        parts = {name: facts.part(self._tp.rank) for name, facts in self._facts.items()}
+        return {name: part for name, part in parts.items() if part is not None}
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module."""
         return self._inner.unwrap(model)
@@ -185,6 +197,15 @@ class ParameterFacts:
         """Return the shape of the part that one rank of the axis holds."""
         cut = self.partition
         return self.shape if cut is None else cut.local_shape(rank, self.shape)
+
+    def part(self, rank: int) -> HeldPart | None:
+        """Return the part that one rank of the axis holds; None for the whole."""
+        cut = self.partition
+        if cut is None:
+            return None
+        holders = [str(r) for r, ranges in enumerate(cut.ranges) if ranges == cut.ranges[rank]]
+        word = f"{'+'.join(holders)}of{len(cut.ranges)}"
+        return HeldPart(cut.local_shape(rank, self.shape), word)
 
     def saves(self, rank: int) -> bool:
         """Whether this rank saves its part: the first holder on the axis does."""

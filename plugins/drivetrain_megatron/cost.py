@@ -78,6 +78,19 @@ def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
     return Cost(held=held, sent=dict(sent), uncounted=_uncounted(cost, run))
 
 
+def part_of(config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
+    """Return the tensors of a model that a rank of a cell has; without module by an estimate.
+
+    Raises:
+        ConfigError: the model cannot be divided as configured.
+    """
+    if config.tp * config.pp == 1:
+        return model
+    if model.module is None:
+        return _by_sizes(config, model, run)
+    return _part(model, CellLayout.of(config, model.module, run))
+
+
 def _uncounted(cost: Cost, run: Run) -> Mapping[str, str]:
     """Return which traffic is missing in a cost for which no inputs were given, by axis."""
     inside = [axis for axis in ("tp", "pp") if run.mesh[axis].size > 1]

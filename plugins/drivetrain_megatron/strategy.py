@@ -20,7 +20,13 @@ from drivetrain.model import PLANNING, untouched
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.naming import named_parameters, persistent_buffers, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
-from drivetrain.shards import Reader, Shard, TensorFacts, parameters_among, state_tensors
+from drivetrain.shards import (
+    Reader,
+    Shard,
+    TensorFacts,
+    parameters_among,
+    state_tensors,
+)
 from drivetrain.strategy import Prepared, Run
 from drivetrain_megatron.cell import DataParallelCell, ParameterFacts, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
@@ -63,7 +69,7 @@ class Megatron(CellOnPaper, DataParallelCell):
         )
         self._tensor: TensorParallel | None = None
         self._facts: dict[str, ParameterFacts] = {}
-        source = MaskSource(config.dropout_seed, run.mesh["dp"].rank)
+        source = MaskSource(config.dropout_seed, run.mesh["dp"].position)
         self._dropout = Dropout(source, self._tp)
         self._draws = AlikeDraws(self._tp, world.device)
         self._source: SharedSource | None = None

@@ -123,6 +123,19 @@ class TensorFacts:
         return prod(self.shape) * self.dtype.itemsize
 
 
+class HeldPart(NamedTuple):
+    """The part of a parameter that a rank's modules have.
+
+    Attributes:
+        shape: of the part.
+        word: tells the part from others in keys of state; equal on all ranks that have the same
+            part, and "" for the whole parameter.
+    """
+
+    shape: tuple[int, ...]
+    word: str = ""
+
+
 def state_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module's state dict: the objects, perhaps without memory."""
     state = module.state_dict(keep_vars=True)
@@ -280,6 +293,13 @@ class Readable:
             module: as ``unwrap`` returns it.
         """
         return [TensorFacts.of(name, tensor) for name, tensor in state_tensors(module).items()]
+
+    def held_parts(self) -> Mapping[str, HeldPart]:
+        """Return the parameters of which this rank's modules have parts, by name: by default none.
+
+        Not meant are pieces into which a strategy cuts parameters between their uses.
+        """
+        return {}
 
     @contextmanager
     def whole_state(

@@ -125,14 +125,12 @@ class Verifiable:
 
 
 class Profiled:
-    """The part of the contract for profiles and for the comparison of ranks.
+    """The part of the contract for profiles and for the comparison of ranks."""
 
-    Attributes:
-        stage_axes: mesh axes along which ranks compute different parts of the model, so that their
-            times differ by design.
-    """
-
-    stage_axes: ClassVar[tuple[str, ...]] = ()
+    @classmethod
+    def stages(cls, config: Any) -> Sequence[str]:
+        """Return the axes whose ranks compute other parts of the model: by default none."""
+        return ()
 
     def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the modules of this rank's computation in their order, by name.

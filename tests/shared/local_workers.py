@@ -73,6 +73,13 @@ class ByHand:
         fragment_of: the fragment of a parameter, by name.
         clip: largest norm of a worker's gradients; in the warm-up, of the mean over all ranks.
         present: who takes part in the exchanges after so many steps; all where nothing is said.
+        build: makes the model.
+        batch: gives the batch of a step and a rank.
+        loss: of a model and a batch.
+
+    Attributes:
+        losses: of each rank; in the warm-up every worker computes those of all ranks.
+        norms: of each worker, where gradients are clipped.
     """
 
     workers: int
@@ -82,14 +89,21 @@ class ByHand:
     fragment_of: Callable[[str], int] = lambda name: 0
     clip: float | None = None
     present: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    build: Callable[[], nn.Module] = Blocks
+    batch: Callable[[int, int], Tensor] = batch
+    loss: Callable[[nn.Module, Tensor], Tensor] = loss_of
     models: Sequence[nn.Module] = field(init=False)
+    losses: list[list[float]] = field(init=False)
+    norms: list[list[float]] = field(init=False)
     steps: int = 0
 
     def __post_init__(self) -> None:
-        self.models = [Blocks() for _ in range(self.workers)]
+        self.models = [self.build() for _ in range(self.workers)]
         self.optimizers = [self.make(model) for model in self.models]
         self.outer = {n: p.detach().clone() for n, p in self.models[0].named_parameters()}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.outer.items()}
+        self.losses = [[] for _ in range(self.workers * self.ranks)]
+        self.norms = [[] for _ in range(self.workers)]
         self.sent: dict[int, dict[str, Tensor]] = {}
 
     def train(self, steps: int, micro_batches: int = 1) -> Mapping[str, Tensor]:
@@ -118,10 +132,13 @@ class ByHand:
             ranks = range(self.workers * self.ranks)
         for micro in range(micro_batches):
             for rank in ranks:
-                inputs = batch(self.steps * micro_batches + micro, rank)
-                (loss_of(model, inputs) / len(ranks) / micro_batches).backward()
+                inputs = self.batch(self.steps * micro_batches + micro, rank)
+                loss = self.loss(model, inputs)
+                (loss / len(ranks) / micro_batches).backward()
+                self.losses[rank].append(float(loss.detach()))
         if self.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+            self.norms[worker].append(float(norm))
         self.optimizers[worker].step()
         self.optimizers[worker].zero_grad()
 

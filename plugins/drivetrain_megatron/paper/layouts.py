@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from drivetrain.cost import ModelSpec
 from drivetrain.paper.bounds import PaperBound, UnitCosts
 from drivetrain.paper.contract import OnPaper
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
+from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.cost import part_of
 from drivetrain_megatron.paper.step import cell_bound, cell_step
 
 LAYOUT_KEYS: Mapping[str, str] = {
@@ -39,6 +42,11 @@ class CellOnPaper(OnPaper):
     ) -> PaperBound:
         """Return a bound from the slowest stage and the fullest stage."""
         return cell_bound(config, units, run, costs)
+
+    @classmethod
+    def part(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
+        """Return this rank's part of each tensor of its stages."""
+        return part_of(config, model, run)
 
     @classmethod
     def layouts(

@@ -168,7 +168,7 @@ class PipelineBuilder:
         """Return the writer of traces, if asked for; other pipelines have traces of their own."""
         if not self._config.trace_dir:
             return None
-        others = "-".join(f"{name}{self._run.mesh[name].rank}" for name in ("dp", "tp"))
+        others = "-".join(f"{name}{self._run.mesh[name].position}" for name in ("dp", "tp"))
         folder = Path(self._config.trace_dir)
         return StepTrace(folder, f"pipeline-{others}", self._axis, self._run.world.device)
 

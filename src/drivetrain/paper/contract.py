@@ -5,6 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
+from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
 from drivetrain.paper.bounds import PaperBound, UnitCosts, stage_bound
 from drivetrain.paper.run import PaperRun
@@ -99,6 +100,19 @@ class OnPaper:
             ConfigError: nothing can be chosen.
         """
         return None
+
+    @classmethod
+    def part(cls, config: Any, model: ModelSpec, run: Any) -> ModelSpec:
+        """Return the tensors of a model as a rank's modules have them: by default all of it.
+
+        Another shape than in the model is that of a part which this rank trains by itself.
+
+        Args:
+            config: the strategy's options.
+            model: the whole one.
+            run: the ``Run``.
+        """
+        return model
 
     @classmethod
     def draws_steps(cls) -> bool:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from drivetrain.errors import ConfigError
+from drivetrain.runtime.lines import connected, lines_along, neighbors_of
 from drivetrain.runtime.world import World
 
 
@@ -31,6 +32,7 @@ class Axis:
             take numbers in the same order.
         places: the index in the group of each of the ranks, where the group has more ranks than
             the axis; empty where both have the same.
+        first: index of the first rank on the axis of which this one is a group of neighbors.
     """
 
     name: str
@@ -41,6 +43,12 @@ class Axis:
     group: dist.ProcessGroup | None = None
     streams: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
     places: tuple[int, ...] = ()
+    first: int = 0
+
+    @property
+    def position(self) -> int:
+        """This rank's index along the whole axis, of which this one may be a group of neighbors."""
+        return self.first + self.rank
 
     @property
     def spans_hosts(self) -> bool:
@@ -86,11 +94,13 @@ class Mesh(Mapping[str, Axis]):
 
     Args:
         axes: the axes, seen from one rank.
-        lines: the lines of all ranks along the only axis; None: the axes hold the whole world.
+        lines: the lines of all ranks along each axis; None: the axes hold the whole world.
     """
 
     def __init__(
-        self, axes: Mapping[str, Axis], lines: Sequence[tuple[int, ...]] | None = None
+        self,
+        axes: Mapping[str, Axis],
+        lines: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
     ) -> None:
         self._axes = dict(axes)
         self._given_lines = lines
@@ -124,14 +134,7 @@ class Mesh(Mapping[str, Axis]):
         _check(sizes, world.size)
         axes = {}
         for name in sizes:
-            line = next(line for line in lines_along(name, sizes) if world.rank in line)
-            axes[name] = Axis(
-                name=name,
-                size=len(line),
-                rank=line.index(world.rank),
-                ranks=line,
-                hosts=tuple(world.islands[rank] for rank in line),
-            )
+            axes[name] = _axis_of(name, lines_along(name, sizes), world)
         return cls(axes)
 
     def neighbors(self, name: str, size: int) -> Axis:
@@ -154,6 +157,7 @@ class Mesh(Mapping[str, Axis]):
                 rank=axis.rank - start,
                 ranks=axis.ranks[start : start + size],
                 hosts=axis.hosts[start : start + size],
+                first=axis.position - axis.rank + start,
             )
         )
 
@@ -163,11 +167,7 @@ class Mesh(Mapping[str, Axis]):
         Raises:
             ConfigError: the axis cannot be cut into such groups.
         """
-        groups = (
-            line[start : start + size]
-            for line in self._lines(name)
-            for start in range(0, len(line), size)
-        )
+        groups = neighbors_of(self._lines(name), size)
         return self._start_once(self.neighbors(name, size), groups, world)
 
     def across(self, name: str, size: int) -> Axis:
@@ -215,16 +215,36 @@ class Mesh(Mapping[str, Axis]):
     def inside(self, name: str, group: Axis) -> "Mesh":
         """Return the mesh of one group of neighbors on an axis, for a strategy inside of the group.
 
+        The other axes stay as they are.
+
         Args:
-            name: of the axis, and of the only axis of the new mesh.
+            name: of the axis.
             group: of ``neighbors`` or ``start_neighbors``.
         """
-        lines = [
-            line[start : start + group.size]
-            for line in self._lines(name)
-            for start in range(0, len(line), group.size)
-        ]
-        return Mesh({name: replace(group, name=name)}, lines)
+        lines = self._lines_inside(name, group.size)
+        return Mesh({**self, name: replace(group, name=name)}, lines)
+
+    def around(self, name: str, group: Axis, world: World) -> Axis:
+        """Return all ranks of the mesh of ``inside``, in ascending order; nothing is started.
+
+        Where the mesh has no other axis, they are the group itself.
+        """
+        if len(self) == 1:
+            return group
+        blocks = connected(self._lines_inside(name, group.size))
+        return self._part(_axis_of(f"{group.name}.all", blocks, world))
+
+    def start_around(self, name: str, group: Axis, world: World) -> Axis:
+        """Return the ranks of ``around`` with a process group. Collective the first time."""
+        axis = self.around(name, group, world)
+        if axis is group:
+            return group
+        return self._start_once(axis, connected(self._lines_inside(name, group.size)), world)
+
+    def _lines_inside(self, name: str, size: int) -> dict[str, list[tuple[int, ...]]]:
+        """Return the lines along each axis, those of one axis cut into groups of neighbors."""
+        lines = {each: list(self._lines(each)) for each in self}
+        return {**lines, name: list(neighbors_of(lines[name], size))}
 
     def _part(self, axis: Axis) -> Axis:
         self._parts[axis.name] = axis
@@ -299,7 +319,7 @@ class Mesh(Mapping[str, Axis]):
 
     def _lines(self, name: str) -> Iterable[tuple[int, ...]]:
         if self._given_lines is not None:
-            return self._given_lines
+            return self._given_lines[name]
         return lines_along(name, {each: axis.size for each, axis in self.items()})
 
     def _start_once(self, axis: Axis, groups: Iterable[tuple[int, ...]], world: World) -> Axis:
@@ -334,15 +354,11 @@ def _check(sizes: Mapping[str, int], world_size: int) -> None:
         )
 
 
-def lines_along(name: str, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
-    """Yield the lines of global ranks along one axis."""
-    cumulative = itertools.accumulate([1, *sizes.values()], lambda a, b: a * b)
-    strides = dict(zip(sizes, cumulative, strict=False))
-    others = [
-        [strides[axis] * i for i in range(size)] for axis, size in sizes.items() if axis != name
-    ]
-    for corner in itertools.product(*reversed(others)):
-        yield tuple(sum(corner) + strides[name] * i for i in range(sizes[name]))
+def _axis_of(name: str, lines: Iterable[tuple[int, ...]], world: World) -> Axis:
+    """Return the line of this rank, not started."""
+    line = next(line for line in lines if world.rank in line)
+    hosts = tuple(world.islands[rank] for rank in line)
+    return Axis(name=name, size=len(line), rank=line.index(world.rank), ranks=line, hosts=hosts)
 
 
 def _runs(line: tuple[int, ...], world: World) -> list[tuple[str, int]]:

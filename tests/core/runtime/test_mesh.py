@@ -85,6 +85,42 @@ def test_across_on_an_axis_that_is_not_the_first(rank):
     assert near.ranks[near.rank] == far.ranks[far.rank] == rank
 
 
+@pytest.mark.parametrize("rank", range(12))
+def test_inside_of_a_group_the_other_axes_stay(rank):
+    """tp=2 lies closest and dp=6 is cut into groups of 2: blocks of four ranks in a row."""
+    mesh, world = planned({"tp": 2, "dp": 6}, "aaaabbbbcccc", rank)
+    near = mesh.neighbors("dp", 2)
+    inside, everyone = mesh.inside("dp", near), mesh.around("dp", near, world)
+    assert list(inside) == ["tp", "dp"]
+    assert inside["tp"] is mesh["tp"]
+    assert inside["dp"].ranks == near.ranks
+    assert inside["dp"].position == mesh["dp"].rank
+    first = rank - rank % 4
+    assert everyone.ranks == (first, first + 1, first + 2, first + 3)
+    assert everyone.ranks[everyone.rank] == rank
+    assert not everyone.spans_hosts
+    assert mesh.line("dp.near.all") is everyone
+    assert inside.per_host("dp", world) == 2
+    again = inside.neighbors("dp", 1)
+    assert again.position == mesh["dp"].rank
+
+
+def test_around_a_group_of_the_only_axis():
+    mesh, world = planned({"dp": 4}, "aabb")
+    near = mesh.neighbors("dp", 2)
+    assert mesh.around("dp", near, world) is near
+
+
+@pytest.mark.ranks(4)
+def test_all_ranks_of_a_block_communicate():
+    world = World.discover(cpu=True)
+    mesh = Mesh.build({"tp": 2, "dp": 2}, world)
+    near = mesh.start_neighbors("dp", 1, world)
+    everyone = mesh.start_around("dp", near, world)
+    assert everyone is mesh.start_around("dp", near, world), "started twice"
+    assert summed(everyone, 10**world.rank) == (11, 11, 1100, 1100)[world.rank]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
 def test_groups_and_lines_across_meet_in_one_rank(size):
     seen = set()

@@ -11,11 +11,13 @@ from torch.optim import SGD
 from drivetrain import Accelerator
 from drivetrain.config import NestedStrategy
 from drivetrain.cost import ModelSpec
+from drivetrain.hardware.prices import axis_places
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.work import PaperUnit
 from drivetrain.planner.far import far_method
 from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain_local import Local, LocalOptions
+from drivetrain_megatron.config import MegatronConfig
 from local_workers import Rounds
 
 WIDTH = 64
@@ -132,6 +134,22 @@ def test_a_step_on_paper():
         step = Local.step(streaming, units, run)
         assert step.held[0]["outer"] == pytest.approx((2 + 2 / 5) * 4 * 1000 / share)
         assert step.tasks[-1].during == 2 * 4 * 1000 / share / 5
+
+
+def test_a_step_on_paper_of_replicas_over_several_ranks():
+    """Each stage exchanges its own parts: half of the divided layer, all of the other one."""
+    units = [PaperUnit("block", (), (), ((1000, True), (100, False)), repeated=True)] * 2
+    for tp, pp, worker, parts in ((2, 1, 1, 2 * 600), (2, 1, 2, 2 * 600), (1, 2, 1, 1100)):
+        inner = NestedStrategy("megatron", MegatronConfig(tp=tp, pp=pp))
+        options = LocalOptions(every=10, inner=inner)
+        axes, per_host = Local.axes(options, 2 * tp * pp * worker), tp * pp * worker
+        assert list(axes.items())[-1] == ("dp", 2 * worker)
+        run = PaperRun(axes, micro_batches=1, precision="no", per_host=per_host)
+        step = Local.step(options, units, run)
+        assert [sent["dp.far", "all_reduce"] for sent in step.sent()] == [4 * parts / 10] * pp
+        assert [held["outer"] for held in step.held] == [2 * 4 * parts] * pp
+        place = axis_places(step.axes, per_host)["dp.far"]
+        assert (place.ranks, place.together) == (2, 1), "the exchange crosses the link"
 
 
 SIDE = 4096

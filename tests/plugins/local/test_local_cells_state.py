@@ -1,0 +1,166 @@
+"""Checkpoints of workers whose ranks share a replica: in mid-round, and under other divisions."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cell_workers import (
+    ONCE,
+    PP,
+    STREAMING,
+    TP,
+    CellTraining,
+    check_same_bits,
+    emulate_hosts,
+    wide_words,
+)
+from local_workers import Rounds
+
+DDP, ZERO3 = {"name": "ddp"}, {"name": "zero3"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(tmp_path / "checkpoint")
+
+
+def goes_on_bit_for_bit(folder, make, at=6, last=11):
+    """Check that a resumed run takes the steps of one that was never stopped."""
+    straight, resumed = make(), make()
+    straight.run(0, at)
+    straight.accelerator.save_state(folder)
+    straight.run(at, last)
+    resumed.run(20, 21)  # other state, which the checkpoint replaces
+    resumed.accelerator.load_state(folder)
+    resumed.run(at, last)
+    check_same_bits(resumed.outer(), straight.outer())
+    check_same_bits(resumed.own(), straight.own())
+    straight.close()
+    resumed.close()
+
+
+@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
+@pytest.mark.parametrize("rounds", [STREAMING, ONCE], ids=["streaming", "all at once"])
+@pytest.mark.parametrize("at", [5, 6])
+def test_a_round_goes_on_bit_for_bit(monkeypatch, folder, inner, rounds, at):
+    emulate_hosts(monkeypatch, 2)
+    goes_on_bit_for_bit(folder, lambda: CellTraining(inner, rounds), at)
+
+
+@pytest.mark.ranks(8, timeout=240)
+@pytest.mark.parametrize(
+    "inner", [{**TP, "data_parallel": "zero1"}, {**TP, "pp": 2}], ids=["tp, zero1", "tp, pp"]
+)
+def test_a_round_of_larger_workers_goes_on_bit_for_bit(monkeypatch, folder, inner):
+    emulate_hosts(monkeypatch, 4)
+    goes_on_bit_for_bit(folder, lambda: CellTraining(inner, STREAMING))
+
+
+@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
+@pytest.mark.parametrize("method", ["int4", "powersgd"])
+def test_kept_errors_go_on_bit_for_bit(monkeypatch, folder, inner, method):
+    emulate_hosts(monkeypatch, 2)
+    rounds, links = Rounds(every=2, fragments=2, delay=1), {"gradients": method}
+    goes_on_bit_for_bit(
+        folder, lambda: CellTraining(inner, rounds, links=links, model=wide_words()), 5, 9
+    )
+
+
+def errors_of(training):
+    """Return the sums of all ranks' errors, as a checkpoint gets them, by names of parameters."""
+    found = {}
+    for shard in training.accelerator.strategy_of(training.model).shards():
+        if shard.state.startswith("links.error."):
+            found[shard.name] = found.get(shard.name, 0) + shard.tensor.double().sum()
+    names = sorted(name for name, _ in wide_words().named_parameters())
+    sums = torch.tensor([float(found.get(name, 0)) for name in names], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
+@pytest.mark.ranks(4, timeout=240)
+def test_errors_of_parts_are_not_those_of_whole_parameters(monkeypatch, folder):
+    """Another division goes on without them, and says so; whole parameters keep theirs."""
+    emulate_hosts(monkeypatch, 2)
+    links, rounds = {"gradients": "int4"}, Rounds(every=2)
+    divided = CellTraining(TP, rounds, links=links, model=wide_words())
+    divided.run(0, 5)
+    divided.accelerator.save_state(folder)
+    said = []
+    monkeypatch.setattr("drivetrain_local.kept.logger.announce", said.append)
+    whole = CellTraining(DDP, rounds, links=links, model=wide_words())
+    whole.accelerator.load_state(folder)
+    assert [line.count("left out") for line in said] == [1]
+    before, after = errors_of(divided), errors_of(whole)
+    assert before["blocks.0.up.weight"] != 0
+    assert after["blocks.0.up.weight"] == 0
+    assert before["positions.table"] != 0
+    expected = pytest.approx(before["positions.table"], rel=1e-6)
+    assert after["positions.table"] == expected
+    divided.close()
+    whole.close()
+
+
+@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [(TP, PP), (PP, TP), (TP, DDP), (ZERO3, TP), (ZERO3, PP)],
+    ids=["tp to pp", "pp to tp", "tp to ddp", "zero3 to tp", "zero3 to pp"],
+)
+def test_another_strategy_inside_goes_on(monkeypatch, folder, saved, resumed):
+    emulate_hosts(monkeypatch, 2)
+    one, other = CellTraining(saved, STREAMING), CellTraining(resumed, STREAMING)
+    one.run(0, 6)
+    one.accelerator.save_state(folder)
+    other.accelerator.load_state(folder)
+    check_same_bits(other.outer(), one.outer())
+    mine, theirs = other.own(), one.own()
+    shared = [name for name in mine if name in theirs]
+    assert shared
+    check_same_bits({n: mine[n] for n in shared}, {n: theirs[n] for n in shared})
+    other.run(6, 8)
+    other.accelerator.save_state(folder, overwrite=True)
+    one.accelerator.load_state(folder)
+    check_same_bits(one.outer(), other.outer())
+    one.close()
+    other.close()
+
+
+@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
+def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder, inner):
+    emulate_hosts(monkeypatch, 1)
+    four = CellTraining(DDP, Rounds(every=4))
+    four.run(0, 6)
+    four.accelerator.save_state(folder)
+    mean = {name: four.accelerator.reduce(value, "mean") for name, value in four.own().items()}
+    emulate_hosts(monkeypatch, 2)
+    two = CellTraining(inner, Rounds(every=4))
+    two.accelerator.load_state(folder)
+    for name, value in two.own().items():
+        torch.testing.assert_close(value, mean[name], rtol=1e-12, atol=1e-12)
+    check_same_bits(two.outer(), four.outer())
+    two.run(6, 9)  # the round goes on: its end is step 8
+    assert not torch.equal(two.outer()["last.bias"], four.outer()["last.bias"])
+    four.close()
+    two.close()
+
+
+@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
+def test_other_strategies_read_the_outer_weights(monkeypatch, folder, inner):
+    emulate_hosts(monkeypatch, 2)
+    saved, exact = CellTraining(inner, STREAMING), CellTraining({"name": "zero1"}, None)
+    saved.run(0, 6)
+    saved.accelerator.save_state(folder)
+    exact.accelerator.load_state(folder)
+    check_same_bits(exact.outer(), saved.outer())
+    exact.run(6, 7)
+    exact.accelerator.save_state(folder, overwrite=True)
+    saved.accelerator.load_state(folder)
+    check_same_bits(saved.outer(), exact.outer())
+    saved.run(7, 9)
+    exact.close()
+    saved.close()
