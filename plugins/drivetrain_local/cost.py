@@ -66,7 +66,7 @@ def _agreement(config: LocalOptions, near: Axis, far: Axis) -> Sent:
 def _exchanges(
     config: LocalOptions, model: ModelSpec, here: ModelSpec, route: Route
 ) -> tuple[Sent, int]:
-    """Return the bytes sent in a round by a rank that steps all it has, and those kept back.
+    """Return the bytes sent in a round, and kept back, by a rank that steps all of its parts.
 
     Args:
         config: the options.

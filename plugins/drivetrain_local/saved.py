@@ -63,7 +63,7 @@ def shards_of_worker(
 
 
 def noting_weights(shards: Iterable[Shard], names: set[str]) -> Iterator[Shard]:
-    """Yield shards, and add the names of those that are weights or buffers to a set."""
+    """Yield shards, and add the names of weights and buffers to a set."""
     for shard in shards:
         if not shard.state:
             names.add(shard.name)

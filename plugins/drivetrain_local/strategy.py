@@ -258,7 +258,7 @@ class Local(Stepping):
         yield from marked(self._workers.kept(), mine)
 
     def _stepped_parts(self) -> dict[str, str]:
-        """Return the word of the part of each parameter that is stepped as this rank has it."""
+        """Return, by parameter, the word of the part that is stepped as a whole."""
         return {name: word for outer in self._outer for name, word in outer.stepped_parts()}
 
     def check_load(self, reader: Reader) -> None:

@@ -170,7 +170,7 @@ class DataParallelCell(Strategy[MegatronConfig]):
         return self._inner.names()
 
     def held_parts(self) -> Mapping[str, HeldPart]:
-        """Return what this rank of ``tp`` has of each divided parameter."""
+        """Return this tensor-parallel rank's part of each divided parameter."""
         parts = {name: facts.part(self._tp.rank) for name, facts in self._facts.items()}
         return {name: part for name, part in parts.items() if part is not None}
 
