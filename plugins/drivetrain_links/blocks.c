@@ -50,8 +50,12 @@ inline_ float mean_size(const float *values, const float *errors, int64_t n) {
   return total / (float)n;
 }
 
-/* The nearest integer, an even one of two; of NaN any. */
-inline_ int8_t rounded(float value) { return (int8_t)(int32_t)rintf(value); }
+/* The nearest integer, an even one of two; of NaN any. A scale of few denormal steps is rounded so
+   much that a quotient may be larger than all integers of the format. */
+inline_ int8_t rounded(float value, float steps) {
+  const float nearest = rintf(value), most = nearest > steps ? steps : nearest;
+  return (int8_t)(int32_t)(most < -steps ? -steps : most);
+}
 
 inline_ void encode_integers(int format, const float *values, const float *errors, float *scales,
                              int8_t *place, int64_t n, int64_t block) {
@@ -64,13 +68,13 @@ inline_ void encode_integers(int format, const float *values, const float *error
     const float divisor = scale == 0 ? 1 : scale;
     scales[start / block] = scale;
     if (format == INT8) {
-      for (int64_t i = start; i < stop; i++) place[i] = rounded(at(values, errors, i) / divisor);
+      for (int64_t i = start; i < stop; i++) place[i] = rounded(at(values, errors, i) / divisor, steps);
       continue;
     }
     for (int64_t i = start; i < least(stop, half); i++)
-      place[i] = rounded(at(values, errors, i) / divisor);
+      place[i] = rounded(at(values, errors, i) / divisor, steps);
     for (int64_t i = start > half ? start : half; i < stop; i++)
-      place[i - half] += (int8_t)(16 * rounded(at(values, errors, i) / divisor));
+      place[i - half] += (int8_t)(16 * rounded(at(values, errors, i) / divisor, steps));
   }
 }
 
@@ -161,8 +165,8 @@ inline_ void decode_any(int format, int then, const uint8_t *message, float *val
 void encode_largest(const float *, const float *, uint8_t *, int64_t, int64_t);
 void decode_largest(int, const uint8_t *, float *, float *, int64_t, int64_t);
 
-/* Write n numbers, plus the errors if there are any, as a message. The option is the numbers of a block, or of
-   those that are sent of a chunk. */
+/* Write n numbers, plus the errors if there are any, as a message. The option is the numbers of a
+   block, or of those that are sent of a chunk. */
 void encode(int format, const float *values, const float *errors, uint8_t *message, int64_t n,
             int64_t option) {
   if (format == TOPK) encode_largest(values, errors, message, n, option);

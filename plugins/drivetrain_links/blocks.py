@@ -115,7 +115,8 @@ class Blocks(Compiled[BlockOptions]):
     @override
     def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
         scaled, place = self._scaled(values, message)
-        self.write(scaled.round_(), place)
+        # A scale of few denormal steps is rounded much: quotients may be above all integers.
+        self.write(scaled.round_().clamp_(-self.steps, self.steps), place)
 
     @override
     def encode_gradients(

@@ -78,17 +78,21 @@ class Kernels:
     Args:
         path: the library.
 
+    Attributes:
+        path: the library.
+
     Raises:
         KernelError: the library cannot be loaded.
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         pointer, numel = ctypes.c_void_p, ctypes.c_int64
         try:
             library = ctypes.CDLL(str(path))
             self._encode, self._decode = library.encode, library.decode
         except (OSError, AttributeError) as error:
-            raise KernelError(f"cannot load {path}: {error}") from error
+            raise KernelError(f"cannot load {path}: {error}; remove it") from error
         self._encode.argtypes = [ctypes.c_int, *[pointer] * 3, numel, numel]
         self._decode.argtypes = [ctypes.c_int, ctypes.c_int, *[pointer] * 3, numel, numel]
         self._encode.restype = self._decode.restype = None
@@ -97,7 +101,7 @@ class Kernels:
         self, form: Format, values: Tensor, errors: Tensor | None, message: Tensor, figure: int
     ) -> None:
         """Write numbers, plus the errors of each, as a message."""
-        addresses = [_address(each) for each in (values, errors, message)]
+        addresses = _numbers(values), _numbers(errors), _address(message, torch.uint8)
         self._encode(form, *addresses, values.numel(), figure)
 
     def decode(
@@ -110,15 +114,21 @@ class Kernels:
         figure: int,
     ) -> None:
         """Write the numbers of a message, add them, or keep their errors."""
-        addresses = [_address(each) for each in (message, values, errors)]
+        addresses = _address(message, torch.uint8), _numbers(values), _numbers(errors)
         self._decode(form, then, *addresses, values.numel(), figure)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    if tensor is None:
-        return None
-    if not tensor.is_contiguous():  # the kernels would write beside it
-        raise ValueError(f"expected a contiguous tensor, found strides {tensor.stride()}")
+def _numbers(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else _address(tensor, torch.float32)
+
+
+def _address(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Return the address of a tensor; of another kind, the kernels would write beside it."""
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected a contiguous tensor of {dtype}, found one of {tensor.dtype} with strides "
+            f"{tensor.stride()}"
+        )
     return tensor.data_ptr()
 
 
@@ -209,16 +219,36 @@ class Compiled(Codec[OptionsT]):
 def kernels() -> Kernels | None:
     """Return the kernels, compiled if nobody has yet; None, and a line of the log, without them."""
     try:
-        path = built(cache_folder() / "kernels")
-        found = Kernels(path)
+        found = loaded(_cache_folder() / "kernels")
     except KernelError as error:
         logger.announce(
-            "int8, int4, onebit and topk encode with operations of torch, slower than compiled: "
-            f"{error}"
+            "methods for slow links encode with operations of torch, which take more processor "
+            f"time than compiled codes: {error}"
         )
         return None
-    logger.announce(f"int8, int4, onebit and topk encode with compiled kernels: {path}")
+    logger.announce(f"methods for slow links encode with compiled kernels: {found.path}")
     return found
+
+
+def _cache_folder() -> Path:
+    try:
+        return cache_folder()
+    except RuntimeError as error:  # a user without a name, as in some containers
+        raise KernelError(f"{error} Set XDG_CACHE_HOME to a folder of yours") from error
+
+
+def loaded(folder: Path) -> Kernels:
+    """Return the kernels of a folder, which are compiled anew if their file is broken.
+
+    Raises:
+        KernelError: they cannot be built, or loaded.
+    """
+    path = built(folder)
+    try:
+        return Kernels(path)
+    except KernelError:
+        path.unlink(missing_ok=True)
+        return Kernels(built(folder))
 
 
 def built(folder: Path) -> Path:
@@ -235,18 +265,13 @@ def built(folder: Path) -> Path:
     if compiler is None:
         raise KernelError(f"found none of the C compilers {', '.join(COMPILERS)}; install one")
     known = _run([compiler, *FLAGS, "-E", "-dM", "-x", "c", os.devnull])
-    name = sha256(
-        "\0".join([known, *FLAGS, *(each.read_text(encoding="utf-8") for each in SOURCES)]).encode()
-    )
-    path = folder / f"{name.hexdigest()}.so"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid != os.geteuid() or status.st_mode & _CAN_WRITE:
-            raise KernelError(
-                f"expected {folder} to be yours and written by you alone, found mode "
-                f"{status.st_mode & 0o777:o} and owner {status.st_uid}; remove it"
-            )
+        texts = [each.read_text(encoding="utf-8") for each in SOURCES]
+        name = sha256("\0".join([known, *FLAGS, *texts]).encode()).hexdigest()
+        path = folder / f"{name}.so"
+        for each in (folder.parent, folder):  # who can rename one of them can replace the library
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(each)
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as draft:
                 made = Path(draft) / path.name
@@ -257,15 +282,30 @@ def built(folder: Path) -> Path:
     return path
 
 
+def _check_owner(folder: Path) -> None:
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & _CAN_WRITE:
+        raise KernelError(
+            f"expected {folder} to be yours and written by you alone, found mode "
+            f"{status.st_mode & 0o777:o} and owner {status.st_uid}; remove it"
+        )
+
+
 def _run(command: list[str]) -> str:
     """Return the output of a compiler."""
     try:
         ended = subprocess.run(  # noqa: S603 - the user's own compiler, without a shell
-            command, capture_output=True, text=True, timeout=COMPILES_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMPILES_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelError(f"cannot compile: {error}") from error
     if ended.returncode:
-        said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
-        raise KernelError(f"{command[0]} cannot compile {SOURCES[0].parent}: {said[0]}")
+        lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+        said = next((line for line in lines if "error" in line), lines[-1])
+        raise KernelError(f"{command[0]} cannot compile {SOURCES[0].parent}: {said}")
     return ended.stdout

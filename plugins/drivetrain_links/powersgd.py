@@ -158,8 +158,9 @@ class LowRankReduction(FarReduction):
         self._plan = plan
         self._everywhere = everywhere
         # The same Q on every rank, without a message.
-        self._qs = torch.randn(plan.qs, generator=torch.Generator().manual_seed(0))
-        self._errors = torch.zeros(plan.errors)
+        generator = torch.Generator().manual_seed(0)
+        self._qs = torch.randn(plan.qs, generator=generator, dtype=torch.float32)
+        self._errors = torch.zeros(plan.errors, dtype=torch.float32)
 
     @override
     def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
@@ -169,7 +170,7 @@ class LowRankReduction(FarReduction):
             [each.of(tensors) for each in chosen]
             for chosen, tensors in zip(plan.plain, parts, strict=True)
         ]
-        ps = torch.empty(plan.ps, device=self._qs.device)
+        ps = torch.empty(plan.ps, dtype=torch.float32, device=self._qs.device)
         qs = torch.empty_like(self._qs)  # the factors of before stay, in case the step is bad
 
         def multiply() -> None:
@@ -273,13 +274,13 @@ class LowRankGather(FarGather):
         self._far = far
         self._plan = plan
         generator = torch.Generator().manual_seed(0)
-        self._qs = torch.randn(plan.qs, generator=generator)
+        self._qs = torch.randn(plan.qs, generator=generator, dtype=torch.float32)
 
     @override
     def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
         device = next(tensor.device for tensors in parts for tensor in tensors)
         self._qs = self._qs.to(device)
-        ps = torch.empty(self._plan.ps, device=device)
+        ps = torch.empty(self._plan.ps, dtype=torch.float32, device=device)
         mine = [each for each in self._factors(ps) if each[0].owner == self._far.rank]
 
         def encode() -> None:
@@ -364,7 +365,7 @@ class PowerSgd(Compressor[PowerSgdOptions]):
 
     @override
     def rehearse(self, matrix: Tensor) -> None:
-        q = torch.randn(matrix.shape[1], self.config.rank, device=matrix.device)
+        q = torch.randn(matrix.shape[1], self.config.rank, dtype=matrix.dtype, device=matrix.device)
         # Twice, as of gradients and of errors.
         p = torch.linalg.qr(_product(matrix, q, _product(matrix, q))).Q
         q = _product(matrix.T, p, _product(matrix.T, p))

@@ -165,11 +165,11 @@ def _write_books(numbers: Tensor, books: Tensor) -> Tensor:
         numbers: those that are sent, (chunks, keep).
         books: (chunks, 4).
     """
-    widths = numbers.square().mean(1, keepdim=True).sqrt_().mul_(2 * _DEVIATIONS / _BINS)
-    scaled = torch.nan_to_num(numbers / widths) + _BINS / 2
+    doubles = numbers.double()  # squares of large numbers of fp32 are finite, too
+    widths = doubles.square().mean(1, keepdim=True).sqrt_().mul_(2 * _DEVIATIONS / _BINS)
+    scaled = torch.nan_to_num(doubles / widths) + _BINS / 2
     bins = scaled.floor_().clamp_(0, _BINS - 1).to(torch.int64)
     # Of NaN and infinity, sums are such; double precision makes their order harmless.
-    doubles = numbers.double()
     sums = doubles.new_zeros(books.shape).scatter_add_(1, bins, doubles)
     counts = doubles.new_zeros(books.shape).scatter_add_(1, bins, torch.ones_like(doubles))
     books.copy_(sums / counts.clamp_(min=1))

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drivetrain.collectives import Communicator
@@ -43,22 +44,36 @@ def _mark(word: str) -> str:
 
 
 def go_on_with_kept(
-    workers: Communicator, reader: Reader, parts: Mapping[str, str], method: str
+    workers: Communicator,
+    ranks: Communicator,
+    device: torch.device,
+    reader: Reader,
+    parts: Mapping[str, str],
+    method: str,
 ) -> None:
     """Let the exchanges of this run go on with the kept state, and say if some is left out.
 
+    Collective.
+
     Args:
         workers: all of them; the channels of their exchanges are there.
+        ranks: of this worker; stages of a pipeline go on with different parameters.
+        device: of messages.
         reader: the checkpoint.
         parts: the parameters that this rank steps as it has them: the word of the part by name.
         method: for gradients, in this run.
     """
     mine = KeptReader(reader, parts)
     take_kept([workers], mine, method)
-    kept = {name for name, state in reader.keys() if _is_kept(state)}  # noqa: SIM118
-    if left_out := kept - {name for name, _ in mine.keys()}:  # noqa: SIM118
+    kept = sorted({name for name, state in reader.keys() if _is_kept(state)})  # noqa: SIM118
+    if not kept:
+        return
+    taken = {name for name, _ in mine.keys()}  # noqa: SIM118
+    flags = torch.tensor([name in taken for name in kept], dtype=torch.uint8).to(device)
+    ranks.all_reduce(flags, reduction="max", label="kept errors that go on").wait()
+    if left_out := flags.numel() - int(flags.sum()):
         logger.announce(
-            f"local: the checkpoint has errors of links.far.gradients for {len(left_out)} "
+            f"local: the checkpoint has errors of links.far.gradients for {left_out} "
             "parameters that a rank of this run exchanges in part, or not at all; these errors are "
             "left out"
         )

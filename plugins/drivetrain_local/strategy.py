@@ -213,6 +213,12 @@ class Local(Stepping):
     ) -> Iterator[None]:
         """Keep the worker's own parameters whole; rank 0's changes become every worker's."""
         chosen = list(parameters)
+        known = {id(p) for p in named_parameters(self._model).values()}
+        if any(id(p) not in known for p in chosen):
+            raise UsageError(
+                "expected parameters of the prepared model, found some that it does not have on "
+                "this rank; take them from the model after prepare()"
+            )
         changed: frozenset[str] = frozenset()
         with self._inner.gathered(chosen, modify=modify):
             watched = modify and not self._alone
@@ -272,7 +278,8 @@ class Local(Stepping):
         for index, outer in enumerate(self._outer):
             outer.taken_over(apart=index in apart)
         method = self.run.links.name_for("gradients")
-        go_on_with_kept(self._workers, reader, self._stepped_parts(), method)
+        parts, device = self._stepped_parts(), self.run.world.device
+        go_on_with_kept(self._workers, self._ranks, device, reader, parts, method)
 
     def _view(self, reader: Reader) -> Reader:
         saved = saved_workers(reader)

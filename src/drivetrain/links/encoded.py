@@ -97,7 +97,9 @@ class EncodedReduction(FarReduction):
         self._others = [rank for rank in range(far.size) if rank != far.rank]
         keeping = self._layouts if everywhere else [self._layouts[rank] for rank in self._others]
         # On the CPU until the first gradients say on which device they are.
-        self._errors = {layout: torch.zeros(layout.numel) for layout in keeping if feedback}
+        self._errors = {
+            layout: torch.zeros(layout.numel, dtype=torch.float32) for layout in keeping if feedback
+        }
         spans = [span for layout in self._layouts for span in layout.spans]
         self._counts = SeedCounts(spans if draws else [])
         self._draws_any = draws

@@ -67,6 +67,9 @@ class LinkedCommunicator(HierarchicalCommunicator):
         links: LinkMethods,
     ) -> None:
         super().__init__(axis, levels, connect, traffic, world.timeout)
+        for method in (links.gradients, links.parameters):
+            if method is not None:
+                method.get_ready(world.device)
         self._links = links
         self._host_levels = levels
         self._device = world.device
@@ -111,7 +114,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
         self.channels.clear()
         self._awaited.clear()
         for name, span in spans.items():  # all ranks of the host have the same ones
-            errors = torch.zeros(span.numel, device=self._device)
+            errors = torch.zeros(span.numel, dtype=torch.float32, device=self._device)
             for first, values in self._parked.errors_of(name):
                 errors[first : first + values.numel()] = values
             # Another rank of this host may get an element: each knows all errors of the host.
@@ -303,9 +306,6 @@ def connect_linked(
     count = hosts_apart(mesh, name, world, links)
     if count is None:
         return connect_over_hosts(mesh, name, traffic, world)
-    for method in (links.gradients, links.parameters):
-        if method is not None:
-            method.get_ready(world.device)
     near = mesh.start_neighbors(name, count, world)
     levels = HostLevels(near, mesh.start_across(name, count, world))
     return LinkedCommunicator(mesh[name], levels, connected, traffic, world, links)

@@ -200,9 +200,15 @@ def memory_folder() -> str:
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for files that are made once on a machine."""
-    root = os.environ.get("XDG_CACHE_HOME", "") or "~/.cache"
-    return Path(root).expanduser() / "drivetrain"
+    """Return this user's folder for files that are made once on a machine.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not root.is_absolute():  # to be ignored, by the specification of XDG
+        root = Path("~/.cache").expanduser()
+    return root / "drivetrain"
 
 
 def memory_kept_mark(folder: Path) -> Path:

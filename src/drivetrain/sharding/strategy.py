@@ -237,9 +237,16 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         """Let shards and masters follow values that a forward has written into parameters.
 
         Raises:
-            UsageError: updates are held back, which the forward has not seen, or a slow link sent
-                approximate values, from which no shard can follow.
+            UsageError: updates are held back, which the forward has not seen; a slow link sent
+                approximate values, from which no shard can follow; or other hosts, which keep the
+                values for good, would not learn of the changes.
         """
+        if unit.secondary is not None:
+            raise UsageError(
+                f"expected a forward that only reads parameters, found that it changes some of "
+                f"{unit.label}, of which other hosts keep copies by secondary: host; change "
+                "parameters under accelerator.gathered(), or leave secondary out"
+            )
         if unit.approximate:
             raise UsageError(
                 f"expected a forward that only reads parameters, found that it changes some of "

@@ -1,6 +1,7 @@
 """Compiled codes: the bytes and numbers of operations of torch, and what there is without one."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from drivetrain.links.codec import Codec
 from drivetrain.registry import compressors
 from drivetrain.runtime.world import cache_folder
 from drivetrain_links import compiled
-from drivetrain_links.compiled import KernelError, Kernels, built, kernels
+from drivetrain_links.compiled import Format, KernelError, Kernels, built, kernels, loaded
 
 TINY = torch.finfo(torch.float32).tiny
 NUMEL = 3 * 4096 + 77
 
-needs_compiler = pytest.mark.skipif(kernels() is None, reason="no C compiler on this machine")
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, compiled.COMPILERS)), reason="no C compiler on this machine"
+)
 
 
 def both(name: str, **options: object) -> tuple[Codec, Codec]:
@@ -170,6 +173,35 @@ def test_a_number_that_is_not_finite_comes_back_as_such_and_spoils_no_other_bloc
     assert torch.equal(found.isfinite(), expected.isfinite())
 
 
+@needs_compiler
+def test_the_sources_compile_and_only_fp32_gets_there(tmp_path):
+    found = loaded(tmp_path / "drivetrain" / "kernels")
+    message = torch.zeros(2048, dtype=torch.uint8)
+    for values, errors in (
+        (torch.zeros(256, dtype=torch.bfloat16), None),
+        (torch.zeros(256), torch.zeros(256, dtype=torch.float64)),
+        (torch.zeros(512)[::2], None),
+    ):
+        with pytest.raises(ValueError, match=r"expected a contiguous tensor of torch\.float32"):
+            found.encode(Format.INT8, values, errors, message, 256)
+
+
+@pytest.mark.parametrize("compiles", [pytest.param(True, marks=needs_compiler), False])
+@pytest.mark.parametrize(("name", "steps"), [("int8", 127), ("int4", 7)])
+def test_a_block_of_few_denormal_steps_spoils_no_other_block(name, steps, compiles):
+    kind = compressors().load(name)
+    method = kind(kind.Config(compiled=compiles))
+    values = normal(512)
+    values[256:] = 0.0
+    values[256:260] = torch.tensor([190.0, -190.0, 10.0, -10.0]) * 2.0**-149
+    found = torch.empty_like(values)
+    method.decode(sent(method, values, None), found)
+    scale = values[:256].abs().max() / steps
+    assert (found[:256] - values[:256]).abs().max() <= scale / 2 * 1.001
+    assert ((found * values)[256:] >= 0).all()
+    assert (found - values)[256:].double().norm() < values[256:].double().norm()
+
+
 @pytest.fixture
 def small_source(tmp_path, monkeypatch) -> None:
     """Compile a source that takes no time."""
@@ -180,7 +212,9 @@ def small_source(tmp_path, monkeypatch) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("small_source")
-def test_a_library_is_compiled_once_by_processes_that_begin_together(tmp_path, monkeypatch):
+def test_a_library_is_compiled_by_those_who_begin_together_and_by_nobody_later(
+    tmp_path, monkeypatch
+):
     runs, run = [], subprocess.run
 
     def counted(command, **options):
@@ -194,6 +228,7 @@ def test_a_library_is_compiled_once_by_processes_that_begin_together(tmp_path, m
         each.start()
     for each in threads:
         each.join()
+    assert len(paths) == 3
     assert len(set(paths)) == 1
     assert [each.name for each in folder.iterdir()] == [paths[0].name]  # and no drafts
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -216,6 +251,23 @@ def test_a_process_that_was_killed_while_it_compiled_leaves_nothing_that_is_wait
     (left / path.name).write_bytes(b"half")
     assert built(folder) == path
     Kernels(path)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_source")
+def test_a_broken_library_is_compiled_anew(tmp_path):
+    folder = tmp_path / "drivetrain" / "kernels"
+    path = built(folder)
+    path.write_bytes(b"")
+    assert loaded(folder).path == path
+    assert path.stat().st_size
+
+
+def test_a_user_without_a_home_has_no_kernels_but_trains(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert kernels.__wrapped__() is None
 
 
 def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *compilers: str) -> Path:
@@ -292,4 +344,5 @@ def test_the_log_says_once_which_way_encodes(can_compile, tmp_path):
     if can_compile:
         assert f"compiled kernels: {built(cache_folder() / 'kernels')}" in said[0]
     else:
-        assert "operations of torch, slower than compiled: found none of" in said[0]
+        assert "operations of torch" in said[0]
+        assert "found none of the C compilers" in said[0]

@@ -1,5 +1,7 @@
 """Encoding piece by piece: the numbers of one piece, whatever the pieces, and none left out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -87,3 +89,20 @@ def test_pieces_cover_all_matrices_and_their_bytes_side_by_side(name, options, d
         edge = each.room.stop
     plain = 4 * (33 + 3)
     assert 0 <= layout.nbytes - plain - edge < 4
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "onebit", "topk", "powersgd"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_errors_are_of_fp32_whatever_the_default(name, dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        far = SimpleNamespace(size=2, rank=0)
+        stretch = Stretch.of(NUMEL, torch.float32, ROWS)
+        halves = [[stretch.cut(0, 11033)], [stretch.cut(11033, NUMEL)]]
+        reduction = made(name).reduction(far, halves, everywhere=True)
+        found = [kept.errors.dtype for kept in reduction.feedback()]
+    finally:
+        torch.set_default_dtype(before)
+    assert found
+    assert set(found) == {torch.float32}
