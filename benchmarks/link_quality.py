@@ -191,41 +191,61 @@ def run(row: str, seed: int, arguments: argparse.Namespace, kept: Path) -> dict[
             "lr": arguments.lr, **json.loads(lines[-1])}  # fmt: skip
 
 
+def by_seed(found: list[dict[str, Any]], row: str) -> dict[int, dict[int, float]]:
+    """Return the held-out losses of a row by seed, each by step."""
+    return {
+        each["seed"]: {int(step): loss for step, loss in each["losses"].items()}
+        for each in found
+        if each["row"] == row
+    }
+
+
 def table(found: list[dict[str, Any]], rows: list[str]) -> None:
-    """Print the last losses of each row, beside those of the row ``exact``."""
-    last = {row: [each["losses"][str(each["steps"])] for each in found if each["row"] == row]
-            for row in rows}  # fmt: skip
-    print("| | held-out loss | spread | more than exact |\n|---|---|---|---|")
-    base = statistics.mean(last["exact"]) if last.get("exact") else None
-    for row, losses in last.items():
-        if not losses:
+    """Print the last losses of each row, and how far they are above exact ones of equal seeds."""
+    print("| row | seeds | held-out loss | more than exact, each seed | mean | spread |")
+    print("|---|---|---|---|---|---|")
+    exact = {seed: losses[max(losses)] for seed, losses in by_seed(found, "exact").items()}
+    for row in rows:
+        last = {seed: losses[max(losses)] for seed, losses in by_seed(found, row).items()}
+        if not last:
             continue
-        mean, spread = statistics.mean(losses), max(losses) - min(losses)
-        apart = row != "exact" and base is not None
-        more = f"{mean - base:+.4f} nats, {mean / base - 1:+.2%}" if apart else "-"
-        print(f"| {row} | {mean:.4f} | {spread:.4f} | {more} |")
+        line = f"| {row} | {len(last)} | {statistics.mean(last.values()):.4f} |"
+        more = [last[seed] / exact[seed] - 1 for seed in sorted(last) if seed in exact]
+        if row == "exact" or not more:
+            each = ", ".join(f"{last[seed]:.4f}" for seed in sorted(last))
+            print(f"{line} {each} | - | {max(last.values()) - min(last.values()):.4f} |")
+            continue
+        each, spread = ", ".join(f"{one:+.1%}" for one in more), max(more) - min(more)
+        print(f"{line} {each} | {statistics.mean(more):+.1%} | {spread:.1%} |")
 
 
 def draw(found: list[dict[str, Any]], rows: list[str], target: Path) -> None:
-    """Draw the mean curves of all rows, and below how far each is above the row ``exact``."""
+    """Draw the mean curves of all rows, and below how far each is above exact, equal seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 7), layout="constrained")
     curves, apart = figure.subplots(2, 1, sharex=True)
-    means: dict[str, dict[int, float]] = {}
+    exact = by_seed(found, "exact")
     for row in rows:
-        runs = [each["losses"] for each in found if each["row"] == row]
-        if runs:
-            means[row] = {int(s): statistics.mean(run[s] for run in runs) for s in runs[0]}
-            curves.plot(list(means[row]), list(means[row].values()), label=row)
-    for row, mean in means.items():
-        if row != "exact" and "exact" in means:
-            apart.plot(list(mean), [mean[s] - means["exact"][s] for s in mean], label=row)
+        runs = {seed: losses for seed, losses in by_seed(found, row).items() if seed in exact}
+        if not runs:
+            continue
+        steps = sorted(next(iter(runs.values())))
+        means = [statistics.mean(run[step] for run in runs.values()) for step in steps]
+        label = f"{row} ({len(runs)})"
+        (line,) = curves.plot(steps, means, label=label, linewidth=1.2)
+        if row == "exact":
+            continue
+        more = [
+            statistics.mean(100 * (run[step] / exact[seed][step] - 1) for seed, run in runs.items())
+            for step in steps
+        ]
+        apart.plot(steps, more, color=line.get_color(), label=label, linewidth=1.2)
     curves.set_ylabel("held-out loss, nats per byte")
-    apart.set_ylabel("more than exact, nats")
+    apart.set_ylabel("more than exact, %")
     apart.axhline(0.0, color="black", linewidth=0.8)
     apart.set_xlabel("optimizer steps")
-    curves.legend(fontsize=8)
+    curves.legend(fontsize=8, title="row (seeds)")
     figure.savefig(target, dpi=110)
 
 
