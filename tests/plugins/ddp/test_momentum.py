@@ -12,6 +12,7 @@ from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.codec import Codec
 from drivetrain.runtime.precision import Precision
 from drivetrain_ddp import Ddp, DdpConfig
 from drivetrain_links import OneBit
@@ -47,6 +48,8 @@ class ExactSigns(OneBit):
 
     def nbytes(self, numel: int) -> int:
         return 4 * numel
+
+    encode_gradients, add, keep = Codec.encode_gradients, Codec.add, Codec.keep
 
     def encode(self, values: Tensor, message: Tensor) -> None:
         message.copy_(values.view(torch.uint8))
@@ -158,7 +161,7 @@ def check_against_one_process(monkeypatch: pytest.MonkeyPatch, ranks: int, per_h
         model, optimizer = prepared(accelerator, kind)
         method = accelerator.strategy_of(model).run.links.gradients
         with monkeypatch.context() as patch:
-            for name in ("nbytes", "encode", "decode"):
+            for name in ("nbytes", "encode", "encode_gradients", "decode", "add", "keep"):
                 patch.setattr(type(method), name, getattr(ExactSigns, name))
             train(accelerator, model, optimizer, range(STEPS))
         expected = weights(reference(ranks, kind))
