@@ -33,7 +33,7 @@ from typing_extensions import override
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
 from drivetrain.links.compressor import Honesty
-from drivetrain_links.compiled import Compiled, Format
+from drivetrain_links.compiled import Compiled, CompiledOptions, Format
 
 _SCALE_BYTES = 4
 
@@ -45,7 +45,7 @@ _UPPER = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockOptions:
+class BlockOptions(CompiledOptions):
     """Options of ``int8`` and ``int4``."""
 
     block: int = option(
@@ -55,9 +55,6 @@ class BlockOptions:
         "nearest",
         help="how gradients are rounded: to the nearest integer, or by chance to one of both "
         "neighbors, so that the mean is right",
-    )
-    compiled: bool = option(
-        True, help="whether a compiler of C makes the code for this processor, if there is one"
     )
     feedback: bool = option(
         True,
@@ -127,7 +124,7 @@ class Blocks(Compiled[BlockOptions]):
         errors: Tensor | None = None,
         draws: torch.Generator | None = None,
     ) -> None:
-        if not self.draws:
+        if draws is None or not self.draws:
             super().encode_gradients(values, message, errors=errors)
             return
         scaled, place = self._scaled(values if errors is None else values + errors, message)

@@ -14,15 +14,17 @@ import shutil
 import subprocess
 import tempfile
 from abc import abstractmethod
+from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from drivetrain.config.option import option
 from drivetrain.links.codec import Codec
 from drivetrain.log import get_logger
 from drivetrain.runtime.world import cache_folder
@@ -132,12 +134,13 @@ def _address(tensor: Tensor, dtype: torch.dtype) -> int:
     return tensor.data_ptr()
 
 
-class CompiledOptions(Protocol):
-    """Options of methods with kernels."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledOptions:
+    """Options of all methods with kernels."""
 
-    @property
-    def compiled(self) -> bool:
-        """Whether kernels are used where they can be."""
+    compiled: bool = option(
+        True, help="whether a compiler of C makes the code for this processor, if there is one"
+    )
 
 
 OptionsT = TypeVar("OptionsT", bound=CompiledOptions)
@@ -171,7 +174,7 @@ class Compiled(Codec[OptionsT]):
 
     @override
     def encode(self, values: Tensor, message: Tensor) -> None:
-        self._encode(values, message, None)
+        self.encode_gradients(values, message)
 
     @override
     def encode_gradients(
@@ -182,9 +185,6 @@ class Compiled(Codec[OptionsT]):
         errors: Tensor | None = None,
         draws: torch.Generator | None = None,
     ) -> None:
-        self._encode(values, message, errors)
-
-    def _encode(self, values: Tensor, message: Tensor, errors: Tensor | None) -> None:
         if kernels := self._kernels(values.device):
             kernels.encode(self.form, values, errors, message, self.figure)
         else:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from drivetrain.config.option import option
 from drivetrain.links.compressor import Honesty
-from drivetrain_links.compiled import Compiled, Format
+from drivetrain_links.compiled import Compiled, CompiledOptions, Format
 
 _SCALE_BYTES, _BITS = 4, 8
 
@@ -40,14 +40,11 @@ _SIGNS = np.where(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OneBitOptions:
+class OneBitOptions(CompiledOptions):
     """Options of ``onebit``."""
 
     block: int = option(
         256, help="numbers that share a scale; fewer are more exact", minimum=16, maximum=65536
-    )
-    compiled: bool = option(
-        True, help="whether a compiler of C makes the code for this processor, if there is one"
     )
 
 

@@ -25,7 +25,7 @@ from typing_extensions import override
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
 from drivetrain.links.compressor import Honesty
-from drivetrain_links.compiled import Compiled, Format
+from drivetrain_links.compiled import Compiled, CompiledOptions, Format
 
 CHUNK = 4096
 """Numbers of a chunk: a place in it has 12 bits."""
@@ -35,14 +35,11 @@ _BOOK_BYTES = 4 * _BINS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TopKOptions:
+class TopKOptions(CompiledOptions):
     """Options of ``topk``."""
 
     keep: int = option(
         64, help="numbers of each 4,096 that are sent; a multiple of 4", minimum=4, maximum=1024
-    )
-    compiled: bool = option(
-        True, help="whether a compiler of C makes the code for this processor, if there is one"
     )
 
     def __post_init__(self) -> None:

@@ -194,8 +194,3 @@ class PlainLoop(CellTraining):
         loss = word_loss(self.model(ids), ids)
         self.accelerator.backward(loss)
         return loss
-
-
-def check_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())

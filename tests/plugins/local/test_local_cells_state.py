@@ -10,11 +10,11 @@ from cell_workers import (
     STREAMING,
     TP,
     CellTraining,
-    check_same_bits,
     emulate_hosts,
     wide_words,
 )
 from local_workers import Rounds
+from resumed_workers import check_same_bits, goes_on_bit_for_bit, goes_on_from_the_mean
 
 DDP, ZERO3 = {"name": "ddp"}, {"name": "zero3"}
 
@@ -22,21 +22,6 @@ DDP, ZERO3 = {"name": "ddp"}, {"name": "zero3"}
 @pytest.fixture
 def folder(tmp_path):
     return str(tmp_path / "checkpoint")
-
-
-def goes_on_bit_for_bit(folder, make, at=6, last=11):
-    """Check that a resumed run takes the steps of one that was never stopped."""
-    straight, resumed = make(), make()
-    straight.run(0, at)
-    straight.accelerator.save_state(folder)
-    straight.run(at, last)
-    resumed.run(20, 21)  # other state, which the checkpoint replaces
-    resumed.accelerator.load_state(folder)
-    resumed.run(at, last)
-    check_same_bits(resumed.outer(), straight.outer())
-    check_same_bits(resumed.own(), straight.own())
-    straight.close()
-    resumed.close()
 
 
 @pytest.mark.ranks(4, timeout=240)
@@ -135,19 +120,12 @@ def test_another_strategy_inside_goes_on(monkeypatch, folder, saved, resumed):
 def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder, inner):
     emulate_hosts(monkeypatch, 1)
     four = CellTraining(DDP, Rounds(every=4))
-    four.run(0, 6)
-    four.accelerator.save_state(folder)
-    mean = {name: four.accelerator.reduce(value, "mean") for name, value in four.own().items()}
-    emulate_hosts(monkeypatch, 2)
-    two = CellTraining(inner, Rounds(every=4))
-    two.accelerator.load_state(folder)
-    for name, value in two.own().items():
-        torch.testing.assert_close(value, mean[name], rtol=1e-12, atol=1e-12)
-    check_same_bits(two.outer(), four.outer())
-    two.run(6, 9)  # the round goes on: its end is step 8
-    assert not torch.equal(two.outer()["last.bias"], four.outer()["last.bias"])
-    four.close()
-    two.close()
+
+    def two():
+        emulate_hosts(monkeypatch, 2)
+        return CellTraining(inner, Rounds(every=4))
+
+    goes_on_from_the_mean(folder, four, two)
 
 
 @pytest.mark.ranks(4, timeout=240)

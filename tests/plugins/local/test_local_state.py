@@ -9,6 +9,7 @@ from torch.optim import AdamW
 
 from drivetrain import Accelerator
 from local_workers import Blocks, Rounds, batch, loss_of
+from resumed_workers import check_same_bits, goes_on_bit_for_bit, goes_on_from_the_mean
 
 STREAMING = Rounds(every=4, fragments=2, delay=3, keep=0.5)
 
@@ -45,11 +46,6 @@ class Training:
         self.accelerator.free_memory()
 
 
-def check_same_bits(found, expected):
-    assert list(found) == list(expected)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
 @pytest.fixture
 def folder(tmp_path):
     return str(tmp_path / "checkpoint")
@@ -60,18 +56,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("inner", ["ddp", "zero1"])
 @pytest.mark.parametrize("at", [5, 6])
 def test_a_round_goes_on_bit_for_bit(folder, rounds, inner, at):
-    straight = Training(local(rounds, inner))
-    straight.run(0, at)
-    straight.accelerator.save_state(folder)
-    straight.run(at, 11)
-    resumed = Training(local(rounds, inner))
-    resumed.run(20, 21)  # other state, which the checkpoint replaces
-    resumed.accelerator.load_state(folder)
-    resumed.run(at, 11)
-    check_same_bits(resumed.outer(), straight.outer())
-    check_same_bits(resumed.own(), straight.own())
-    straight.close()
-    resumed.close()
+    goes_on_bit_for_bit(folder, lambda: Training(local(rounds, inner)), at)
 
 
 @pytest.mark.ranks(4, timeout=120)
@@ -92,19 +77,12 @@ def test_divided_state_of_two_hosts(monkeypatch, folder):
 @pytest.mark.ranks(4, timeout=120)
 def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder):
     four = Training(local(Rounds(every=4)))
-    four.run(0, 6)
-    four.accelerator.save_state(folder)
-    mean = {name: four.accelerator.reduce(value, "mean") for name, value in four.own().items()}
-    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
-    two = Training({**local(Rounds(every=4)), "workers": "hosts"})
-    two.accelerator.load_state(folder)
-    for name, value in two.own().items():
-        torch.testing.assert_close(value, mean[name], rtol=1e-12, atol=1e-12)
-    check_same_bits(two.outer(), four.outer())
-    two.run(6, 9)  # the round goes on: its end is step 8
-    assert not torch.equal(two.outer()["last.bias"], four.outer()["last.bias"])
-    four.close()
-    two.close()
+
+    def two():
+        monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+        return Training({**local(Rounds(every=4)), "workers": "hosts"})
+
+    goes_on_from_the_mean(folder, four, two)
 
 
 @pytest.mark.ranks(4, timeout=120)

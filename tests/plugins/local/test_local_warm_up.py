@@ -11,6 +11,7 @@ from torch.optim import SGD, AdamW
 
 from drivetrain import Accelerator, ConfigError
 from local_workers import Blocks, ByHand, Rounds, batch, fragment_of, loss_of
+from resumed_workers import check_same_bits
 
 EXACT = 1e-12
 ROUNDS = Rounds(every=3, warmup_steps=4)
@@ -78,11 +79,6 @@ def check_equal(found, expected):
     assert list(found) == list(expected)
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=EXACT, atol=EXACT)
-
-
-def check_same_bits(found, expected):
-    assert list(found) == list(expected)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def check_alike_on_all_ranks(state):
