@@ -152,9 +152,11 @@ class Local(Stepping):
     def _announce(self) -> None:
         kind, size = type(self._inner).__name__, self._everyone.size
         if self._alone:
+            whole = self._near.size == size  # each rank has a replica, and could be a worker
+            advice = "; with workers: ranks each rank is a worker" if whole else ""
             logger.announce(
                 f"local: one worker of {size} ranks trains as {kind}: there is no other one to "
-                "exchange with; with workers: ranks each rank is a worker"
+                f"exchange with{advice}"
             )
             return
         warm_up = self.config.warmup_steps

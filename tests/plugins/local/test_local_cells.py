@@ -174,3 +174,14 @@ def test_refused(monkeypatch, options, message):
     with pytest.raises(ConfigError, match=message):
         accelerator = Accelerator(strategy={"name": "local", **options}, cpu=True)
         accelerator.prepare(TiedWords())
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize(("inner", "advised"), [({"name": "ddp"}, True), (TP, False)])
+def test_one_worker_is_advised_only_what_it_can_do(monkeypatch, inner, advised):
+    said = []
+    monkeypatch.setattr("drivetrain_local.strategy.logger.announce", said.append)
+    training = CellTraining(inner, Rounds())
+    (line,) = [line for line in said if "one worker of 2 ranks" in line]
+    assert ("workers: ranks" in line) is advised
+    training.close()
