@@ -12,7 +12,6 @@ from cell_workers import (
     CellTraining,
     PlainLoop,
     TiedWords,
-    check_same_bits,
     emulate_hosts,
     wide_words,
     words_by_hand,
@@ -20,6 +19,7 @@ from cell_workers import (
 from drivetrain import Accelerator, ConfigError
 from drivetrain.cost import ModelSpec
 from local_workers import Rounds
+from resumed_workers import check_same_bits
 
 EXACT = 1e-11
 WARMED = Rounds(every=3, warmup_steps=2)
