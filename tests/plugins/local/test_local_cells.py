@@ -181,7 +181,7 @@ def test_refused(monkeypatch, options, message):
 def test_one_worker_is_advised_only_what_it_can_do(monkeypatch, inner, advised):
     said = []
     monkeypatch.setattr("drivetrain_local.strategy.logger.announce", said.append)
-    training = CellTraining(inner, Rounds())
+    training = CellTraining(inner, ONCE)
     (line,) = [line for line in said if "one worker of 2 ranks" in line]
     assert ("workers: ranks" in line) is advised
     training.close()
