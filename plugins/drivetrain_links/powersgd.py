@@ -157,8 +157,7 @@ class LowRankReduction(FarReduction):
         self._far = far
         self._plan = plan
         self._everywhere = everywhere
-        # The same Q on every rank, without a message.
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)  # the same Q on every rank, without a message
         self._qs = torch.randn(plan.qs, generator=generator, dtype=torch.float32)
         self._errors = torch.zeros(plan.errors, dtype=torch.float32)
 

@@ -27,7 +27,7 @@ from drivetrain.sharding.placement import Placement, Ranks, connect_line, edits_
 from drivetrain.sharding.plans import OffloadInPlans
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.state import ShardedState
-from drivetrain.sharding.unit import Unit
+from drivetrain.sharding.unit import Unit, why_only_read
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Run, Strategy
 
@@ -241,21 +241,10 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
                 approximate values, from which no shard can follow; or other hosts, which keep the
                 values for good, would not learn of the changes.
         """
-        if unit.secondary is not None:
+        if reason := why_only_read(unit, delayed=self.config.offload.delayed):
             raise UsageError(
-                f"expected a forward that only reads parameters, found that it changes some of "
-                f"{unit.label}, of which other hosts keep copies by secondary: host; change "
-                "parameters under accelerator.gathered(), or leave secondary out"
-            )
-        if unit.approximate:
-            raise UsageError(
-                f"expected a forward that only reads parameters, found that it changes some of "
-                f"{unit.label}, whose values are approximate; leave links.far.parameters out"
-            )
-        if self.config.offload.delayed:
-            raise UsageError(
-                f"expected a forward that only reads parameters, found that it changes some of "
-                f"{unit.label}, whose latest update is held back; take offload.delayed: false"
+                "expected a forward that only reads parameters, found that it changes some of "
+                f"{unit.label}, {reason}"
             )
         unit.keep_changes()
         self.home.values_changed(unit)

@@ -300,3 +300,22 @@ class Unit:
                 flat.shard.take()
             if self.secondary is not None:
                 self.secondary.take()
+
+
+def why_only_read(unit: Unit, *, delayed: bool) -> str:
+    """Return why shards cannot follow values that a forward writes; empty where they can.
+
+    Args:
+        unit: of the values.
+        delayed: whether updates are held back, which the forward has not seen.
+    """
+    if unit.secondary is not None:
+        return (
+            "of which other hosts keep copies by secondary: host; change parameters under "
+            "accelerator.gathered(), or leave secondary out"
+        )
+    if unit.approximate:
+        return "whose values are approximate; leave links.far.parameters out"
+    if delayed:
+        return "whose latest update is held back; take offload.delayed: false"
+    return ""
