@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -10,14 +11,17 @@ from drivetrain.collectives import Route
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.runtime.mesh import Axis, HostLevels
-from drivetrain.strategy import Run
+from drivetrain.strategy import Run, Strategy
 from drivetrain_local.fragments import fragment_of_each
 from drivetrain_local.late import told_numbers
+from drivetrain_local.messages import wide
 from drivetrain_local.options import LocalOptions
-from drivetrain_local.outer import wide
 from drivetrain_local.worker import alone, links_of_workers, run_inside
 
 Sent = Counter[tuple[str, str]]
+
+_STATES = 2
+"""Outer weights, and outer momentum."""
 
 
 def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
@@ -35,10 +39,8 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
         return cost
     here = kind.part(options, model, inside)
     whole = sum(spec.nbytes for spec in here.parameters if spec.trainable)
-    # A state of the optimizer is as large as what this rank steps.
-    one, none = (replace(model, states=states, inputs=None) for states in (1, 0))
-    held = [kind.cost(options, spec, inside).held.get("optimizer", 0) for spec in (one, none)]
-    part = held[0] - held[1]
+    parts = _stepped(kind, options, model, inside)
+    part = sum(parts.values())
     route = Route(far)
     if run.links.in_channels:
         route = Route(far, HostLevels(alone(near), far), links_of_workers(run))
@@ -50,11 +52,32 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
         in_round += _agreement(config, near, far)
     sent = {key: -(-count // config.every) for key, count in in_round.items()}
     under_way = round(part * config.under_way)
+    outer = Counter({place: _STATES * nbytes for place, nbytes in parts.items()})
+    outer["outer"] += under_way + round(kept * share)
     return Cost(
-        held={**cost.held, "outer": 2 * part + under_way + round(kept * share)},
+        held={**cost.held, **outer},
         sent=_joined(cost.sent, sent),
         uncounted=cost.uncounted,
     )
+
+
+def _stepped(
+    kind: type[Strategy[Any]], options: Any, model: ModelSpec, inside: Run
+) -> dict[str, int]:
+    """Return the bytes of the tensors that this rank's optimizers hold, by place of outer state.
+
+    A state of an optimizer is as large as these tensors. Outer state is in host memory where stores
+    keep the optimizer's state, on a disk, too.
+    """
+    one, none = (
+        kind.cost(options, replace(model, states=states, inputs=None), inside).held
+        for states in (1, 0)
+    )
+    parts: Counter[str] = Counter()
+    for name, nbytes in one.items():
+        stored = name != "optimizer" and inside.world.device.type != "cpu"
+        parts["outer in host memory" if stored else "outer"] += nbytes - none.get(name, 0)
+    return {place: nbytes for place, nbytes in parts.items() if nbytes}
 
 
 def _agreement(config: LocalOptions, near: Axis, far: Axis) -> Sent:

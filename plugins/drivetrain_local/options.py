@@ -8,7 +8,6 @@ from drivetrain.config.option import NestedStrategy, nested_strategy, option
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World
-from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Strategy, find_strategy
 
 AXIS = "dp"
@@ -100,19 +99,24 @@ class LocalOptions:
         """Return the class of the strategy inside of a worker, and its options.
 
         Raises:
-            ConfigError: it is not installed, needs more ranks than a worker has, or keeps optimizer
-                state in stores.
+            ConfigError: it is not installed, needs more ranks than a worker has, or takes over a
+                step of stores one step late.
         """
         kind, options = find_strategy(self.inner.name, self.inner.options)
         if self.workers == "ranks":
             self._check_one_rank(kind, options)
-        stores: Any = getattr(options, "offload", None)
-        if stores not in (None, OffloadOptions()):
+        if getattr(getattr(options, "offload", None), "delayed", False):
             raise ConfigError(
-                "strategy.inner.offload: expected nothing under the strategy local, found stores: "
-                "outer steps change weights in memory; leave offload out"
+                "strategy.inner: expected steps that stores take before the next forward, found "
+                "delayed: true, with which weights come a step late: outer steps would miss the "
+                "last step; leave delayed out"
             )
         return kind, options
+
+    def stored_inside(self) -> float:
+        """Return the share of parameters whose optimizer state stores inside of a worker keep."""
+        offload: Any = getattr(self.strategy_inside()[1], "offload", None)
+        return offload.ratio if offload is not None and offload.optimizer else 0.0
 
     def _check_one_rank(self, kind: type[Strategy[Any]], options: Any) -> None:
         """Refuse a strategy inside that needs several ranks, where each rank is a worker.

@@ -13,7 +13,7 @@ All workers compute the same o and m from the same d, bit by bit, so neither is 
 worker that came late to an exchange takes both from the store, see ``late``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,16 +24,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle
-from drivetrain.collectives.channels import SumChannel
 from drivetrain.collectives.handles import Finished
-from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.parts.replicate import replicate
-from drivetrain.shards import HeldPart
+from drivetrain.parts.saved_state import AROUND
+from drivetrain.shards import HeldTensors
+from drivetrain.strategy import Strategy
 from drivetrain_local.fragments import is_exchanged, steps_since
 from drivetrain_local.late import LateWorkers
+from drivetrain_local.messages import Messages, wide
 from drivetrain_local.options import LocalOptions
 
-OUTER, MOMENTUM, UNDER_WAY = "outer", "outer_momentum", "outer_gradient"
+OUTER, MOMENTUM, UNDER_WAY = AROUND, f"{AROUND}_momentum", f"{AROUND}_gradient"
 """Keys of the state of a parameter."""
 
 
@@ -84,14 +85,14 @@ class OuterSteps(StepCount):
     Args:
         optimizer: of the strategy inside; its tensors may be this rank's parts of parameters.
         options: the knobs.
+        inner: the strategy inside.
         workers: the ranks at this rank's place of each worker.
-        names: gives the name of each tensor, by identity.
-        parts: what the modules of this rank have of each parameter, by name.
-        fragments: gives the fragment of a parameter, by name.
+        messages: between them.
         late: for each fragment, the exchanges that leave out late workers; none to wait for all.
 
     Attributes:
         state: of each tensor, by key: outer weights and momentum.
+        messages: as given.
         buffers: those of the first worker replace the others' at the end of a round.
         late: as given.
     """
@@ -100,10 +101,9 @@ class OuterSteps(StepCount):
         self,
         optimizer: Optimizer,
         options: LocalOptions,
+        inner: Strategy[Any],
         workers: Communicator,
-        names: Callable[[], Mapping[int, str]],
-        parts: Mapping[str, HeldPart],
-        fragments: Mapping[str, int],
+        messages: Messages,
         late: Sequence[LateWorkers] = (),
     ) -> None:
         super().__init__()
@@ -111,14 +111,12 @@ class OuterSteps(StepCount):
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self.buffers: Sequence[Tensor] = ()
         self._options = options
+        self.messages = messages
+        self._inner = inner
         self._workers = workers
-        self._names = names
-        self._parts = parts
-        self._fragments = fragments
         self.late = late
         self._round_buffers: list[Tensor] = []
         self._flights: dict[int, OuterExchange] = {}
-        self._channels: dict[tuple[int, Stretch], SumChannel] = {}
         self._warm_up = options.warmup_steps
         self._apart = False
 
@@ -130,16 +128,21 @@ class OuterSteps(StepCount):
         return self.steps < self._warm_up
 
     @property
+    def _held(self) -> HeldTensors:
+        return self._inner.held_tensors
+
+    @property
     def _local(self) -> int:
         """How many steps the workers have taken by themselves: rounds are counted from there."""
         return self.steps - self._warm_up
 
     @torch.no_grad()
     def before_step(self, *_: Any) -> None:
-        """Remember where the workers start from."""
-        for parameter in () if self.warms_up else self.parameters():
+        """Remember where the workers start from, before a store takes the step."""
+        self._held.take_changes(self.optimizer)
+        for parameter in () if self.warms_up else self.messages.parameters():
             if parameter not in self.state:
-                self.state[parameter] = {OUTER: parameter.detach().clone()}
+                self.state[parameter] = {OUTER: self._held.values(parameter).clone()}
 
     @override
     @torch.no_grad()
@@ -163,9 +166,9 @@ class OuterSteps(StepCount):
         outer = partial(self._outer_state, fragment)
         late = self.late[fragment]
         if late.exchange(partial(self._step_among, fragment), outer):
-            for members in self.messages(fragment):
+            for members in self.messages.of(fragment):
                 for parameter in members:
-                    parameter.copy_(self.state[parameter][OUTER])
+                    self._held.set_values(parameter, self.state[parameter][OUTER])
         if fragment == 0 and late.idle:  # buffers belong to the outer weights that readers see
             for buffer, kept in zip(self.buffers, self._round_buffers, strict=True):
                 buffer.copy_(kept)
@@ -178,7 +181,7 @@ class OuterSteps(StepCount):
 
     def _outer_state(self, fragment: int) -> Sequence[Tensor]:
         """Return all tensors that an exchange changes: a late worker needs no others."""
-        members = [parameter for each in self.messages(fragment) for parameter in each]
+        members = [parameter for each in self.messages.of(fragment) for parameter in each]
         outer = [self.state[parameter][OUTER] for parameter in members]
         momentum = [self._momentum(parameter) for parameter in members]
         return [*outer, *momentum, *(self.buffers if fragment == 0 else ())]
@@ -186,12 +189,12 @@ class OuterSteps(StepCount):
     def _launch(self, fragment: int, among: Communicator) -> OuterExchange:
         """Start to take the mean of the outer gradients of some workers."""
         flight = OuterExchange(self.steps + self._options.delay, among, {}, handles := [])
-        for members in self.messages(fragment):
-            pieces = [(self.state[p][OUTER].to(wide(p.dtype)) - p).reshape(-1) for p in members]
+        for members in self.messages.of(fragment):
+            pieces = [self._outer_gradient(parameter).reshape(-1) for parameter in members]
             # A sum of shares of the mean: so no later reader needs to know how many workers it had.
-            flat = torch.cat(pieces).div_(among.size)
+            flat = torch.cat(pieces).div_(among.size).to(self.messages.device)
             if among is self._workers:
-                handles.append(self._channel(fragment, members)(flat))
+                handles.append(self.messages.channel(fragment, members)(flat))
             else:  # methods for slow links keep errors for a sum of all workers: this one is exact
                 handles.append(among.all_reduce(flat, label="outer gradients"))
             for parameter, piece in zip(
@@ -199,6 +202,11 @@ class OuterSteps(StepCount):
             ):
                 flight.gradients[parameter] = piece.view(parameter.shape)
         return flight
+
+    def _outer_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return how far this worker has come from the outer weights."""
+        outer = self.state[parameter][OUTER]
+        return outer.to(wide(outer.dtype)) - self._held.values(parameter)
 
     @torch.no_grad()
     def land(self, fragment: int) -> None:
@@ -214,20 +222,23 @@ class OuterSteps(StepCount):
             self._options.outer_lr,
             self._options.keep,
         )
-        for parameter, mean in flight.gradients.items():
+        for parameter, received in flight.gradients.items():
             state = self.state[parameter]
+            mean = received.to(state[OUTER].device)
             velocity = self._momentum(parameter).to(mean.dtype).mul_(momentum).add_(mean)
             state[MOMENTUM].copy_(velocity)
             outer = state[OUTER].to(mean.dtype).sub_(mean.add_(velocity, alpha=momentum), alpha=lr)
             state[OUTER].copy_(outer)
             # Not a sum of shares: without a share kept, all workers get the same bits.
-            parameter.copy_(torch.lerp(outer, parameter.to(outer.dtype), keep) if keep else outer)
+            if keep:
+                outer = torch.lerp(outer, self._held.values(parameter).to(outer.dtype), keep)
+            self._held.set_values(parameter, outer)
 
     def _momentum(self, parameter: nn.Parameter) -> Tensor:
         """Return the outer momentum of a parameter, zeros before its first outer step."""
         state = self.state[parameter]
         if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
+            state[MOMENTUM] = torch.zeros_like(state[OUTER])
         return state[MOMENTUM]
 
     # --- state for checkpoints, and for readers of whole weights ---
@@ -262,22 +273,20 @@ class OuterSteps(StepCount):
         self._apart = apart
         self.state.clear()
         self._flights.clear()
-        for parameter in self.parameters():
+        for parameter in self.messages.parameters():
             inner = self.optimizer.state.get(parameter, {})
             found = {key: inner[key] for key in (OUTER, MOMENTUM, UNDER_WAY) if key in inner}
             if found:
                 self.state[parameter] = found
         flying = {p: state[UNDER_WAY] for p, state in self.state.items() if UNDER_WAY in state}
         self.hidden()
-        names = self._names()
-        for parameter, mean in flying.items():
-            fragment = self._fragments[names[id(parameter)]]
-            begun = OuterExchange(self._due(fragment), self._workers, {})
-            flight = self._flights.setdefault(fragment, begun)
-            flight.gradients[parameter] = mean.to(wide(parameter.dtype))
         for fragment in range(self._options.fragments):
-            for members in self.messages(fragment):
-                self._channel(fragment, members)
+            for members in self.messages.of(fragment):
+                self.messages.channel(fragment, members)
+                for parameter in (each for each in members if each in flying):
+                    begun = OuterExchange(self._due(fragment), self._workers, {})
+                    flight = self._flights.setdefault(fragment, begun)
+                    flight.gradients[parameter] = flying[parameter].to(wide(parameter.dtype))
 
     @override
     def resume(self, steps: int) -> None:
@@ -296,60 +305,7 @@ class OuterSteps(StepCount):
 
     def restart(self, names: frozenset[str]) -> None:
         """Let outer weights follow values that the script has written into parameters."""
-        held = self._names()
+        held = self.messages.names()
         for parameter, state in self.state.items():
             if held.get(id(parameter)) in names:
-                state[OUTER].copy_(parameter.detach())
-
-    # --- what is exchanged ---
-
-    def stepped_parts(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, word of the part) where the optimizer steps all that the modules have."""
-        names = self._names()
-        for parameter in self.parameters():
-            word = part_word(parameter, self._parts[name := names[id(parameter)]])
-            if word is not None:
-                yield name, word
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the tensors that the optimizer steps now."""
-        for group in self.optimizer.param_groups:
-            yield from (each for each in group["params"] if each.requires_grad)
-
-    def messages(self, fragment: int | None = None) -> Sequence[Sequence[nn.Parameter]]:
-        """Return the tensors of each message between workers: of one fragment, or of all.
-
-        A message has tensors of one dtype, that the same ranks of the worker step: so these ranks
-        get the same bits, whatever else each of them steps.
-        """
-        names = self._names()
-        found: dict[tuple[torch.dtype, str | None], list[nn.Parameter]] = {}
-        for parameter in self.parameters():
-            name = names[id(parameter)]
-            if fragment in (None, self._fragments[name]):
-                kind = parameter.dtype, part_word(parameter, self._parts[name])
-                found.setdefault(kind, []).append(parameter)
-        return list(found.values())
-
-    def _channel(self, fragment: int, members: Sequence[nn.Parameter]) -> SumChannel:
-        """Return the channel of a fragment's sums; errors of a method are kept in the channel."""
-        names = self._names()
-        rows, edge = [], 0
-        for parameter in members:
-            rows.append(ParameterRow(names[id(parameter)], tuple(parameter.shape), 0, edge))
-            edge += parameter.numel()
-        stretch = Stretch.of(edge, wide(members[0].dtype), rows)
-        key = (fragment, stretch)
-        if key not in self._channels:
-            self._channels[key] = self._workers.gradients_summed(stretch, "outer gradients")
-        return self._channels[key]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which outer gradients of a dtype are added up."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def part_word(parameter: nn.Parameter, part: HeldPart) -> str | None:
-    """Return the word of the part of a parameter; None for a piece of the part."""
-    return part.word if tuple(parameter.shape) == part.shape else None
+                state[OUTER].copy_(self._held.values(parameter))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
 from drivetrain.paper.work import Collective, Operation, PaperUnit
+from drivetrain.sharding.options import OffloadOptions
 from drivetrain_local.options import AXIS, LocalOptions
 
 _FAR = f"{AXIS}.far"
@@ -32,24 +33,32 @@ def local_step(config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) 
     worker = run.together(AXIS) if config.workers == "hosts" and AXIS in run.axes else 1
     workers = -(-ranks // worker)
     kind, options = config.strategy_inside()
-    inside = kind.step(options, units, replace(run, axes={**run.axes, AXIS: worker}, far=None))
+    alone = replace(run, axes={**run.axes, AXIS: worker}, far=None)
+    inside = kind.step(options, units, alone)
     if workers == 1:
         return inside
-    exchanges, held = [], []
+    exchanges, held, stored = [], [], [dict(each) for each in inside.stored]
+    beside = config.stored_inside()
+    if beside:
+        options = replace(options, offload=OffloadOptions())
     for stage, kinds in enumerate(inside.held):
-        # A rank exchanges the elements of which it keeps the optimizer's state.
-        nbytes = kinds.get("optimizer", 0.0) / run.bytes.optimizer * _BYTES
+        # A rank exchanges the elements of which it keeps the optimizer's state, in stores, too.
+        there = kind.step(options, units, alone).held[stage] if beside else kinds
+        nbytes = there.get("optimizer", 0.0) / run.bytes.optimizer * _BYTES
         # Without a delay the step waits for the exchange; with one the exchange is beside it.
         lane = _FAR if config.delay else COMPUTE
         operations = _exchange(nbytes / config.every, workers, run)
         exchange = PaperTask("outer step", operations, lane, stage=stage)
         exchange.during = _BESIDE * nbytes / config.fragments
         exchanges.append(exchange)
-        held.append({**kinds, "outer": (_STATES + config.under_way) * nbytes})
+        kept = _STATES * nbytes
+        held.append({**kinds, "outer": (1 - beside) * kept + config.under_way * nbytes})
+        if beside:
+            stored[stage]["host"] += beside * kept
         if run.far:
             held[-1]["errors of links"] = run.far.held * nbytes
     axes = {**inside.axes, AXIS: worker, _FAR: workers}
-    return PaperStep([*inside.tasks, *exchanges], held, axes)
+    return PaperStep([*inside.tasks, *exchanges], held, axes, stored)
 
 
 def _exchange(nbytes: float, workers: int, run: PaperRun) -> tuple[Operation, ...]:

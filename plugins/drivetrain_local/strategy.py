@@ -26,6 +26,7 @@ from drivetrain.strategy import Prepared, Run
 from drivetrain_local.cost import estimate
 from drivetrain_local.fragments import fragment_of_each
 from drivetrain_local.kept import go_on_with_kept, marked
+from drivetrain_local.messages import Messages
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import OuterSteps, StepCount
 from drivetrain_local.paper import local_step
@@ -117,19 +118,18 @@ class Local(Stepping):
             OuterSteps(
                 each,
                 self.config,
+                self._inner,
                 self._workers,
-                self._held,
-                self._parts,
-                self._fragments,
+                self._messages(each),
                 self._line.late(index),
             )
             for index, each in enumerate(optimizers, first)
         ]
-        # Behind a step the outer weights come first: the strategy inside then sends values around.
-        handles = [o.optimizer.register_step_post_hook(o.after_step) for o in made]
+        # Around a step the outer weights come first: the strategy inside then sends values around.
+        handles = [o.optimizer.register_step_pre_hook(o.before_step) for o in made]
+        handles += [o.optimizer.register_step_post_hook(o.after_step) for o in made]
         prepared = take()
         self._parts.update(self._inner.held_parts())
-        handles += [o.optimizer.register_step_pre_hook(o.before_step) for o in made]
         for handle in handles:
             self._closing.callback(handle.remove)
         if any(a is not b for a, b in zip(optimizers, prepared.optimizers, strict=True)):
@@ -144,10 +144,10 @@ class Local(Stepping):
         self._counts += made
         return prepared
 
-    def _held(self) -> Mapping[int, str]:
-        """Return the name of every tensor that optimizers hold, by identity."""
-        own = {id(p): name for name, p in named_parameters(self._model).items()}
-        return {**own, **self._inner.names()}
+    def _messages(self, optimizer: Optimizer) -> Messages:
+        return Messages(
+            optimizer, self._model, self._inner, self._workers, self._parts, self._fragments
+        )
 
     def _announce(self) -> None:
         kind, size = type(self._inner).__name__, self._everyone.size
@@ -190,13 +190,11 @@ class Local(Stepping):
 
     def _optimizer_of_each(self) -> dict[str, int]:
         """Return the optimizer of each parameter that has outer weights on this rank, by name."""
-        held = self._held()
-        return {
-            held[id(parameter)]: index
-            for index, outer in enumerate(self._outer)
-            for parameter in outer.state
-            if id(parameter) in held
-        }
+        found = {}
+        for index, outer in enumerate(self._outer):
+            names = outer.messages.names()
+            found.update({names[id(p)]: index for p in outer.state if id(p) in names})
+        return found
 
     @contextmanager
     def _outer_shown(self) -> Iterator[None]:
@@ -267,7 +265,9 @@ class Local(Stepping):
 
     def _stepped_parts(self) -> dict[str, str]:
         """Return, by parameter, the word of the part that is stepped as a whole."""
-        return {name: word for outer in self._outer for name, word in outer.stepped_parts()}
+        return {
+            name: word for outer in self._outer for name, word in outer.messages.stepped_parts()
+        }
 
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes."""

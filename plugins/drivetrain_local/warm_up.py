@@ -24,7 +24,8 @@ from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import Rounds, on_gradient
 from drivetrain.strategy import Strategy
-from drivetrain_local.outer import OuterSteps, wide
+from drivetrain_local.messages import wide
+from drivetrain_local.outer import OuterSteps
 
 
 class WarmUp:
@@ -103,14 +104,16 @@ class WarmUp:
         for _ in self._inner.gradients():
             pass
         for outer in self._outer:
-            for members in outer.messages() if outer.warms_up else ():
-                average_gradients(members, self._workers)
+            for members in outer.messages.of() if outer.warms_up else ():
+                average_gradients(members, self._workers, outer.messages.device)
         # As data parallelism does, so that all ranks evaluate with the same buffers.
         replicate(self._model.buffers(), self._workers, "buffers of the first worker")
 
 
 @torch.no_grad()
-def average_gradients(parameters: Sequence[nn.Parameter], workers: Communicator) -> None:
+def average_gradients(
+    parameters: Sequence[nn.Parameter], workers: Communicator, device: torch.device
+) -> None:
     """Replace gradients by their means over workers, in place. Collective.
 
     A gradient that some workers lack counts as zeros there; one that all workers lack stays None.
@@ -118,6 +121,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], workers: Communicator)
     Args:
         parameters: of one dtype, alike on all workers.
         workers: those that average.
+        device: of messages; gradients for a store lie in host memory.
     """
     dtype = wide(parameters[0].dtype)
     pieces = [
@@ -125,7 +129,8 @@ def average_gradients(parameters: Sequence[nn.Parameter], workers: Communicator)
         for each in parameters
     ]
     present = torch.tensor([each.grad is not None for each in parameters], dtype=dtype)
-    flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present.to(pieces[0].device)])
+    rows = [piece.reshape(-1) for piece in pieces]
+    flat = torch.cat([*rows, present.to(pieces[0].device)]).to(device)
     edge = flat.numel() - len(parameters)
     flat[:edge].div_(workers.size)
     workers.all_reduce(flat, label="gradients of the warm-up").wait()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.cost import ModelSpec
+from drivetrain.parts.saved_state import AROUND
 from drivetrain.sharding.estimate import Estimate
 from drivetrain.sharding.home import BoundOptimizer, Held, OnDevice
 from drivetrain.sharding.layout import UnitLayout
@@ -256,23 +257,24 @@ class OffloadEngine(OnDevice):
                 one.follow_values()
 
     def states(self, bound: BoundOptimizer, slot: ParameterSlot) -> Iterator[tuple[str, Held]]:
-        """Yield the states that the store keeps, or else the states of the optimizer itself."""
+        """Yield the states that the store keeps, then the states that lie in the optimizer."""
         one = self._offloaded.get(slot)
-        if one is None:
-            yield from super().states(bound, slot)
-            return
-        for key, value in one.states():
-            yield key, Held(value, not one.in_memory and value.shape == slot.fragment_shape)
+        if one is not None:
+            for key, value in one.states():
+                yield key, Held(value, not one.in_memory and value.shape == slot.fragment_shape)
+        yield from super().states(bound, slot)
 
     def set_states(
         self, bound: BoundOptimizer, slot: ParameterSlot, states: Mapping[str, Any]
     ) -> None:
-        """Fill the store, or the optimizer's own state."""
+        """Fill the store, and put the state of a strategy around into the optimizer."""
         one = self._offloaded.get(slot)
         if one is None:
             super().set_states(bound, slot, states)
-        else:
-            one.set_states(states)
+            return
+        around = {key: value for key, value in states.items() if key.startswith(AROUND)}
+        one.set_states({key: value for key, value in states.items() if key not in around})
+        super().set_states(bound, slot, around)
 
     def close(self) -> None:
         """End submitted updates, and release memory and files."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drivetrain.errors import UsageError
 
@@ -253,6 +254,29 @@ def _in_row(
         yield (index, *offsets), (1, *sizes)
 
 
+class HeldTensors:
+    """The tensors in the groups of a model's optimizers, as a strategy around reads and sets them.
+
+    By default they have their values, and nothing that the script has changed is to be taken over.
+    """
+
+    def take_changes(self, optimizer: Optimizer) -> None:
+        """Take over added param groups and replaced memory of parameters, before a step."""
+        return
+
+    def values(self, tensor: nn.Parameter) -> Tensor:
+        """Return the values of a tensor, behind steps under way: in place, or a copy in memory."""
+        return tensor.detach()
+
+    def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
+        """Replace the values of a tensor, between two steps of its optimizer.
+
+        For hooks around a step that are registered before ``prepare``: other ranks get the values
+        as those of the step.
+        """
+        tensor.detach().copy_(values)
+
+
 class Readable:
     """The part of the contract for reading and changing a prepared model's values.
 
@@ -314,6 +338,11 @@ class Readable:
         state = state_tensors(module)
         with self.gathered(parameters_among(state[name] for name in names), modify=False):
             yield {name: state[name].detach() for name in names}
+
+    @property
+    def held_tensors(self) -> HeldTensors:
+        """The tensors in the groups of optimizers, for a strategy around. After ``prepare``."""
+        return HeldTensors()
 
     def dtensors(self) -> Mapping[str, Tensor]:
         """Return the shards of all parameters, by name, as ``torch.distributed.tensor.DTensor``s.

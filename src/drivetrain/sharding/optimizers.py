@@ -18,6 +18,7 @@ from drivetrain.sharding.hooks import StepEvents
 from drivetrain.sharding.layout import CutStyle
 from drivetrain.sharding.placement import Placement
 from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.shards import HeldTensors
 
 _FUSED = (SGD, Adam, AdamW, Adagrad)
 """Optimizers whose fused kernel does the same arithmetic in one pass over memory."""
@@ -62,7 +63,7 @@ _SWITCHES = ("train", "eval")
 """Methods of schedule-free optimizers."""
 
 
-class Fragments:
+class Fragments(HeldTensors):
     """The fragments that the optimizers of one model hold.
 
     Args:
@@ -92,6 +93,35 @@ class Fragments:
         self._take_zero_grad(bound)
         for name in _SWITCHES:
             self._take_switch(bound, name)
+
+    def take_changes(self, optimizer: Optimizer) -> None:
+        """Bind added parameters, and take over replaced memory."""
+        self._adopt_strays(self._bound[optimizer])
+        self._placement.take_replaced()
+
+    def values(self, tensor: nn.Parameter) -> Tensor:
+        """Return the values of a fragment, also where a store keeps them."""
+        slot = self._slot_at_rest(tensor)
+        if slot is None:
+            return super().values(tensor)
+        values = self._home.master(self._placement.flat_of(slot), slot).values
+        return values.as_strided(slot.fragment_shape, slot.fragment_strides)
+
+    def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
+        """Replace the values of a fragment, also where a store keeps them."""
+        slot = self._slot_at_rest(tensor)
+        if slot is None:
+            super().set_values(tensor, values)
+        else:
+            flat = self._placement.flat_of(slot)
+            self._home.set_master(flat, slot, slot.fragment_in_order(values))
+
+    def _slot_at_rest(self, tensor: nn.Parameter) -> ParameterSlot | None:
+        """Return the place of a fragment, when no store steps it; None for other tensors."""
+        slot = next((b.fragments[tensor] for b in self if tensor in b.fragments), None)
+        if slot is not None:
+            self._placement.unit_of(slot).wait_for_step()
+        return slot
 
     def close(self) -> None:
         """Take the hooks off."""

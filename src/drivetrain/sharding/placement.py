@@ -259,6 +259,17 @@ class Placement:
 
     # --- all units together ---
 
+    def take_replaced(self) -> None:
+        """Take over tensors that the script set as the data of parameters since the last step.
+
+        Copied here, and no earlier: an average that is swapped in for an evaluation, and out again,
+        must not be written into the memory that the script holds meanwhile (``old = p.data``).
+        """
+        for unit in self.units:
+            if unit.resident and (replaced := unit.replaced()):
+                unit.take_data(replaced)
+                self._home.values_changed(unit)
+
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """Return the units of parameters, in order."""
         wanted = {self._units[self.slots[one]] for one in parameters if one in self.slots}

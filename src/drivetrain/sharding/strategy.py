@@ -28,7 +28,7 @@ from drivetrain.sharding.plans import OffloadInPlans
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.state import ShardedState
 from drivetrain.sharding.unit import Unit, why_only_read
-from drivetrain.shards import Reader, Shard
+from drivetrain.shards import HeldTensors, Reader, Shard
 from drivetrain.strategy import Run, Strategy
 
 ConfigT = TypeVar("ConfigT", bound=ShardedConfig)
@@ -222,17 +222,6 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
             self.take(thawed)
         self.hooks.watch_gradients(self.reduce.units)
 
-    def take_replaced(self) -> None:
-        """Take over tensors that the script set as the data of parameters since the last step.
-
-        Copied here, and no earlier: an average that is swapped in for an evaluation, and out again,
-        must not be written into the memory that the script holds meanwhile (``old = p.data``).
-        """
-        for unit in self.placement.units:
-            if unit.resident and (replaced := unit.replaced()):
-                unit.take_data(replaced)
-                self.home.values_changed(unit)
-
     def keep_changes(self, unit: Unit) -> None:
         """Let shards and masters follow values that a forward has written into parameters.
 
@@ -322,7 +311,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def load(self, reader: Reader) -> None:
         """Load this rank's ranges; those of the others arrive when they are needed."""
-        self.take_replaced()
+        self.placement.take_replaced()
         self.gather.values_changed()
         self.placement.wait_for_values()
         self.placement.wait_for_steps()
@@ -337,6 +326,11 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         """Return the parameter's name of every fragment, by identity."""
         held = ((self.placement.fragment_of(slot), slot.name) for slot in self.placement)
         return {id(fragment): name for fragment, name in held if fragment is not None}
+
+    @property
+    def held_tensors(self) -> HeldTensors:
+        """The fragments, whose values a store may keep."""
+        return self.optimizers
 
     def _state(self) -> ShardedState:
         return ShardedState(self.model, self.placement, self.optimizers, self.home, self.ranks)

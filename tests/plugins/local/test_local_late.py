@@ -194,7 +194,7 @@ def rounds_behind():
 
 
 @pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", {"name": "offload"}])
 def test_a_late_host_of_two_ranks_and_fragments(monkeypatch, inner):
     monkeypatch.setenv("GROUP_RANK", str(dist.get_rank() // 2))
     clock = Clock(monkeypatch)
@@ -232,7 +232,7 @@ def test_the_others_do_not_wait_longer():
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("inner", ["ddp", "zero1"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1", {"name": "offload"}])
 def test_a_checkpoint_in_the_middle_of_the_next_round(monkeypatch, tmp_path, inner):
     clock = Clock(monkeypatch)
     folder = str(tmp_path / "checkpoint")

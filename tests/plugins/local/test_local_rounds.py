@@ -199,8 +199,6 @@ def test_the_log_says_that_workers_of_one_host_exchange_by_a_method(monkeypatch)
         ({"every": 2, "fragments": 3}, "strategy.fragments: expected at most the 2 steps"),
         ({"every": 2, "delay": 2}, "strategy.delay: expected fewer steps than the 2"),
         ({"inner": {"name": "megatron", "tp": 2}}, "a multiple of tp x pp = 2 x 1"),
-        ({"inner": {"name": "zero2", "offload": {"optimizer": "cpu"}}}, "strategy.inner.offload"),
-        ({"inner": "offload"}, "strategy.inner.offload"),
         ({"every": 0}, "every"),
         ({"keep": 2.0}, "keep"),
         ({"workers": "racks"}, "workers"),

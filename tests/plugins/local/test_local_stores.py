@@ -1,0 +1,219 @@
+"""Local steps with state in stores inside of workers: the bits of the same run without stores."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from drivetrain import Accelerator, ConfigError
+from drivetrain.config import NestedStrategy
+from drivetrain.cost import ModelSpec
+from drivetrain.paper.run import PaperRun
+from drivetrain.paper.work import PaperUnit
+from drivetrain.sharding.options import OffloadOptions
+from drivetrain_local import Local, LocalOptions
+from drivetrain_zero.options import Zero2Config
+from local_workers import Blocks, Rounds, batch, loss_of
+from resumed_workers import check_same_bits, goes_on_bit_for_bit
+
+STREAMING = Rounds(every=4, fragments=2, delay=3, keep=0.5)
+ROUNDS = {
+    "streaming": STREAMING,
+    "all at once": Rounds(every=3),
+    "after a warm-up": replace(STREAMING, warmup_steps=3),
+}
+
+
+def stored(name, folder):
+    """Return a strategy inside without stores, and the same one with stores."""
+    folder.mkdir(exist_ok=True)
+    disk = {"optimizer": "nvme", "path": str(folder)}
+    return {
+        "zero1": ("zero1", {"name": "zero1", "offload": {"optimizer": "cpu"}}),
+        "offload": ("zero2", {"name": "offload", **disk}),
+        "zero3": ("zero3", {"name": "zero3", "offload": {**disk, "params": "nvme"}}),
+        "fsdp": ("fsdp", {"name": "fsdp", "offload": {"optimizer": "cpu", "ratio": 0.5}}),
+    }[name]
+
+
+class Training:
+    """A model under ``local``, and its steps."""
+
+    def __init__(self, inner, rounds, workers="ranks", model=None, links=None, **options):
+        strategy = {"name": "local", "inner": inner, "workers": workers, **asdict(rounds)}
+        config = {"strategy": strategy, "links": {"far": links or {}}, **options}
+        self.accelerator = Accelerator(config=config, cpu=True)
+        model = model or Blocks()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.model, self.optimizer = self.accelerator.prepare(model, AdamW(trained, lr=0.01))
+
+    def run(self, first, last):
+        for step in range(first, last):
+            inputs = batch(step, self.accelerator.process_index)
+            self.accelerator.backward(loss_of(self.model, inputs.to(self.dtype)))
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def dtype(self):
+        return next(self.model.parameters()).dtype
+
+    def outer(self):
+        return self.accelerator.get_state_dict(self.model)
+
+    def own(self):
+        strategy = self.accelerator.strategy_of(self.model)
+        with strategy.gathered(list(self.model.parameters()), modify=False):
+            return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def close(self):
+        self.accelerator.free_memory()
+
+
+def same_bits(trainings, steps=9):
+    """Check that trainings have the same weights after each step, outer ones and their own."""
+    for step in range(steps):
+        for training in trainings:
+            training.run(step, step + 1)
+        (outer, own), *others = [(each.outer(), each.own()) for each in trainings]
+        for found, mine in others:
+            check_same_bits(found, outer)
+            check_same_bits(mine, own)
+    for training in trainings:
+        training.close()
+
+
+@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize("rounds", ROUNDS.values(), ids=ROUNDS)
+@pytest.mark.parametrize("inner", ["zero1", "offload", "zero3", "fsdp"])
+def test_stores_change_no_bit(tmp_path, inner, rounds):
+    same_bits([Training(each, rounds) for each in stored(inner, tmp_path)])
+
+
+@pytest.mark.ranks(4, timeout=180)
+@pytest.mark.parametrize("inner", ["zero1", "offload", "zero3", "fsdp"])
+def test_stores_of_workers_of_two_ranks(monkeypatch, tmp_path, inner):
+    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    same_bits([Training(each, STREAMING, "hosts") for each in stored(inner, tmp_path)], steps=7)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("inner", ["offload", "zero3"])
+def test_masters_in_stores(tmp_path, inner):
+    """Outer steps read and write masters, whose last digits forward never sees."""
+    trainings = [
+        Training(each, Rounds(every=2), model=Blocks().float(), precision="bf16")
+        for each in stored(inner, tmp_path)
+    ]
+    same_bits(trainings, steps=5)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("inner", ["zero1", "offload", "zero3", "fsdp"])
+def test_a_round_goes_on_bit_for_bit(tmp_path, inner):
+    _, beside = stored(inner, tmp_path / "stores")
+    goes_on_bit_for_bit(str(tmp_path / "checkpoint"), lambda: Training(beside, STREAMING))
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("back", [False, True], ids=["into stores", "out of stores"])
+def test_a_checkpoint_goes_on_with_and_without_stores(tmp_path, back):
+    inners = stored("offload", tmp_path / "stores")
+    first, second = (Training(each, STREAMING) for each in (inners[::-1] if back else inners))
+    first.run(0, 6)
+    first.accelerator.save_state(str(tmp_path / "checkpoint"))
+    second.accelerator.load_state(str(tmp_path / "checkpoint"))
+    for training in (first, second):
+        training.run(6, 10)
+    check_same_bits(second.outer(), first.outer())
+    check_same_bits(second.own(), first.own())
+    first.close()
+    second.close()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_kept_errors_and_changed_weights(tmp_path):
+    """Exchanges by int4 keep errors; the script sets a weight, which outer weights follow."""
+    trainings = [
+        Training(each, Rounds(every=2), model=Blocks().float(), links={"gradients": "int4"})
+        for each in stored("offload", tmp_path)
+    ]
+    for training in trainings:
+        training.run(0, 3)
+        with training.accelerator.gathered(training.model):
+            training.model.last.bias.data.fill_(3.0)
+        assert training.outer()["last.bias"].tolist() == [3.0] * 3
+    same_bits(trainings, steps=4)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("inner", ["zero1", "offload"])
+def test_a_param_group_that_comes_later(tmp_path, inner):
+    """A store steps its parameters from the first step on: outer weights are those before it."""
+
+    def thawing():
+        model = Blocks()
+        model.last.requires_grad_(False)
+        return model
+
+    trainings = [Training(e, Rounds(every=2), model=thawing()) for e in stored(inner, tmp_path)]
+    for training in trainings:
+        training.run(0, 3)
+        training.model.last.requires_grad_(True)
+        training.optimizer.add_param_group({"params": [*training.model.last.parameters()]})
+    same_bits(trainings, steps=4)
+
+
+class Skips(Blocks):
+    """The second worker does not use the last layer."""
+
+    def forward(self, inputs):
+        used = super().forward(inputs)
+        return inputs[:, :3] * self.first.weight.sum() if torch.distributed.get_rank() else used
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("inner", ["zero1", "zero3"])
+def test_a_gradient_that_one_worker_lacks_in_the_warm_up(tmp_path, inner):
+    rounds = Rounds(every=2, warmup_steps=3)
+    same_bits([Training(e, rounds, model=Skips()) for e in stored(inner, tmp_path)], steps=5)
+
+
+@pytest.mark.parametrize("inner", ["zero2", "offload"])
+def test_steps_that_come_late_are_refused(inner):
+    options = {"optimizer": "cpu", "delayed": True}
+    nested = {"name": inner, **(options if inner == "offload" else {"offload": options})}
+    with pytest.raises(ConfigError, match=r"strategy\.inner: .*delayed: true.* leave delayed out"):
+        Accelerator(config={"strategy": {"name": "local", "inner": nested}}, cpu=True)
+
+
+@pytest.mark.ranks(2)
+def test_bytes_beside_a_disk(tmp_path):
+    plain, beside = (Training(e, Rounds(every=3)) for e in stored("offload", tmp_path))
+    held = []
+    for training in (plain, beside):
+        strategy = training.accelerator.strategy_of(training.model)
+        spec = ModelSpec.of(Blocks(), states=2)
+        held.append(type(strategy).cost(strategy.config, spec, strategy.run).held)
+        training.close()
+    assert held[1]["outer"] == held[0]["outer"] > 0
+    assert held[1]["optimizer on disk"] > 0
+    assert "optimizer" not in held[1]
+
+
+def test_a_step_on_paper_with_stores():
+    units = [PaperUnit("layer", (), (), ((1000, False),))]
+    run = PaperRun({"dp": 4}, micro_batches=1, precision="bf16", per_host=2)
+    steps = []
+    for offload in (OffloadOptions(), OffloadOptions(optimizer="cpu", ratio=0.25)):
+        inner = NestedStrategy("zero2", Zero2Config(offload=offload))
+        steps.append(Local.step(LocalOptions(every=10, inner=inner), units, run))
+    plain, beside = steps
+    outer = 2 * 4 * 1000 / 2
+    assert plain.held[0]["outer"] == outer
+    assert beside.held[0]["outer"] == 0.75 * outer
+    assert beside.stored[0]["host"] > 0.25 * outer
+    sent = [step.sent()[0]["dp.far", "all_reduce"] for step in steps]
+    assert sent == [4 * 1000 / 2 / 10] * 2
