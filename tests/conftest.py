@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+from two_at_a_time import pytest_runtest_protocol  # noqa: F401 - a hook
+
 TELLING = (3, 2)
 """Numbers of ranks at which most mistakes show, the best first."""
 

@@ -12,6 +12,10 @@
 enum { INT8, INT4, ONEBIT, TOPK }; /* formats */
 enum { WRITE, ADD, KEEP };   /* what is done with the numbers of a message */
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "signs are packed as if the lowest byte of a number came first"
+#endif
+
 #define TILE 512  /* numbers of a message that are unpacked at a time: 2 KiB of the first cache */
 #define LANES 16  /* partial sums of a mean: so many additions at a time */
 #define inline_ static inline __attribute__((always_inline))
@@ -89,8 +93,8 @@ inline_ void encode_signs(const float *values, const float *errors, float *scale
     memset(signs, 0, sizeof signs);
     for (int64_t i = 0; i < count; i++) signs[i] = at(values, errors, start + i) >= 0;
     for (int64_t i = 0; i < count; i += 8) {
-      uint64_t eight = 0;
-      for (int bit = 0; bit < 8; bit++) eight |= (uint64_t)signs[i + bit] << 8 * bit;
+      uint64_t eight;
+      memcpy(&eight, signs + i, sizeof eight);
       /* Of eight bytes of 0 or 1, the highest byte of the product has one in each bit. */
       place[(start + i) / 8] = (uint8_t)(eight * 0x0102040810204080u >> 56);
     }
@@ -107,15 +111,23 @@ inline_ void encode_any(int format, const float *values, const float *errors, ui
     encode_integers(format, values, errors, scales, (int8_t *)place, n, block);
 }
 
-/* The signs of four bits, the lowest first. */
-static const float fours[16][4] = {
-    {-1, -1, -1, -1}, {1, -1, -1, -1}, {-1, 1, -1, -1}, {1, 1, -1, -1},
-    {-1, -1, 1, -1},  {1, -1, 1, -1},  {-1, 1, 1, -1},  {1, 1, 1, -1},
-    {-1, -1, -1, 1},  {1, -1, -1, 1},  {-1, 1, -1, 1},  {1, 1, -1, 1},
-    {-1, -1, 1, 1},   {1, -1, 1, 1},   {-1, 1, 1, 1},   {1, 1, 1, 1},
-};
+inline_ float sign(const uint8_t *place, int64_t i) { return place[i / 8] >> i % 8 & 1 ? 1 : -1; }
 
-inline_ float sign(const uint8_t *place, int64_t i) { return fours[place[i / 8] >> i % 8 & 1][0]; }
+/* Unpack the signs of numbers from start on, in groups of the eight numbers of a byte. */
+inline_ void unpack_signs(const uint8_t *place, int64_t start, int64_t count, float *found) {
+  int64_t i = 0;
+  for (; i < count && (start + i) % 8; i++) found[i] = sign(place, start + i);
+  uint8_t bits[TILE];
+  const uint8_t *bytes = place + (start + i) / 8;
+  const int64_t whole = (count - i) / 8;
+  for (int64_t k = 0; k < whole; k++) {
+    /* Each of eight bytes keeps another bit. */
+    const uint64_t eight = bytes[k] * 0x0101010101010101u & 0x8040201008040201u;
+    memcpy(bits + 8 * k, &eight, sizeof eight);
+  }
+  for (int64_t k = 0; k < 8 * whole; k++) found[i + k] = bits[k] ? 1.0f : -1.0f;
+  for (i += 8 * whole; i < count; i++) found[i] = sign(place, start + i);
+}
 
 inline_ void unpack(int format, const uint8_t *place, int64_t n, int64_t start, int64_t count,
                     float *found) {
@@ -131,11 +143,7 @@ inline_ void unpack(int format, const uint8_t *place, int64_t n, int64_t start, 
     }
     for (int64_t i = lower; i < count; i++) found[i] = (integers[start + i - half] + 8) >> 4;
   } else {
-    int64_t i = 0;
-    for (; i < count && (start + i) % 4; i++) found[i] = sign(place, start + i);
-    for (; i + 4 <= count; i += 4)
-      memcpy(found + i, fours[place[(start + i) / 8] >> (start + i) % 8 & 15], sizeof fours[0]);
-    for (; i < count; i++) found[i] = sign(place, start + i);
+    unpack_signs(place, start, count, found);
   }
 }
 

@@ -13,6 +13,8 @@ from drivetrain.errors import UsageError
 from drivetrain.notebook import debug_launcher, notebook_launcher
 from drivetrain.runtime.world import World, launched_config
 
+pytestmark = pytest.mark.alone
+
 
 def test_every_process_is_a_rank_of_one_world(tmp_path):
     secret = 3  # a closure cannot be pickled: this shows that nothing is

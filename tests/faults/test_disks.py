@@ -12,6 +12,8 @@ from torch import nn
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.errors import CheckpointError
 
+pytestmark = pytest.mark.alone
+
 
 def start(folder, limit=1):
     project = ProjectConfiguration(

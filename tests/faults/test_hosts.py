@@ -10,6 +10,8 @@ import pytest
 from emulated_hosts import Hosts, why_not
 from faulty_trainings import FaultyTrainings, wait_until
 
+pytestmark = pytest.mark.alone
+
 PORT = 29500
 SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
 SLOW = {"step": "time.sleep(0.15)"}

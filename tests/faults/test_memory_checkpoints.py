@@ -10,6 +10,8 @@ import pytest
 from faulty_trainings import STEPS, wait_until
 from forked_programs import run_python
 
+pytestmark = pytest.mark.alone
+
 MEMORY = ("--set", "checkpoint.local=memory", "--set", "checkpoint.local_every=2")
 RESTARTS = (*MEMORY, "--max-restarts", "2")
 TOLD = "rank == 0 and open(f'{name}/memory', 'a').write(os.environ['DRIVETRAIN_MEMORY'] + chr(10))"

@@ -8,6 +8,8 @@ import pytest
 
 from faulty_trainings import wait_until
 
+pytestmark = pytest.mark.alone
+
 GROUPS = Path("/sys/fs/cgroup/memory")
 ROOM = 400 << 20
 

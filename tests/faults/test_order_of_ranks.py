@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from drivetrain import Accelerator, CollectiveError
 
+pytestmark = pytest.mark.alone
+
 SOON_S = 10.0
 """Far below the timeout of ten minutes, also on a busy machine; an idle one takes below 1 s."""
 

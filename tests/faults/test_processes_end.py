@@ -9,6 +9,8 @@ import pytest
 
 from faulty_trainings import ENDED_S, STEPS, FaultyTrainings, wait_until
 
+pytestmark = pytest.mark.alone
+
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 

@@ -13,6 +13,8 @@ from torch import nn
 from drivetrain import Accelerator, RankMismatchError
 from faulty_trainings import ENDED_S, signal_all, wait_until
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT_S = 3.0
 NAMED_S = 10.0
 """A rank that others wait for is named so soon. A busy machine gets half of it more: what is

@@ -13,6 +13,8 @@ import pytest
 from cluster_packages import cluster, fetched, slurm_variables, slurm_words, wait_for_slurm
 from emulated_hosts import Hosts, why_not
 
+pytestmark = pytest.mark.alone
+
 STEPS, NOTICE_AFTER = 40, 8
 SCRIPT = f"""
 import sys, time

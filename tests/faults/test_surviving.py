@@ -16,6 +16,8 @@ import torch
 
 from emulated_hosts import Host, Hosts, why_not
 
+pytestmark = pytest.mark.alone
+
 SAVE_EVERY = 3
 TRAIN = f"""
 import json, os, sys, time

@@ -18,7 +18,7 @@ import pytest
 from cluster_packages import cluster, fetched, slurm_variables, wait_for_slurm
 from emulated_hosts import Hosts, why_not
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 LIMIT_S = 200.0
 """How long a start may take where other programs have the processors."""
 

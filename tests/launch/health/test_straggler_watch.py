@@ -4,10 +4,14 @@ import json
 import re
 import time
 
+import pytest
+
 from drivetrain.telemetry.work import RankTimes
 from drivetrain_launch.health.straggler_watch import StragglerWatch
 from drivetrain_launch.health.work_files import WorkFiles, work_file
 from forked_programs import launch
+
+pytestmark = pytest.mark.alone
 
 SCRIPT = """
 import sys, time

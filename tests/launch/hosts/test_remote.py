@@ -11,6 +11,8 @@ from drivetrain.errors import ConfigError
 from drivetrain_launch.commands.host_options import without_hosts
 from drivetrain_launch.hosts.hostfile import RemoteHost, read_hostfile, read_hosts, select
 
+pytestmark = pytest.mark.alone
+
 SSH = """#!/bin/sh
 if [ "$1" = -G ]; then echo "hostname 127.0.0.1"; exit 0; fi
 echo "$@" >> {log}

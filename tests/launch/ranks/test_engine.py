@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 GLOO = """
 import os, signal, sys, time
 import torch, torch.distributed as dist

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 SLOW_START = """
 import os, sys, time
 if "drivetrain_launch.ranks.worker" in sys.orig_argv:

@@ -1,5 +1,9 @@
 """A scheduler signals a rank with the workers of its loader: the run saves, and says so."""
 
+import pytest
+
+pytestmark = pytest.mark.alone
+
 TRAIN = """
 import os, signal, time
 import torch

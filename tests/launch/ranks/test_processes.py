@@ -5,10 +5,14 @@ import signal
 import sys
 import time
 
+import pytest
+
 from drivetrain_launch.ranks import processes
 from drivetrain_launch.ranks.failure import Ending, judge, report
 from drivetrain_launch.ranks.output import Output
 from drivetrain_launch.ranks.processes import RankProcesses
+
+pytestmark = pytest.mark.alone
 
 
 def test_a_process_that_sigkill_does_not_end_is_reported_and_not_waited_for(tmp_path, monkeypatch):

@@ -34,6 +34,8 @@ from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, RunOver
 from drivetrain_launch.ranks.member import Party, SeveralHosts
 from drivetrain_launch.ranks.placement import Endpoint, listening_address
 
+pytestmark = pytest.mark.alone
+
 SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
 
 SCRIPT = """

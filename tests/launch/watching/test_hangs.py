@@ -13,6 +13,8 @@ import pytest
 
 from drivetrain_launch.ranks.secret import SECRET_VARIABLE
 
+pytestmark = pytest.mark.alone
+
 SHORTEST_S = 2.0
 """A wait of the test that counts as a hang; the launcher's own is longer."""
 

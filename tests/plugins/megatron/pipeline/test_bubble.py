@@ -14,6 +14,8 @@ from drivetrain.communication import gather_object
 from drivetrain_megatron.pipeline.worker import StageWorker
 from drivetrain_megatron.tensor.weight_grad import WeightHalf
 
+pytestmark = pytest.mark.alone
+
 UNIT_S = 0.1
 """What a forward takes; a backward takes two, or one for each half."""
 

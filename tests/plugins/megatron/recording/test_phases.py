@@ -20,6 +20,8 @@ from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Shapes
 from drivetrain_megatron.recording.structure import Carried, Constant, Passed
 
+pytestmark = pytest.mark.alone
+
 WIDTH = 6
 
 

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.errors import UsageError
 from drivetrain_megatron.recording.proxy import StageProxy, resolve
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 
 
