@@ -11,14 +11,13 @@ gradient, as a matrix M (n, m), the error E and the factor Q (m, r) of the step 
     gradient <- P Q'
     E <- M - P Q' / hosts             stays on this rank
 
-A rank has some rows of a parameter: these are a matrix, and the elements of a row that is cut go as
-they are, like vectors and small matrices. All hosts must compute alike, bit by bit: the same kind
-of processor, and the same version of torch.
+``factors`` says which elements are a matrix, and which go as they are. All hosts must compute
+alike, bit by bit: the same kind of processor, and the same version of torch.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -29,13 +28,15 @@ from drivetrain.collectives import Communicator, Handle, Parts, chunk_bounds, se
 from drivetrain.collectives.handles import StagedHandle
 from drivetrain.collectives.stretch import ParameterSpan, StretchParts
 from drivetrain.config.option import option
-from drivetrain.links.codec import SMALLEST
 from drivetrain.links.compressor import Compressor, FarGather, FarReduction, Honesty, Kept
 from drivetrain.links.encoded import Followed, are_finite
-from drivetrain.links.message import ElementRange
 from drivetrain.runtime.mesh import Axis
+from drivetrain_links.factors import FactorPlan, LowRankMatrix
 
 _FP32 = 4
+
+_PIECE = 2**17
+"""Numbers of a piece of a matrix: half a megabyte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,105 +44,6 @@ class PowerSgdOptions:
     """Options of ``powersgd``."""
 
     rank: int = option(4, help="columns of the factors; more are more exact", minimum=1)
-
-
-@dataclass(frozen=True, slots=True)
-class LowRankMatrix:
-    """Rows of one parameter that cross as factors.
-
-    Attributes:
-        owner: the rank, along the axis between hosts, whose tensors hold them.
-        place: the elements among the tensors of the owner.
-        span: the same elements of the parameter.
-        rows: n.
-        columns: m.
-    """
-
-    owner: int
-    place: ElementRange
-    span: ParameterSpan
-    rows: int
-    columns: int
-
-
-class FactorPlan:
-    """The matrices of one reduction, and the elements that go as they are.
-
-    Args:
-        stretches: of each rank along the axis between hosts.
-        rank: columns of the factors.
-
-    Attributes:
-        rank: columns of the factors.
-        matrices: in order.
-        plain: for each rank, the other elements.
-        plain_bytes: of these.
-        ps: elements of all P.
-        qs: elements of all Q.
-        errors: elements of all E.
-    """
-
-    def __init__(self, stretches: StretchParts, rank: int) -> None:
-        self.rank = rank
-        self.matrices: list[LowRankMatrix] = []
-        self.plain: list[list[ElementRange]] = []
-        self.plain_bytes: list[int] = []
-        for owner, part in enumerate(stretches):
-            self.plain.append([])
-            self.plain_bytes.append(0)
-            for index, stretch in enumerate(part):
-                edge = 0
-                for span in stretch.spans:
-                    found = self._matrix(owner, index, span, stretch.dtype)
-                    if found is not None:
-                        self.matrices.append(found)
-                        self._leave(ElementRange(index, edge, found.place.start), stretch.dtype)
-                        edge = found.place.stop
-                self._leave(ElementRange(index, edge, stretch.numel), stretch.dtype)
-        self.ps = rank * sum(each.rows for each in self.matrices)
-        self.qs = rank * sum(each.columns for each in self.matrices)
-        self.errors = sum(each.rows * each.columns for each in self.matrices)
-
-    def _leave(self, elements: ElementRange, dtype: torch.dtype) -> None:
-        if elements.numel:
-            self.plain[-1].append(elements)
-            self.plain_bytes[-1] += elements.numel * dtype.itemsize
-
-    def _matrix(
-        self, owner: int, tensor: int, span: ParameterSpan, dtype: torch.dtype
-    ) -> LowRankMatrix | None:
-        """Return the whole rows of a span, if their factors are smaller."""
-        if not span.is_matrix or span.numel < SMALLEST or not dtype.is_floating_point:
-            return None
-        columns = span.columns
-        skipped = -span.first % columns
-        rows = (span.stop - span.start - skipped) // columns
-        if rows < self.rank or columns < self.rank:
-            return None
-        if (rows + columns) * self.rank >= rows * columns:
-            return None
-        start = span.start + skipped
-        stop = start + rows * columns
-        whole = replace(span, first=span.first + skipped, start=start, stop=stop)
-        return LowRankMatrix(owner, ElementRange(tensor, start, stop), whole, rows, columns)
-
-    def split(self, ps: Tensor, qs: Tensor, errors: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return P (n, r), Q (m, r) and E (n, m) of each matrix, as views."""
-        rows = [each.rows for each in self.matrices]
-        columns = [each.columns for each in self.matrices]
-        rank = self.rank
-        numels = [n * m for n, m in zip(rows, columns, strict=True)]
-        return [
-            (p.view(n, rank), q.view(m, rank), e.view(n, m))
-            for p, q, e, n, m in zip(
-                ps.split_with_sizes([n * rank for n in rows]),
-                qs.split_with_sizes([m * rank for m in columns]),
-                errors.split_with_sizes(numels),
-                rows,
-                columns,
-                strict=True,
-            )
-        ]
 
 
 class LowRankReduction(FarReduction):
@@ -236,10 +138,7 @@ class LowRankReduction(FarReduction):
             if not finite:
                 gradient.fill_(float("nan"))
                 continue
-            # The sum of the factors itself is made once, in its place.
-            error.add_(gradient).addmm_(p, q.T, alpha=-1.0 / self._far.size)
-            whole = gradient.to(torch.float32)  # of fp32: the gradient itself
-            gradient.copy_(torch.mm(p, q.T, out=whole))
+            _write_sum(gradient, error, p, q, self._far.size)
         if finite:
             self._qs.copy_(qs)
 
@@ -368,8 +267,7 @@ class PowerSgd(Compressor[PowerSgdOptions]):
         # Twice, as of gradients and of errors.
         p = torch.linalg.qr(_product(matrix, q, _product(matrix, q))).Q
         q = _product(matrix.T, p, _product(matrix.T, p))
-        matrix.add_(matrix).addmm_(p, q.T, alpha=-1.0)
-        torch.mm(p, q.T, out=matrix)
+        _write_sum(matrix, matrix.clone(), p, q, 1)
 
     @override
     def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
@@ -391,6 +289,21 @@ def _view(matrix: LowRankMatrix, parts: Parts) -> Tensor:
     """Return the gradient of a matrix, (n, m), as a view of the owner's tensors."""
     tensors: Sequence[Tensor] = parts[matrix.owner]
     return matrix.place.of(tensors).view(matrix.rows, matrix.columns)
+
+
+def _write_sum(gradient: Tensor, error: Tensor, p: Tensor, q: Tensor, hosts: int) -> None:
+    """Replace a gradient (n, m) by the sum P Q', and its error by what the sum lacks of it.
+
+    Some rows at a time: four passes then find them in a processor's caches.
+    """
+    rows = max(1, _PIECE // gradient.shape[1])
+    pieces = zip(*(torch.split(each, rows) for each in (gradient, error, p)), strict=True)
+    for numbers, lacking, factor in pieces:
+        lacking.add_(numbers)
+        total = numbers.to(torch.float32)  # of fp32: the gradient itself
+        torch.mm(factor, q.T, out=total)
+        lacking.sub_(total, alpha=1.0 / hosts)
+        numbers.copy_(total)
 
 
 def _product(matrix: Tensor, factor: Tensor, more: Tensor | None = None) -> Tensor:
