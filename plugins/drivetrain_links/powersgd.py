@@ -292,7 +292,7 @@ def _view(matrix: LowRankMatrix, parts: Parts) -> Tensor:
 
 
 def _write_sum(gradient: Tensor, error: Tensor, p: Tensor, q: Tensor, hosts: int) -> None:
-    """Replace a gradient (n, m) by the sum P Q', and its error by what the sum lacks of it.
+    """Replace a gradient (n, m) by the sum P Q', and keep its error.
 
     Some rows at a time: four passes then find them in a processor's caches.
     """

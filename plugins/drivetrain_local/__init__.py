@@ -23,6 +23,7 @@ worker.py            what the strategy inside of a worker does alone
 outer.py             the outer steps: DiLoCo, and Streaming DiLoCo
 warm_up.py           data parallelism over all workers, for the first steps
 stepping.py          which steps workers take together, and how many were taken
+messages.py          the messages between workers: which tensors, and the channels of their sums
 line.py              the communicators between workers
 late.py              exchanges that leave out late workers
 quorum.py            the agreement on who takes part in an exchange

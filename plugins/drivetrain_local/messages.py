@@ -53,6 +53,10 @@ class Messages:
         own = {id(p): name for name, p in named_parameters(self._model).items()}
         return {**own, **self._inner.names()}
 
+    def dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a tensor's values, on all workers the same."""
+        return self._inner.held_tensors.dtype(parameter)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the tensors that the optimizer steps now."""
         for group in self._optimizer.param_groups:
@@ -77,7 +81,7 @@ class Messages:
         for parameter in self.parameters():
             name = names[id(parameter)]
             if fragment in (None, self._fragments[name]):
-                kind = parameter.dtype, part_word(parameter, self._parts[name])
+                kind = self.dtype(parameter), part_word(parameter, self._parts[name])
                 found.setdefault(kind, []).append(parameter)
         return list(found.values())
 
@@ -88,7 +92,7 @@ class Messages:
         for parameter in members:
             rows.append(ParameterRow(names[id(parameter)], tuple(parameter.shape), 0, edge))
             edge += parameter.numel()
-        stretch = Stretch.of(edge, wide(members[0].dtype), rows)
+        stretch = Stretch.of(edge, wide(self.dtype(members[0])), rows)
         key = (fragment, stretch)
         if key not in self._channels:
             self._channels[key] = self._workers.gradients_summed(stretch, "outer gradients")

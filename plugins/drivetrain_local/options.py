@@ -1,13 +1,16 @@
 """The knobs of ``local``, and the strategy inside of a worker that they name."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, Literal
 
 from drivetrain.config.option import NestedStrategy, nested_strategy, option
 from drivetrain.errors import ConfigError
+from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World
+from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Strategy, find_strategy
 
 AXIS = "dp"
@@ -105,7 +108,7 @@ class LocalOptions:
         kind, options = find_strategy(self.inner.name, self.inner.options)
         if self.workers == "ranks":
             self._check_one_rank(kind, options)
-        if getattr(getattr(options, "offload", None), "delayed", False):
+        if any(stores.delayed for stores in _stores(options)):
             raise ConfigError(
                 "strategy.inner: expected steps that stores take before the next forward, found "
                 "delayed: true, with which weights come a step late: outer steps would miss the "
@@ -115,8 +118,8 @@ class LocalOptions:
 
     def stored_inside(self) -> float:
         """Return the share of parameters whose optimizer state stores inside of a worker keep."""
-        offload: Any = getattr(self.strategy_inside()[1], "offload", None)
-        return offload.ratio if offload is not None and offload.optimizer else 0.0
+        stores = getattr(self.strategy_inside()[1], "offload", None)
+        return stores.ratio if isinstance(stores, OffloadOptions) and stores.optimizer else 0.0
 
     def _check_one_rank(self, kind: type[Strategy[Any]], options: Any) -> None:
         """Refuse a strategy inside that needs several ranks, where each rank is a worker.
@@ -191,3 +194,14 @@ class LocalOptions:
         count = self.ranks_of_worker(mesh, world)
         near = mesh.start_neighbors(AXIS, count, world)
         return near, mesh.start_across(AXIS, count, world)
+
+
+def _stores(options: Any) -> Iterator[OffloadOptions]:
+    """Yield the sections about stores of a strategy's options, and of strategies inside of it."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if isinstance(value, OffloadOptions):
+            yield value
+        elif isinstance(value, NestedStrategy):
+            _, inside = find_strategy(value.name or strategies().default(), value.options)
+            yield from _stores(inside)

@@ -34,7 +34,7 @@ from drivetrain_local.late import LateWorkers
 from drivetrain_local.messages import Messages, wide
 from drivetrain_local.options import LocalOptions
 
-OUTER, MOMENTUM, UNDER_WAY = AROUND, f"{AROUND}_momentum", f"{AROUND}_gradient"
+OUTER, MOMENTUM, UNDER_WAY = AROUND
 """Keys of the state of a parameter."""
 
 
@@ -136,10 +136,14 @@ class OuterSteps(StepCount):
         """How many steps the workers have taken by themselves: rounds are counted from there."""
         return self.steps - self._warm_up
 
+    def before_all(self, *_: Any) -> None:
+        """Remember where the workers start from, before a store inside takes the step."""
+        if self._held.take_changes(self.optimizer):
+            self.before_step()
+
     @torch.no_grad()
     def before_step(self, *_: Any) -> None:
-        """Remember where the workers start from, before a store takes the step."""
-        self._held.take_changes(self.optimizer)
+        """Remember where the workers start from."""
         for parameter in () if self.warms_up else self.messages.parameters():
             if parameter not in self.state:
                 self.state[parameter] = {OUTER: self._held.values(parameter).clone()}
@@ -190,9 +194,9 @@ class OuterSteps(StepCount):
         """Start to take the mean of the outer gradients of some workers."""
         flight = OuterExchange(self.steps + self._options.delay, among, {}, handles := [])
         for members in self.messages.of(fragment):
-            pieces = [self._outer_gradient(parameter).reshape(-1) for parameter in members]
+            pieces = [self._outer_gradient(parameter) for parameter in members]
             # A sum of shares of the mean: so no later reader needs to know how many workers it had.
-            flat = torch.cat(pieces).div_(among.size).to(self.messages.device)
+            flat = torch.cat(pieces).div_(among.size)
             if among is self._workers:
                 handles.append(self.messages.channel(fragment, members)(flat))
             else:  # methods for slow links keep errors for a sum of all workers: this one is exact
@@ -204,9 +208,10 @@ class OuterSteps(StepCount):
         return flight
 
     def _outer_gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return how far this worker has come from the outer weights."""
+        """Return how far this worker has come from the outer weights, 1-D, for a message."""
         outer = self.state[parameter][OUTER]
-        return outer.to(wide(outer.dtype)) - self._held.values(parameter)
+        gradient = outer.to(wide(outer.dtype)) - self._held.values(parameter)
+        return gradient.reshape(-1).to(self.messages.device)
 
     @torch.no_grad()
     def land(self, fragment: int) -> None:
@@ -283,10 +288,11 @@ class OuterSteps(StepCount):
         for fragment in range(self._options.fragments):
             for members in self.messages.of(fragment):
                 self.messages.channel(fragment, members)
+                dtype = wide(self.messages.dtype(members[0]))
                 for parameter in (each for each in members if each in flying):
                     begun = OuterExchange(self._due(fragment), self._workers, {})
                     flight = self._flights.setdefault(fragment, begun)
-                    flight.gradients[parameter] = flying[parameter].to(wide(parameter.dtype))
+                    flight.gradients[parameter] = flying[parameter].to(dtype)
 
     @override
     def resume(self, steps: int) -> None:
@@ -304,8 +310,14 @@ class OuterSteps(StepCount):
         return self.steps - steps_since(self._options, fragment, self._local) + self._options.delay
 
     def restart(self, names: frozenset[str]) -> None:
-        """Let outer weights follow values that the script has written into parameters."""
+        """Let outer weights follow values that the script has written into parameters. Collective.
+
+        All workers take those of the first one: the script has written what forward reads, and the
+        digits of masters beyond may differ.
+        """
         held = self.messages.names()
         for parameter, state in self.state.items():
             if held.get(id(parameter)) in names:
-                state[OUTER].copy_(self._held.values(parameter))
+                whole = self._held.values(parameter).to(self.messages.device, copy=True)
+                replicate([whole], self._workers, "outer weights")
+                state[OUTER].copy_(whole)

@@ -125,13 +125,14 @@ class Local(Stepping):
             )
             for index, each in enumerate(optimizers, first)
         ]
-        # Around a step the outer weights come first: the strategy inside then sends values around.
-        handles = [o.optimizer.register_step_pre_hook(o.before_step) for o in made]
-        handles += [o.optimizer.register_step_post_hook(o.after_step) for o in made]
+        # Before a step a store inside has not begun; behind it values have not been sent around.
+        for outer in made:
+            self._closing.callback(outer.optimizer.register_step_pre_hook(outer.before_all).remove)
+            self._closing.callback(outer.optimizer.register_step_post_hook(outer.after_step).remove)
         prepared = take()
         self._parts.update(self._inner.held_parts())
-        for handle in handles:
-            self._closing.callback(handle.remove)
+        for outer in made:
+            self._closing.callback(outer.optimizer.register_step_pre_hook(outer.before_step).remove)
         if any(a is not b for a, b in zip(optimizers, prepared.optimizers, strict=True)):
             raise UsageError(
                 f"expected a strategy inside of local that keeps the script's optimizers, found "

@@ -24,7 +24,7 @@ from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import Rounds, on_gradient
 from drivetrain.strategy import Strategy
-from drivetrain_local.messages import wide
+from drivetrain_local.messages import Messages, wide
 from drivetrain_local.outer import OuterSteps
 
 
@@ -105,14 +105,14 @@ class WarmUp:
             pass
         for outer in self._outer:
             for members in outer.messages.of() if outer.warms_up else ():
-                average_gradients(members, self._workers, outer.messages.device)
+                average_gradients(members, self._workers, outer.messages)
         # As data parallelism does, so that all ranks evaluate with the same buffers.
         replicate(self._model.buffers(), self._workers, "buffers of the first worker")
 
 
 @torch.no_grad()
 def average_gradients(
-    parameters: Sequence[nn.Parameter], workers: Communicator, device: torch.device
+    parameters: Sequence[nn.Parameter], workers: Communicator, messages: Messages
 ) -> None:
     """Replace gradients by their means over workers, in place. Collective.
 
@@ -121,16 +121,17 @@ def average_gradients(
     Args:
         parameters: of one dtype, alike on all workers.
         workers: those that average.
-        device: of messages; gradients for a store lie in host memory.
+        messages: between workers; gradients for a store lie in host memory.
     """
-    dtype = wide(parameters[0].dtype)
+    dtype, device = wide(messages.dtype(parameters[0])), messages.device
     pieces = [
-        torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad.to(dtype)
+        torch.zeros(each.numel(), dtype=dtype, device=device)
+        if each.grad is None
+        else each.grad.reshape(-1).to(device, dtype)
         for each in parameters
     ]
     present = torch.tensor([each.grad is not None for each in parameters], dtype=dtype)
-    rows = [piece.reshape(-1) for piece in pieces]
-    flat = torch.cat([*rows, present.to(pieces[0].device)]).to(device)
+    flat = torch.cat([*pieces, present.to(device)])
     edge = flat.numel() - len(parameters)
     flat[:edge].div_(workers.size)
     workers.all_reduce(flat, label="gradients of the warm-up").wait()
@@ -139,5 +140,11 @@ def average_gradients(
         if not holders:
             continue
         if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = _like(parameter)
         parameter.grad.copy_(mean.view(parameter.shape))
+
+
+def _like(parameter: nn.Parameter) -> Tensor:
+    """Return memory for a gradient, also of a parameter whose values lie in a store."""
+    facts = tuple(parameter.shape), parameter.stride()
+    return torch.empty_strided(*facts, dtype=parameter.dtype, device=parameter.device)

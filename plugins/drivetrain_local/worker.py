@@ -17,7 +17,7 @@ from drivetrain.links.chosen import LinkMethods
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import TensorFacts
+from drivetrain.shards import HeldTensors, TensorFacts
 from drivetrain.strategy import Form, Run, Strategy
 from drivetrain_local.options import AXIS, LocalOptions
 
@@ -163,6 +163,11 @@ class Worker(Strategy[LocalOptions]):
     def inference(self, module: nn.Module) -> AbstractContextManager[None]:
         """Context for many forwards, with the worker's own weights."""
         return self._inner.inference(module)
+
+    @property
+    def held_tensors(self) -> HeldTensors:
+        """The tensors that optimizers hold, and the values of this worker."""
+        return self._inner.held_tensors
 
     def names(self) -> Mapping[int, str]:
         """Return the names of the tensors that optimizers hold, by ``id``."""

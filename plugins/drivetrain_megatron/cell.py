@@ -27,7 +27,7 @@ from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import HeldPart
+from drivetrain.shards import HeldPart, HeldTensors
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.tensor.partition import Partition
@@ -134,6 +134,11 @@ class DataParallelCell(Strategy[MegatronConfig]):
         """Context for many forwards, which the ranks of a cell run together, on their shares."""
         with self._inner.inference(module) if self._is_one_rank else nullcontext():
             yield
+
+    @property
+    def held_tensors(self) -> HeldTensors:
+        """The tensors that optimizers hold, of the data-parallel strategy."""
+        return self._inner.held_tensors
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""

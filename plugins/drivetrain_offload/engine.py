@@ -257,12 +257,15 @@ class OffloadEngine(OnDevice):
                 one.follow_values()
 
     def states(self, bound: BoundOptimizer, slot: ParameterSlot) -> Iterator[tuple[str, Held]]:
-        """Yield the states that the store keeps, then the states that lie in the optimizer."""
+        """Yield the states that the store keeps, or else the states of the optimizer itself."""
         one = self._offloaded.get(slot)
-        if one is not None:
-            for key, value in one.states():
-                yield key, Held(value, not one.in_memory and value.shape == slot.fragment_shape)
-        yield from super().states(bound, slot)
+        if one is None:
+            yield from super().states(bound, slot)
+            return
+        for key, value in one.states():
+            yield key, Held(value, not one.in_memory and value.shape == slot.fragment_shape)
+        beside = bound.optimizer.state.get(one.fragment, {})
+        yield from ((key, Held(beside[key])) for key in AROUND if key in beside)
 
     def set_states(
         self, bound: BoundOptimizer, slot: ParameterSlot, states: Mapping[str, Any]
@@ -272,9 +275,11 @@ class OffloadEngine(OnDevice):
         if one is None:
             super().set_states(bound, slot, states)
             return
-        around = {key: value for key, value in states.items() if key.startswith(AROUND)}
-        one.set_states({key: value for key, value in states.items() if key not in around})
-        super().set_states(bound, slot, around)
+        around = {key: states[key].to(slot.master) for key in AROUND if key in states}
+        one.set_states({key: value for key, value in states.items() if key not in AROUND})
+        bound.optimizer.state.pop(one.fragment, None)
+        if around:
+            bound.optimizer.state[one.fragment] = around
 
     def close(self) -> None:
         """End submitted updates, and release memory and files."""

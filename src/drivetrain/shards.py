@@ -257,12 +257,22 @@ def _in_row(
 class HeldTensors:
     """The tensors in the groups of a model's optimizers, as a strategy around reads and sets them.
 
-    By default they have their values, and nothing that the script has changed is to be taken over.
+    By default they have their values, and a strategy that changes groups does so at a step.
     """
 
-    def take_changes(self, optimizer: Optimizer) -> None:
-        """Take over added param groups and replaced memory of parameters, before a step."""
-        return
+    def take_changes(self, optimizer: Optimizer) -> bool:
+        """Take over added param groups and replaced memory of parameters, before a step.
+
+        Returns:
+            Whether the groups now hold what the step changes. By default False: they may do so
+            behind the hook before the step that ``prepare`` registers, and values are those of
+            before the step there.
+        """
+        return False
+
+    def dtype(self, tensor: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a tensor's values, on all ranks and at all times the same."""
+        return tensor.dtype
 
     def values(self, tensor: nn.Parameter) -> Tensor:
         """Return the values of a tensor, behind steps under way: in place, or a copy in memory."""

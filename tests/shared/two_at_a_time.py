@@ -39,4 +39,7 @@ def started(folder: Path, *, alone: bool) -> Iterator[None]:
         with (folder / "gate").open("w") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(machine, fcntl.LOCK_UN)  # also where a child still has the file

@@ -20,8 +20,8 @@ Shapes = Mapping[tuple[str, str], tuple[int, ...]]
 """Global shapes by (name, state)."""
 
 
-AROUND = "outer"
-"""How keys of state begin that a strategy around another one puts beside an optimizer's own."""
+AROUND = ("outer", "outer_momentum", "outer_gradient")
+"""Keys of the state that a strategy around another one puts beside an optimizer's own."""
 
 LINKS = "links."
 """How keys of state begin that sums over slow links keep; it belongs to no optimizer."""

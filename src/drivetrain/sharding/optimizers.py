@@ -94,10 +94,16 @@ class Fragments(HeldTensors):
         for name in _SWITCHES:
             self._take_switch(bound, name)
 
-    def take_changes(self, optimizer: Optimizer) -> None:
-        """Bind added parameters, and take over replaced memory."""
+    def take_changes(self, optimizer: Optimizer) -> bool:
+        """Bind added parameters, and take over replaced memory: a store's step may begin."""
         self._adopt_strays(self._bound[optimizer])
         self._placement.take_replaced()
+        return True
+
+    def dtype(self, tensor: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a fragment's master: a placeholder has a gradient's at times."""
+        slot = self._slot_of(tensor)
+        return super().dtype(tensor) if slot is None else slot.master
 
     def values(self, tensor: nn.Parameter) -> Tensor:
         """Return the values of a fragment, also where a store keeps them."""
@@ -118,10 +124,13 @@ class Fragments(HeldTensors):
 
     def _slot_at_rest(self, tensor: nn.Parameter) -> ParameterSlot | None:
         """Return the place of a fragment, when no store steps it; None for other tensors."""
-        slot = next((b.fragments[tensor] for b in self if tensor in b.fragments), None)
+        slot = self._slot_of(tensor)
         if slot is not None:
             self._placement.unit_of(slot).wait_for_step()
         return slot
+
+    def _slot_of(self, tensor: nn.Parameter) -> ParameterSlot | None:
+        return next((b.fragments[tensor] for b in self if tensor in b.fragments), None)
 
     def close(self) -> None:
         """Take the hooks off."""

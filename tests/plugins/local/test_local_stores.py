@@ -4,9 +4,9 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from torch.optim import AdamW
+from torch.optim import LBFGS, AdamW
 
-from drivetrain import Accelerator, ConfigError
+from drivetrain import Accelerator, ConfigError, UsageError
 from drivetrain.config import NestedStrategy
 from drivetrain.cost import ModelSpec
 from drivetrain.paper.run import PaperRun
@@ -18,6 +18,7 @@ from local_workers import Blocks, Rounds, batch, loss_of
 from resumed_workers import check_same_bits, goes_on_bit_for_bit
 
 STREAMING = Rounds(every=4, fragments=2, delay=3, keep=0.5)
+INNERS = ["zero1", "offload", "zero3", "part", "fsdp", "megatron"]
 ROUNDS = {
     "streaming": STREAMING,
     "all at once": Rounds(every=3),
@@ -33,17 +34,26 @@ def stored(name, folder):
         "zero1": ("zero1", {"name": "zero1", "offload": {"optimizer": "cpu"}}),
         "offload": ("zero2", {"name": "offload", **disk}),
         "zero3": ("zero3", {"name": "zero3", "offload": {**disk, "params": "nvme"}}),
-        "fsdp": ("fsdp", {"name": "fsdp", "offload": {"optimizer": "cpu", "ratio": 0.5}}),
+        "part": ("fsdp", {"name": "fsdp", "offload": {"optimizer": "cpu", "ratio": 0.5}}),
+        "fsdp": ("fsdp", {"name": "fsdp", "offload": {**disk, "params": "nvme"}}),
+        "megatron": (
+            {"name": "megatron", "data_parallel": "zero1"},
+            {
+                "name": "megatron",
+                "data_parallel": {"name": "zero1", "offload": {"optimizer": "cpu"}},
+            },
+        ),
     }[name]
 
 
 class Training:
     """A model under ``local``, and its steps."""
 
-    def __init__(self, inner, rounds, workers="ranks", model=None, links=None, **options):
+    def __init__(self, inner, rounds, workers="ranks", model=None, links=None, clip=0.5, **options):
         strategy = {"name": "local", "inner": inner, "workers": workers, **asdict(rounds)}
         config = {"strategy": strategy, "links": {"far": links or {}}, **options}
         self.accelerator = Accelerator(config=config, cpu=True)
+        self.clip = clip
         model = model or Blocks()
         trained = [p for p in model.parameters() if p.requires_grad]
         self.model, self.optimizer = self.accelerator.prepare(model, AdamW(trained, lr=0.01))
@@ -52,7 +62,8 @@ class Training:
         for step in range(first, last):
             inputs = batch(step, self.accelerator.process_index)
             self.accelerator.backward(loss_of(self.model, inputs.to(self.dtype)))
-            self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+            if self.clip is not None:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -87,31 +98,57 @@ def same_bits(trainings, steps=9):
 
 @pytest.mark.ranks(2, timeout=180)
 @pytest.mark.parametrize("rounds", ROUNDS.values(), ids=ROUNDS)
-@pytest.mark.parametrize("inner", ["zero1", "offload", "zero3", "fsdp"])
+@pytest.mark.parametrize("inner", INNERS)
 def test_stores_change_no_bit(tmp_path, inner, rounds):
     same_bits([Training(each, rounds) for each in stored(inner, tmp_path)])
 
 
 @pytest.mark.ranks(4, timeout=180)
-@pytest.mark.parametrize("inner", ["zero1", "offload", "zero3", "fsdp"])
+@pytest.mark.parametrize("inner", ["fsdp", "offload", "zero1"])
 def test_stores_of_workers_of_two_ranks(monkeypatch, tmp_path, inner):
     monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
     same_bits([Training(each, STREAMING, "hosts") for each in stored(inner, tmp_path)], steps=7)
 
 
+class Skips(Blocks):
+    """The second worker does not use the last layer, nor the blocks."""
+
+    def forward(self, inputs):
+        used = super().forward(inputs)
+        return inputs[:, :3] * self.first.weight.sum() if torch.distributed.get_rank() else used
+
+
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("inner", ["offload", "zero3"])
-def test_masters_in_stores(tmp_path, inner):
-    """Outer steps read and write masters, whose last digits forward never sees."""
+@pytest.mark.parametrize("model", [Blocks, Skips])
+@pytest.mark.parametrize("inner", ["offload", "fsdp"])
+def test_masters_in_stores(tmp_path, inner, model):
+    """Outer steps read and write masters, whose last digits forward never sees.
+
+    A placeholder has the dtype of its gradient at times, and a worker may lack the gradient.
+    """
+    options = {"precision": "bf16", "dtypes": {"param": "bf16"}, "on_nonfinite": "ignore"}
+    rounds = Rounds(every=2, fragments=2, delay=1)
     trainings = [
-        Training(each, Rounds(every=2), model=Blocks().float(), precision="bf16")
+        Training(each, rounds, model=model().float(), clip=None, **options)
         for each in stored(inner, tmp_path)
     ]
     same_bits(trainings, steps=5)
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("inner", ["zero1", "offload", "zero3", "fsdp"])
+@pytest.mark.parametrize("inner", ["offload", "fsdp"])
+def test_masters_go_on_bit_for_bit(tmp_path, inner):
+    options = {"precision": "bf16", "dtypes": {"param": "bf16"}}
+    _, beside = stored(inner, tmp_path / "stores")
+
+    def make():
+        return Training(beside, STREAMING, model=Blocks().float(), **options)
+
+    goes_on_bit_for_bit(str(tmp_path / "checkpoint"), make)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("inner", INNERS)
 def test_a_round_goes_on_bit_for_bit(tmp_path, inner):
     _, beside = stored(inner, tmp_path / "stores")
     goes_on_bit_for_bit(str(tmp_path / "checkpoint"), lambda: Training(beside, STREAMING))
@@ -149,7 +186,7 @@ def test_kept_errors_and_changed_weights(tmp_path):
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("inner", ["zero1", "offload"])
+@pytest.mark.parametrize("inner", ["zero1", "offload", "fsdp", "megatron"])
 def test_a_param_group_that_comes_later(tmp_path, inner):
     """A store steps its parameters from the first step on: outer weights are those before it."""
 
@@ -166,27 +203,46 @@ def test_a_param_group_that_comes_later(tmp_path, inner):
     same_bits(trainings, steps=4)
 
 
-class Skips(Blocks):
-    """The second worker does not use the last layer."""
-
-    def forward(self, inputs):
-        used = super().forward(inputs)
-        return inputs[:, :3] * self.first.weight.sum() if torch.distributed.get_rank() else used
-
-
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("inner", ["zero1", "zero3"])
+@pytest.mark.parametrize("inner", ["fsdp", "zero1"])
 def test_a_gradient_that_one_worker_lacks_in_the_warm_up(tmp_path, inner):
     rounds = Rounds(every=2, warmup_steps=3)
     same_bits([Training(e, rounds, model=Skips()) for e in stored(inner, tmp_path)], steps=5)
 
 
-@pytest.mark.parametrize("inner", ["zero2", "offload"])
-def test_steps_that_come_late_are_refused(inner):
-    options = {"optimizer": "cpu", "delayed": True}
-    nested = {"name": inner, **(options if inner == "offload" else {"offload": options})}
+LATE = {"optimizer": "cpu", "delayed": True}
+NESTED = [
+    {"name": "offload", **LATE},
+    {"name": "zero2", "offload": LATE},
+    {"name": "megatron", "data_parallel": {"name": "zero1", "offload": LATE}},
+]
+
+
+@pytest.mark.parametrize("nested", NESTED, ids=[each["name"] for each in NESTED])
+def test_steps_that_come_late_are_refused(nested):
     with pytest.raises(ConfigError, match=r"strategy\.inner: .*delayed: true.* leave delayed out"):
         Accelerator(config={"strategy": {"name": "local", "inner": nested}}, cpu=True)
+
+
+@pytest.mark.ranks(2)
+def test_a_failed_prepare_leaves_the_optimizer_as_it_was():
+    strategy = {"name": "local", "workers": "ranks", "inner": "zero2"}
+    accelerator = Accelerator(config={"strategy": strategy}, cpu=True)
+    model = Blocks()
+    optimizer = LBFGS(model.parameters())
+    with pytest.raises(UsageError, match="LBFGS"):
+        accelerator.prepare(model, optimizer)
+    accelerator.free_memory()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(0, 0))
+        loss.backward()
+        return loss
+
+    before = closure().item()
+    optimizer.step(closure)
+    assert closure().item() < before
 
 
 @pytest.mark.ranks(2)
