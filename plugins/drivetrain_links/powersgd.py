@@ -267,7 +267,7 @@ class PowerSgd(Compressor[PowerSgdOptions]):
         # Twice, as of gradients and of errors.
         p = torch.linalg.qr(_product(matrix, q, _product(matrix, q))).Q
         q = _product(matrix.T, p, _product(matrix.T, p))
-        _write_sum(matrix, matrix.clone(), p, q, 1)
+        _write_sum(matrix, torch.empty_like(matrix), p, q, 1)
 
     @override
     def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
