@@ -6,6 +6,7 @@
 ``blocks.py``    blocks of integers with a scale each
 ``onebit.py``    signs with a scale per block
 ``powersgd.py``  matrices as two factors of low rank
+``factors.py``   which elements are such a matrix, and which go as they are
 ``topk.py``      the largest numbers of each chunk
 ===============  ===================================================================
 

@@ -16,12 +16,10 @@ from drivetrain_local.fragments import fragment_of_each
 from drivetrain_local.late import told_numbers
 from drivetrain_local.messages import wide
 from drivetrain_local.options import LocalOptions
+from drivetrain_local.paper import STATES
 from drivetrain_local.worker import alone, links_of_workers, run_inside
 
 Sent = Counter[tuple[str, str]]
-
-_STATES = 2
-"""Outer weights, and outer momentum."""
 
 
 def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
@@ -52,7 +50,7 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
         in_round += _agreement(config, near, far)
     sent = {key: -(-count // config.every) for key, count in in_round.items()}
     under_way = round(part * config.under_way)
-    outer = Counter({place: _STATES * nbytes for place, nbytes in parts.items()})
+    outer = Counter({place: STATES * nbytes for place, nbytes in parts.items()})
     outer["outer"] += under_way + round(kept * share)
     return Cost(
         held={**cost.held, **outer},

@@ -11,7 +11,7 @@ from drivetrain_local.options import AXIS, LocalOptions
 
 _FAR = f"{AXIS}.far"
 
-_STATES = 2
+STATES = 2
 """Outer weights and momentum."""
 
 _BESIDE = 2
@@ -51,7 +51,7 @@ def local_step(config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) 
         exchange = PaperTask("outer step", operations, lane, stage=stage)
         exchange.during = _BESIDE * nbytes / config.fragments
         exchanges.append(exchange)
-        kept = _STATES * nbytes
+        kept = STATES * nbytes
         held.append({**kinds, "outer": (1 - beside) * kept + config.under_way * nbytes})
         if beside:
             stored[stage]["host"] += beside * kept
