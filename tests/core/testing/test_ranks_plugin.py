@@ -223,6 +223,37 @@ def test_afterwards():
     )
 
 
+def test_a_group_that_something_held_for_a_while_is_freed_in_a_later_test(project):
+    """The holder is a thread's cycle, which ends behind the test: garbage that nobody walks."""
+    result = run(
+        project,
+        """
+import gc, weakref
+import torch.distributed as dist
+
+class Holder:
+    def __init__(self):
+        self.group, self.me = dist.distributed_c10d._get_default_group(), self
+
+@pytest.mark.ranks(2)
+def test_first():
+    gc.known = weakref.ref(dist.distributed_c10d._get_default_group())
+    def hold(holder):
+        time.sleep(0.5)
+    threading.Thread(target=hold, args=[Holder()]).start()
+
+@pytest.mark.ranks(2)
+def test_second():
+    assert gc.known() is not None
+
+@pytest.mark.ranks(2)
+def test_third():
+    assert gc.known() is None
+""",
+    )
+    result.assert_outcomes(passed=3)
+
+
 @pytest.mark.parametrize("mark", ["ranks()", "ranks(0)", "ranks('2')", "ranks(2, seconds=3)"])
 def test_a_wrong_mark_stops_the_run(pytester, mark):
     pytester.makefile(".ini", pytest=INI)
