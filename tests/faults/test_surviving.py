@@ -19,6 +19,9 @@ from emulated_hosts import Host, Hosts, why_not
 pytestmark = pytest.mark.alone
 
 SAVE_EVERY = 3
+ENDLESS = 10_000
+AHEAD = 20
+"""Steps until the last one: two seconds, in which all ranks read its number."""
 TRAIN = f"""
 import json, os, sys, time
 from pathlib import Path
@@ -26,6 +29,9 @@ import torch
 from torch import nn
 from drivetrain import Accelerator, ProjectConfiguration
 folder, steps, pause, dropout = Path(sys.argv[1]), *map(float, sys.argv[2:5])
+last = folder / "last step"
+def steps_in_all():
+    return int(last.read_text()) if last.exists() else steps
 every = int(sys.argv[5]) if sys.argv[5:] else {SAVE_EVERY}
 torch.manual_seed(0)
 project = ProjectConfiguration(
@@ -41,7 +47,7 @@ loader = torch.utils.data.DataLoader(
 )
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 accelerator.resume()
-while optimizer.steps < steps:
+while optimizer.steps < steps_in_all():
     for (batch,) in loader:
         with accelerator.accumulate(model):
             loss = model(batch).pow(2).mean()
@@ -61,7 +67,7 @@ while optimizer.steps < steps:
                 file.write(json.dumps(line) + "\\n")
         if optimizer.steps % every == 0:
             accelerator.save_state()
-        if optimizer.steps >= steps:
+        if optimizer.steps >= steps_in_all():
             break
 weights = accelerator.get_state_dict(model)
 if accelerator.is_main_process:
@@ -132,6 +138,13 @@ class Training:
     def last(self) -> dict[str, float]:
         found = self.steps()
         return found[-1] if found else {"step": 0, "ranks": 0, "time": 0.0}
+
+    def end_soon(self) -> int:
+        """Set a last step that no rank has reached, and return its number."""
+        number = int(self.last()["step"]) + AHEAD
+        (self.folder / "last step.part").write_text(str(number))
+        (self.folder / "last step.part").rename(self.folder / "last step")
+        return number
 
     def wait(self, what: str, reached: Callable[[], bool], seconds: float = 240.0) -> None:
         end = time.monotonic() + seconds
@@ -300,7 +313,7 @@ def test_random_kills_of_ranks_and_hosts_change_no_bit(training, kills):
 @pytest.mark.timeout(300)
 def test_a_run_goes_on_without_a_lost_host_and_lets_it_in_again(training, took):
     options = ("--nnodes", "1:2", "--resume", "auto")
-    run = training("elastic", options, (200, 0.1, 0.0))
+    run = training("elastic", options, (ENDLESS, 0.1, 0.0))
     run.wait("training on both hosts", lambda: run.last()["step"] > SAVE_EVERY)
     assert run.last()["ranks"] == 2
     run.hosts[1].lose()
@@ -313,13 +326,14 @@ def test_a_run_goes_on_without_a_lost_host_and_lets_it_in_again(training, took):
     run.wait("training on both hosts again", lambda: run.last()["ranks"] == 2)
     grown = run.steps()
     assert grown[-1]["step"] == 1 + max(line["step"] for line in grown if line["ranks"] == 1)
+    steps = run.end_soon()
     run.wait("at the end", lambda: keep_running(run, {}))
     said = run.said()
     assert "host 1 (n2) came: the ranks are asked to save" in said
     assert "the ranks saved, and start again on more hosts" in said
     assert "restarts left" in said
     assert "88 restarts left" not in said  # the host that came has used none
-    calm = training("calm", ("--nnodes", "2"), (200, 0, 0.0))
+    calm = training("calm", ("--nnodes", "2"), (steps, 0, 0.0))
     calm.wait("at the end", lambda: keep_running(calm, {}))
     for name, values in calm.weights().items():
         torch.testing.assert_close(run.weights()[name], values)
@@ -331,7 +345,7 @@ def test_a_run_goes_on_without_a_lost_host_and_lets_it_in_again(training, took):
 )
 def test_local_steps_go_on_with_the_host_that_is_left(training, took, row, loss):
     rounds = ("--set", "strategy.name=local", "--set", f"strategy.every={2 * SAVE_EVERY - 1}")
-    run = training("local", ("--nnodes", "1:2", *rounds), (300, 0.1, 0.0))
+    run = training("local", ("--nnodes", "1:2", *rounds), (ENDLESS, 0.1, 0.0))
     run.wait("in the middle of a round", lambda: len(run.saved()) and run.last()["step"] % 5 == 2)
     assert run.last()["ranks"] == 2
     loss(run.hosts[1])
@@ -348,5 +362,6 @@ def test_local_steps_go_on_with_the_host_that_is_left(training, took, row, loss)
     assert "local: one worker of 1 ranks trains as Ddp" in run.said()
     run.hosts[1].mend()  # a launcher behind a link finds host 0 again; a lost one is started again
     run.wait("training on both hosts again", lambda: came_back(run))
+    run.end_soon()
     run.wait("at the end", lambda: keep_running(run, {}))
     assert all(torch.isfinite(values).all() for values in run.weights().values())

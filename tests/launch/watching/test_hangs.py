@@ -104,11 +104,11 @@ def test_a_slow_sample_is_named_and_the_run_goes_on(tmp_path, kind):
     assert re.search(sentence, done.stderr), done.stderr
     assert "stacks of rank 1 on" in done.stderr
     assert "the ranks go on" in done.stderr
-    path = max((tmp_path / "logs").rglob("hang-*.json"))
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    assert facts["culprits"] == [1]
-    assert facts["kind"] == "absent"
-    assert facts["ranks"][1]["section"] == "data"
+    # A busy machine may be slow elsewhere, too, for as long as counts as a hang here.
+    files = (tmp_path / "logs").rglob("hang-*.json")
+    told = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    found = [(each["culprits"], each["kind"], each["ranks"][1]["section"]) for each in told]
+    assert ([1], "absent", "data") in found
 
 
 def test_a_rank_that_nobody_waits_for_is_named_and_the_run_goes_on(tmp_path):
