@@ -89,7 +89,8 @@ class _LowRank:
         self._sum_ps()
         for matrix in self._memory.matrices:
             matrix.p.copy_(torch.linalg.qr(matrix.p).Q)
-            torch.mm(matrix.view.T, matrix.p, out=matrix.q)
+            # M' P as (P' M)', which reads M by rows: MKL takes a third of the time.
+            matrix.q.copy_(torch.mm(matrix.p.T, matrix.view).T)
         sum_qs = self._start(self._memory.qs, "powersgd Q")
         self._sum_rest()
         self._restore()
