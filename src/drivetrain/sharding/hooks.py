@@ -99,6 +99,8 @@ class StepHooks:
             self._gradients.pop(slot).remove()
             return
         step = self._step
+        # For good: a gradient of today still steps a parameter that is frozen tomorrow.
+        next(flat for flat in unit.unit.flats if slot in flat.slots).trained = True
 
         def came(parameter: Tensor) -> None:  # a closure, since it runs for each parameter
             step.gradient_came(unit, slot)

@@ -250,6 +250,7 @@ class FlatTensor:
         slots: its parameters, in order.
         fragments: what optimizers hold in the places of parameters.
         masters_left: whether a store keeps the masters of all its parameters.
+        trained: whether one of its parameters has ever required a gradient in a step.
         gradient_device: where the gradients of this rank's shard are kept.
     """
 
@@ -283,6 +284,7 @@ class FlatTensor:
         self.own = self.parts[rank]
         self.fragments: dict[ParameterSlot, nn.Parameter] = {}
         self.masters_left = False
+        self.trained = False
         self.gradient_device = device
 
     @property
@@ -293,7 +295,7 @@ class FlatTensor:
     @property
     def moves(self) -> bool:
         """Whether an optimizer may have changed the parameters: not if all were always frozen."""
-        return self.layout.trainable or any(slot.parameter.requires_grad for slot in self.slots)
+        return self.layout.trainable or self.trained
 
     def add_parts(self, flat: Tensor, parts: Sequence[list[Tensor]]) -> None:
         """Add views of a tensor like the values to each rank's parts: the rank's own ranges."""

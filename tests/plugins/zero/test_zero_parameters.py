@@ -262,6 +262,29 @@ def test_freezing_and_thawing(strategy, size, by_user):
     accelerator.free_memory()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
+@each
+@pytest.mark.ranks(2)
+def test_a_layer_that_is_frozen_again_before_its_step(strategy, set_to_none):
+    """The optimizer steps it by its gradient, and decays it for as long as it has one, if zeros."""
+    accelerator = start(strategy)
+
+    def make(model):
+        model[0].requires_grad_(False)
+        return AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+    twins = Twins(accelerator, CASES["mlp"], make)
+    for step in range(4):
+        for model in (twins.model, twins.twin):
+            model[0].requires_grad_(step == 1)
+        twins.backward(step)
+        for model in (twins.model, twins.twin):
+            model[0].requires_grad_(False)
+        twins.step(set_to_none=set_to_none)
+    twins.check()
+    accelerator.free_memory()
+
+
 def replace_weight(model):
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
 
