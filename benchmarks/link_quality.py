@@ -51,7 +51,7 @@ HELD_OUT, EVALUATED, EVERY_STEPS = 0.05, 64, 100
 
 ROUND = 30
 WARM_STEPS = 300
-"""Steps of data parallelism before local steps: a fifth of 1,500 steps."""
+"""Exact steps before those of a method: a fifth of 1,500 steps."""
 
 STREAMING = {"name": "local", "every": ROUND, "fragments": 3, "delay": 5, "keep": 0.5}
 DDP: dict[str, Any] = {"name": "ddp"}
@@ -76,6 +76,16 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         )
         for rank in (16, 32)
     },
+    "powersgd, rank 32, warmed": (
+        DDP,
+        {"gradients": "powersgd", "warmup_steps": WARM_STEPS, "options": {"rank": 32}},
+    ),
+    "int4, blocks of 64": (DDP, {"gradients": "int4", "options": {"block": 64}}),
+    "int4, warmed": (DDP, {"gradients": "int4", "warmup_steps": WARM_STEPS}),
+    "int4, warmed, blocks of 64": (
+        DDP,
+        {"gradients": "int4", "warmup_steps": WARM_STEPS, "options": {"block": 64}},
+    ),
     "topk": (DDP, {"gradients": "topk", "warmup_steps": 50}),
     "zero2, int8, updates int8": ({"name": "zero2"}, {"gradients": "int8", "parameters": "int8"}),
     "zero3, int8, values bf16": ({"name": "zero3"}, {"gradients": "int8", "parameters": "bf16"}),
