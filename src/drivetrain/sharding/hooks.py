@@ -100,7 +100,7 @@ class StepHooks:
             return
         step = self._step
         # For good: a gradient of today still steps a parameter that is frozen tomorrow.
-        next(flat for flat in unit.unit.flats if slot in flat.slots).trained = True
+        unit.of[slot].flat.trained = True
 
         def came(parameter: Tensor) -> None:  # a closure, since it runs for each parameter
             step.gradient_came(unit, slot)

@@ -185,7 +185,7 @@ class SecondaryShard:
             flat.shard.fill(self._kept[flat][self._far.rank])
 
     def _channel(self, moving: tuple[FlatTensor, ...], label: str) -> GatherChannel:
-        """Return the channel of updates of some flat tensors: parameters may freeze and thaw."""
+        """Return the channel of updates of some flat tensors: frozen ones may begin to train."""
         if moving not in self._channels:
             layouts = [flat.layout for flat in moving]
 

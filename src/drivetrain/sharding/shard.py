@@ -250,7 +250,8 @@ class FlatTensor:
         slots: its parameters, in order.
         fragments: what optimizers hold in the places of parameters.
         masters_left: whether a store keeps the masters of all its parameters.
-        trained: whether one of its parameters has ever required a gradient in a step.
+        trained: whether one of its parameters has ever required a gradient, or has state of an
+            optimizer out of a checkpoint; alike on all ranks.
         gradient_device: where the gradients of this rank's shard are kept.
     """
 

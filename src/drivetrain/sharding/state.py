@@ -98,6 +98,9 @@ class ShardedState:
             for slot in weights_in(reader, self._slots).values():
                 self._load_master(reader, slot)
             for index, bound in enumerate(self._optimizers):
+                for name, slot in bound.slots.items():
+                    if keys.get((name, index)):  # schedule-free optimizers change frozen ones, too
+                        self._placement.flat_of(slot).trained = True
                 for slot in bound.held:
                     states: dict[str, Any] = dict(reader.scalars(slot.name, index))
                     for key in keys.get((slot.name, index), []):

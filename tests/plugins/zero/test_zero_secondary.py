@@ -113,6 +113,27 @@ def test_frozen_and_thawed_layers_train_like_one_process(monkeypatch, form):
 
 
 @each_form
+@pytest.mark.ranks(2, timeout=120)
+def test_a_layer_that_is_frozen_again_before_its_step(monkeypatch, form):
+    accelerator = start(monkeypatch, form)
+
+    def make(model):
+        model[0].requires_grad_(False)
+        return momentum(model)
+
+    twins = Twins(accelerator, CASES["mlp"], make)
+    for step in range(3):
+        for model in (twins.model, twins.twin):
+            model[0].requires_grad_(step == 1)
+        twins.backward(step)
+        for model in (twins.model, twins.twin):
+            model[0].requires_grad_(False)
+        twins.step()
+    twins.check()
+    accelerator.free_memory()
+
+
+@each_form
 @pytest.mark.ranks(4, timeout=120)
 def test_changed_and_loaded_values_reach_secondary_shards(monkeypatch, tmp_path, form):
     """Edits of one rank, and a checkpoint of ranks without the option; no writes in a forward."""
