@@ -308,6 +308,6 @@ def _write_sum(gradient: Tensor, error: Tensor, p: Tensor, q: Tensor, hosts: int
 
 def _turned(matrix: Tensor, p: Tensor) -> Tensor:
     """Return M' P, (m, r), of a matrix M (n, m) and a factor P (n, r)."""
-    # Both products read M by rows: M Q as it stands, and M' P as (P' M)'. For the other form of each
+    # Both products read M by rows: M Q as it stands, and M' P as (P' M)'. For the other forms
     # MKL takes three to five times as long, with rank 4 and AVX-512.
     return torch.mm(p.T, matrix).T
