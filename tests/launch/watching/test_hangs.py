@@ -107,9 +107,9 @@ def test_a_slow_sample_is_named_and_the_run_goes_on(tmp_path, kind):
     # A busy machine may be slow elsewhere, too, for as long as counts as a hang here.
     files = (tmp_path / "logs").rglob("hang-*.json")
     told = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    (facts,) = (each for each in told if each["culprits"] == [1])
-    assert facts["kind"] == "absent"
-    assert {view["rank"]: view["section"] for view in facts["ranks"]}[1] == "data"
+    of_rank_1 = [each for each in told if each["culprits"] == [1] and each["kind"] == "absent"]
+    views = [view for each in of_rank_1 for view in each["ranks"] if view["rank"] == 1]
+    assert "data" in [view["section"] for view in views], told
 
 
 def test_a_rank_that_nobody_waits_for_is_named_and_the_run_goes_on(tmp_path):
