@@ -9,7 +9,7 @@ import torch
 
 from drivetrain.collectives import Route
 from drivetrain.collectives.stretch import ParameterRow, Stretch
-from drivetrain.cost import Cost, ModelSpec, TensorSpec
+from drivetrain.cost import Cost, ModelSpec
 from drivetrain.runtime.mesh import Axis, HostLevels
 from drivetrain.strategy import Run, Strategy
 from drivetrain_local.fragments import fragment_of_each
@@ -23,12 +23,7 @@ Sent = Counter[tuple[str, str]]
 
 
 def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
-    """Return the bytes that a rank holds, and the bytes that rank 0 sends per step of a round.
-
-    Bytes of an exchange are exact where optimizers step the parameters of this rank's modules;
-    where each of several ranks steps a share of them, an exchange is counted as that share of one
-    of all.
-    """
+    """Return the bytes that a rank holds, and the bytes that rank 0 sends per step of a round."""
     near, far = config.planned(run.mesh, run.world)
     kind, options = config.strategy_inside()
     inside = run_inside(run, near)
@@ -36,22 +31,20 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     if far.size == 1:
         return cost
     here = kind.part(options, model, inside)
-    whole = sum(spec.nbytes for spec in here.parameters if spec.trainable)
-    parts = _stepped(kind, options, model, inside)
+    parts = _state(kind, options, model, inside)
     part = sum(parts.values())
     route = Route(far)
     if run.links.in_channels:
         route = Route(far, HostLevels(alone(near), far), links_of_workers(run))
-    exchanged, kept = _exchanges(config, model, here, route)
-    share = part / whole if whole else 0.0
-    in_round = Sent({key: round(count * share) for key, count in exchanged.items()})
+    stepped = kind.stepped(options, model, inside)
+    in_round, kept = _exchanges(config, model, here, stepped, route)
     in_round += route.broadcast(sum(spec.nbytes for spec in here.buffers))
     if config.late_s:
         in_round += _agreement(config, near, far)
     sent = {key: -(-count // config.every) for key, count in in_round.items()}
     under_way = round(part * config.under_way)
     outer = Counter({place: STATES * nbytes for place, nbytes in parts.items()})
-    outer["outer"] += under_way + round(kept * share)
+    outer["outer"] += under_way + kept
     return Cost(
         held={**cost.held, **outer},
         sent=_joined(cost.sent, sent),
@@ -59,7 +52,7 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     )
 
 
-def _stepped(
+def _state(
     kind: type[Strategy[Any]], options: Any, model: ModelSpec, inside: Run
 ) -> dict[str, int]:
     """Return the bytes of the tensors that this rank's optimizers hold, by place of outer state.
@@ -85,37 +78,35 @@ def _agreement(config: LocalOptions, near: Axis, far: Axis) -> Sent:
 
 
 def _exchanges(
-    config: LocalOptions, model: ModelSpec, here: ModelSpec, route: Route
+    config: LocalOptions,
+    model: ModelSpec,
+    here: ModelSpec,
+    stepped: Mapping[str, tuple[int, int]],
+    route: Route,
 ) -> tuple[Sent, int]:
-    """Return the bytes sent in a round, and kept back, by a rank that steps all of its parts.
+    """Return the bytes that a rank sends in a round, and keeps back.
 
     Args:
         config: the options.
         model: the whole one.
         here: the part of it that this rank's modules have.
+        stepped: the ranges that its optimizers step, by name.
         route: between workers.
     """
     shapes = {spec.name: spec.shape for spec in model.parameters}
     fragments = fragment_of_each(model.module, shapes, config.fragments)
-    groups: dict[tuple[int, torch.dtype, bool], list[TensorSpec]] = {}
-    for spec in (each for each in here.parameters if each.trainable):
+    groups: dict[tuple[int, torch.dtype, bool], list[Stretch]] = {}
+    for spec in (each for each in here.parameters if each.name in stepped):
+        row = ParameterRow(spec.name, spec.shape, spec.outer_dim, 0)
+        piece = Stretch.of(spec.numel, wide(spec.dtype), [row]).cut(*stepped[spec.name])
         message = fragments[spec.name], spec.dtype, spec.shape == shapes[spec.name]
-        groups.setdefault(message, []).append(spec)
+        groups.setdefault(message, []).append(piece)
     sent, kept = Sent(), 0
-    for members in groups.values():
-        stretch = _stretch(members)
+    for pieces in groups.values():
+        stretch = Stretch.joined(pieces, pieces[0].dtype)
         sent += route.gradients_summed(stretch)
         kept += route.kept_back(stretch)
     return sent, kept
-
-
-def _stretch(members: list[TensorSpec]) -> Stretch:
-    """Describe the message about some parameters."""
-    rows, edge = [], 0
-    for spec in members:
-        rows.append(ParameterRow(spec.name, spec.shape, 0, edge))
-        edge += spec.numel
-    return Stretch.of(edge, wide(members[0].dtype), rows)
 
 
 def _joined(

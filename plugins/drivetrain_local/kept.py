@@ -7,8 +7,7 @@ the part that a rank steps, where a replica is divided over ranks::
     weight, links.error.int4.1.0@          of the second worker
     weight, links.error.int4.1.0@0of2@     of its first tensor-parallel rank
 
-Other strategies inside cut parameters into pieces, whose errors nobody else could use: these are
-not saved.
+A strategy inside that cuts parameters into pieces steps ranges of parts, each with its own key.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +31,7 @@ def marked(shards: Iterable[Shard], parts: Mapping[str, str]) -> Iterator[Shard]
 
     Args:
         shards: of the communicator between workers.
-        parts: the parameters that this rank steps as it has them: the word of the part by name.
+        parts: the parameters of which this rank steps a part or a range: the word of the part by name.
     """
     for shard in shards:
         if shard.name in parts:
@@ -60,7 +59,7 @@ def go_on_with_kept(
         ranks: of this worker; stages of a pipeline go on with different parameters.
         device: of messages.
         reader: the checkpoint.
-        parts: the parameters that this rank steps as it has them: the word of the part by name.
+        parts: the parameters of which this rank steps a part or a range: the word of the part by name.
         method: for gradients, in this run.
     """
     mine = KeptReader(reader, parts)
@@ -74,7 +73,7 @@ def go_on_with_kept(
     if left_out := flags.numel() - int(flags.sum()):
         logger.announce(
             f"local: the checkpoint has errors of links.far.gradients for {left_out} "
-            "parameters that a rank of this run exchanges in part, or not at all; these errors are "
+            "parameters that no rank of this run exchanges in the same parts; these errors are "
             "left out"
         )
 
@@ -90,7 +89,7 @@ class KeptReader:
 
     Args:
         reader: of the checkpoint.
-        parts: the parameters that this rank steps as it has them: the word of the part by name.
+        parts: the parameters of which this rank steps a part or a range: the word of the part by name.
 
     Attributes:
         partial: whether weights that the checkpoint lacks keep their values.

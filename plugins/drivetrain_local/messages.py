@@ -1,6 +1,7 @@
 """The messages between workers about the tensors that one optimizer steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -63,47 +64,51 @@ class Messages:
             yield from (each for each in group["params"] if each.requires_grad)
 
     def stepped_parts(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, word of the part) where the optimizer steps all that the modules have."""
+        """Yield (name, word of the part) of each part that the optimizer steps, whole or a range.
+
+        The range is of the flattened part: checkpoints have the kept errors of such ranges.
+        """
         names = self.names()
         for parameter in self.parameters():
-            word = part_word(parameter, self._parts[name := names[id(parameter)]])
-            if word is not None:
-                yield name, word
+            part = self._parts[name := names[id(parameter)]]
+            piece = self._inner.held_tensors.piece(parameter)
+            shape = piece.shape if piece and piece.contiguous else tuple(parameter.shape)
+            if shape == part.shape:
+                yield name, part.word
 
     def of(self, fragment: int | None = None) -> Sequence[Sequence[nn.Parameter]]:
         """Return the tensors of each message: of one fragment, or of all.
 
-        A message has tensors of one dtype, that the same ranks of the worker step: so these ranks
-        get the same bits, whatever else each of them steps.
+        A message has tensors of one dtype, from parts that the same ranks of the worker have: so
+        these ranks get the same bits, whatever else each of them has.
         """
         names = self.names()
-        found: dict[tuple[torch.dtype, str | None], list[nn.Parameter]] = {}
+        found: dict[tuple[torch.dtype, str], list[nn.Parameter]] = {}
         for parameter in self.parameters():
             name = names[id(parameter)]
             if fragment in (None, self._fragments[name]):
-                kind = self.dtype(parameter), part_word(parameter, self._parts[name])
+                kind = self.dtype(parameter), self._parts[name].word
                 found.setdefault(kind, []).append(parameter)
         return list(found.values())
 
     def channel(self, fragment: int, members: Sequence[nn.Parameter]) -> SumChannel:
         """Return the channel of a message's sums; errors of a method are kept in the channel."""
-        names = self.names()
-        rows, edge = [], 0
-        for parameter in members:
-            rows.append(ParameterRow(names[id(parameter)], tuple(parameter.shape), 0, edge))
-            edge += parameter.numel()
-        stretch = Stretch.of(edge, wide(self.dtype(members[0])), rows)
+        names, dtype = self.names(), wide(self.dtype(members[0]))
+        pieces = [self._stretch(names[id(parameter)], parameter, dtype) for parameter in members]
+        stretch = Stretch.joined(pieces, dtype)
         key = (fragment, stretch)
         if key not in self._channels:
             self._channels[key] = self._workers.gradients_summed(stretch, "outer gradients")
         return self._channels[key]
 
+    def _stretch(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Stretch:
+        """Describe a tensor in a message: a piece of a matrix is encoded as part of the matrix."""
+        piece = self._inner.held_tensors.piece(parameter)
+        shape, outer_dim, first, _ = piece or (tuple(parameter.shape), 0, 0, True)
+        whole = Stretch.of(prod(shape), dtype, [ParameterRow(name, shape, outer_dim, 0)])
+        return whole.cut(first, first + parameter.numel())
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which outer gradients of a dtype are added up."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def part_word(parameter: nn.Parameter, part: HeldPart) -> str | None:
-    """Return the word of the part of a parameter; None for a piece of the part."""
-    return part.word if tuple(parameter.shape) == part.shape else None

@@ -254,6 +254,22 @@ def _in_row(
         yield (index, *offsets), (1, *sizes)
 
 
+class ParameterPiece(NamedTuple):
+    """Where the elements of a tensor lie in the parameter of which the tensor is a piece.
+
+    Attributes:
+        shape: of the parameter, as this rank's modules have it.
+        outer_dim: the dim of the parameter that is outermost in memory.
+        first: the first element, in the order of the parameter's memory.
+        contiguous: whether this order is that of the flattened parameter.
+    """
+
+    shape: tuple[int, ...]
+    outer_dim: int
+    first: int
+    contiguous: bool
+
+
 class HeldTensors:
     """The tensors in the groups of a model's optimizers, as a strategy around reads and sets them.
 
@@ -273,6 +289,13 @@ class HeldTensors:
     def dtype(self, tensor: nn.Parameter) -> torch.dtype:
         """Return the dtype of a tensor's values, on all ranks and at all times the same."""
         return tensor.dtype
+
+    def piece(self, tensor: nn.Parameter) -> ParameterPiece | None:
+        """Return which piece of a parameter a tensor is, as its flattened elements are in order.
+
+        None: a tensor of its own shape, whole or some rows that are not contiguous in memory.
+        """
+        return None
 
     def values(self, tensor: nn.Parameter) -> Tensor:
         """Return the values of a tensor, behind steps under way: in place, or a copy in memory."""

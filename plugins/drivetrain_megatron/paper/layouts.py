@@ -10,6 +10,7 @@ from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.strategy import Run
+from drivetrain_megatron.cell import data_parallel
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import part_of
 from drivetrain_megatron.paper.step import cell_bound, cell_step
@@ -47,6 +48,14 @@ class CellOnPaper(OnPaper):
     def part(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
         """Return this rank's part of each tensor of its stages."""
         return part_of(config, model, run)
+
+    @classmethod
+    def stepped(
+        cls, config: MegatronConfig, model: ModelSpec, run: Run
+    ) -> Mapping[str, tuple[int, int]]:
+        """Return the elements that the data-parallel strategy steps, of this rank's parts."""
+        kind, options = data_parallel(config)
+        return kind.stepped(options, part_of(config, model, run), run)
 
     @classmethod
     def layouts(

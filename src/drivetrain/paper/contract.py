@@ -115,6 +115,22 @@ class OnPaper:
         return model
 
     @classmethod
+    def stepped(cls, config: Any, model: ModelSpec, run: Any) -> Mapping[str, tuple[int, int]]:
+        """Return the elements that a rank's optimizers step: by default all of ``part``.
+
+        Args:
+            config: the strategy's options.
+            model: the whole one.
+            run: the ``Run``.
+
+        Returns:
+            By name of a trainable parameter: first element and one past the last, in the order of
+            memory of the part.
+        """
+        here = cls.part(config, model, run)
+        return {spec.name: (0, spec.numel) for spec in here.parameters if spec.trainable}
+
+    @classmethod
     def draws_steps(cls) -> bool:
         """Whether the strategy has a ``step`` of its own."""
         return cls.step.__func__ is not OnPaper.step.__func__  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from drivetrain.sharding.hooks import StepEvents
 from drivetrain.sharding.layout import CutStyle
 from drivetrain.sharding.placement import Placement
 from drivetrain.sharding.slot import ParameterSlot
-from drivetrain.shards import HeldTensors
+from drivetrain.shards import HeldTensors, ParameterPiece
 
 _FUSED = (SGD, Adam, AdamW, Adagrad)
 """Optimizers whose fused kernel does the same arithmetic in one pass over memory."""
@@ -104,6 +104,13 @@ class Fragments(HeldTensors):
         """Return the dtype of a fragment's master: a placeholder has a gradient's at times."""
         slot = self._slot_of(tensor)
         return super().dtype(tensor) if slot is None else slot.master
+
+    def piece(self, tensor: nn.Parameter) -> ParameterPiece | None:
+        """Return which elements of its parameter a fragment is; None for a whole parameter."""
+        slot = self._slot_of(tensor)
+        if slot is None or not slot.in_order:
+            return None
+        return ParameterPiece(slot.shape, slot.outer_dim, slot.owned[0], slot.contiguous)
 
     def values(self, tensor: nn.Parameter) -> Tensor:
         """Return the values of a fragment, also where a store keeps them."""

@@ -110,6 +110,13 @@ class Accounted(OffloadInPlans, Strategy[ConfigT], Generic[ConfigT]):
         held = home_kind(config.offload).held(estimate, model, config, run)
         return Cost(held=held, sent=sent)
 
+    @classmethod
+    def stepped(cls, config: ConfigT, model: ModelSpec, run: Run) -> Mapping[str, tuple[int, int]]:
+        """Return the range of each trainable parameter of which this rank has a fragment."""
+        rank = cls.lines(config, run).sharing.axis.rank
+        flats = [flat for unit in cls.plan(config, model, run) for flat in unit.trainable]
+        return {place.name: place.shares[rank] for flat in flats for place in flat.places}
+
 
 class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
     """A strategy over units, over the mesh axis ``dp``; one object per prepared model.

@@ -174,10 +174,11 @@ def test_a_step_on_paper_agrees_with_the_cost(monkeypatch, method):
 
 
 @pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
 @pytest.mark.parametrize("method", ["bf16", "int8", "int4", "topk"])
-def test_methods_for_slow_links(method):
+def test_methods_for_slow_links(method, inner):
     rounds = Rounds(every=3)
-    exact, rounded = Run(rounds), Run(rounds, gradients=method)
+    exact, rounded = Run(rounds, inner), Run(rounds, inner, gradients=method)
     exact.steps(3)
     rounded.steps(3)
     start = model().state_dict()
@@ -190,3 +191,14 @@ def test_methods_for_slow_links(method):
     rounded.check_bytes()
     for run in (exact, rounded):
         run.accelerator.free_memory()
+
+
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("method", ["int4", "powersgd"])
+@pytest.mark.parametrize("inner", ["zero2", "fsdp"])
+def test_pieces_of_matrices_are_encoded(monkeypatch, inner, method):
+    """Two ranks of a worker have half of each matrix; the cost says how much a half takes."""
+    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    run = Run(Rounds(every=3), inner, workers="hosts", gradients=method)
+    run.check_bytes()
+    run.accelerator.free_memory()
