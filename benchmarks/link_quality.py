@@ -4,12 +4,16 @@
 
     python benchmarks/link_quality.py --results quality.jsonl --figure quality.png
     python benchmarks/link_quality.py --model ten --results ten.jsonl   # 15 minutes per run
+    python benchmarks/link_quality.py --model ten --gpu --at-once 8 --results ten.jsonl
     python benchmarks/link_quality.py --rows exact int8 --seeds 0 --steps 300   # a few minutes
 
 A GPT learns the bytes of docstrings of the installed packages; each package is trained on, or held
 out. Every row sees the same batches in the same order, on two ranks that count as two hosts. The
 loss is that of ``get_state_dict``, so of the outer weights under ``local``, in nats per byte. A run
 whose line is in the file of results is not run again, so the command can be interrupted.
+
+With ``--gpu`` all ranks share one GPU, and exchange through the host's memory. ``--texts`` names a
+file for the text: another machine, with other packages, then trains on the same.
 """
 
 import argparse
@@ -22,11 +26,13 @@ import subprocess
 import sys
 import tempfile
 from hashlib import sha256
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ddp_step import Gpt, loss_of
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -78,10 +84,13 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         )
         for rank in (16, 32)
     },
-    "powersgd, rank 32, warmed": (
-        DDP,
-        {"gradients": "powersgd", "warmup_steps": WARM_STEPS, "options": {"rank": 32}},
-    ),
+    **{
+        f"powersgd, rank {rank}, warmed": (
+            DDP,
+            {"gradients": "powersgd", "warmup_steps": WARM_STEPS, "options": {"rank": rank}},
+        )
+        for rank in (16, 32)
+    },
     "int4, blocks of 64": (DDP, {"gradients": "int4", "options": {"block": 64}}),
     "int4, warmed": (DDP, {"gradients": "int4", "warmup_steps": WARM_STEPS}),
     "int4, warmed, blocks of 64": (
@@ -129,7 +138,10 @@ def train(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     (row,), (seed,), size = arguments.rows, arguments.seeds, SIZES[arguments.model]
     strategy, far = ROWS[row]
-    accelerator = Accelerator(config={"strategy": strategy, "links": {"far": far}}, cpu=True)
+    dist.init_process_group("gloo")  # NCCL refuses ranks that share a GPU
+    config = {"strategy": strategy, "links": {"far": far}}
+    accelerator = Accelerator(config=config, cpu=not arguments.gpu)
+    device = accelerator.device
     kept = torch.load(arguments.texts, weights_only=True)
     torch.manual_seed(seed)
     model = Gpt(size)
@@ -139,7 +151,8 @@ def train(arguments: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(1000 * seed + accelerator.process_index)
     losses = {}
     for step in range(1, 1 + arguments.steps):
-        accelerator.backward(loss_of(model, windows(kept["train"], size, generator)))
+        batch = windows(kept["train"], size, generator).to(device)
+        accelerator.backward(loss_of(model, batch))
         if row not in UNCLIPPED:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -148,12 +161,13 @@ def train(arguments: argparse.Namespace) -> None:
         if step % EVERY_STEPS == 0 or step == arguments.steps:
             weights = accelerator.get_state_dict(model)
             if accelerator.is_main_process:
-                losses[step] = held_out(weights, size, kept["test"])
+                losses[step] = held_out(weights, size, kept["test"], device)
             accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         print(json.dumps({"losses": losses}), flush=True)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
+    dist.destroy_process_group()
 
 
 def rate(step: int, steps: int) -> float:
@@ -164,12 +178,15 @@ def rate(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def held_out(weights: dict[str, Tensor], size: SimpleNamespace, text: Tensor) -> float:
+def held_out(
+    weights: dict[str, Tensor], size: SimpleNamespace, text: Tensor, device: torch.device
+) -> float:
     """Return the mean loss of weights on held-out text."""
-    model = Gpt(size)
+    model = Gpt(size).to(device)
     model.load_state_dict(weights)
     generator = torch.Generator().manual_seed(0)
-    losses = [float(loss_of(model, windows(text, size, generator))) for _ in range(EVALUATED)]
+    batches = (windows(text, size, generator).to(device) for _ in range(EVALUATED))
+    losses = [float(loss_of(model, batch)) for batch in batches]
     return statistics.mean(losses)
 
 
@@ -180,7 +197,7 @@ def run(row: str, seed: int, arguments: argparse.Namespace, kept: Path) -> dict[
         port = free.getsockname()[1]
     command = [sys.executable, __file__, "--worker", "--texts", str(kept), "--rows", row]
     command += ["--seeds", str(seed), "--steps", str(arguments.steps), "--model", arguments.model]
-    command += ["--lr", str(arguments.lr)]
+    command += ["--lr", str(arguments.lr), *(["--gpu"] if arguments.gpu else [])]
     ranks = [
         subprocess.Popen(
             command,
@@ -197,7 +214,7 @@ def run(row: str, seed: int, arguments: argparse.Namespace, kept: Path) -> dict[
     ]  # fmt: skip
     said = [rank.communicate() for rank in ranks]
     if any(rank.returncode for rank in ranks):
-        sys.exit(f"{row}, seed {seed}:\n" + "\n".join(err[-3000:] for _, err in said))
+        raise RuntimeError(f"{row}, seed {seed}:\n" + "\n".join(err[-3000:] for _, err in said))
     lines = [line for line in said[0][0].splitlines() if line.startswith('{"losses"')]
     return {"model": arguments.model, "row": row, "seed": seed, "steps": arguments.steps,
             "lr": arguments.lr, **json.loads(lines[-1])}  # fmt: skip
@@ -270,7 +287,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--results", type=Path, default=Path("link_quality.jsonl"))
     parser.add_argument("--figure", type=Path, help="a PNG of the curves; needs matplotlib")
-    parser.add_argument("--texts", help=argparse.SUPPRESS)
+    parser.add_argument("--gpu", action="store_true", help="ranks share the GPU")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--texts", type=Path, help="a file for the text, made where there is none")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.lr = arguments.lr or RATES[arguments.model]
@@ -284,20 +303,22 @@ def main() -> None:
              == (arguments.model, arguments.steps, arguments.lr)]  # fmt: skip
     done = {(each["row"], each["seed"]) for each in found}
     size = SIZES[arguments.model]
-    with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder) / "texts.pt"
-        training, test = texts()
-        torch.save({"train": training, "test": test}, kept)
+    with tempfile.TemporaryDirectory() as folder, ThreadPool(arguments.at_once) as pool:
+        kept = arguments.texts or Path(folder) / "texts.pt"
+        if not kept.exists():
+            training, test = texts()
+            torch.save({"train": training, "test": test}, kept)
+        text = torch.load(kept, weights_only=True)["train"]
         tokens = RANKS * size.batch * size.seq * arguments.steps
         parameters = sum(p.numel() for p in Gpt(size).parameters())
-        print(f"{parameters:,} parameters, {len(training):,} bytes of training text, {tokens:,} "
+        print(f"{parameters:,} parameters, {len(text):,} bytes of training text, {tokens:,} "
               "tokens per run\n", flush=True)  # fmt: skip
-        for seed in arguments.seeds:
-            for row in arguments.rows:
-                if (row, seed) not in done:
-                    found.append(run(row, seed, arguments, kept))
-                    with arguments.results.open("a") as file:
-                        file.write(json.dumps(found[-1]) + "\n")
+        left = [(row, seed) for seed in arguments.seeds for row in arguments.rows
+                if (row, seed) not in done]  # fmt: skip
+        for line in pool.imap_unordered(lambda each: run(*each, arguments, kept), left):
+            found.append(line)
+            with arguments.results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
     table(found, arguments.rows)
     if arguments.figure:
         draw(found, arguments.rows, arguments.figure)

@@ -5,7 +5,8 @@ A row is one of:
 - ``STRATEGY/GRADIENTS``, or ``STRATEGY/GRADIENTS/PARAMETERS`` with a method for parameters;
   ``hybrid`` is fsdp with ``sharding: hybrid``, ``zero3+secondary`` and ``fsdp+secondary`` are
   zero3 and fsdp with ``secondary: host``, ``momentum`` is ddp with momenta in place of
-  gradients (1-bit Adam with the method ``onebit``);
+  gradients (1-bit Adam with the method ``onebit``); ``powersgd:16`` has another rank than the
+  default;
 - ``local/GRADIENTS``: Streaming DiLoCo with ``ddp`` inside of a host; a block is a whole round, and
   no exchange is under way at its edges;
 - a peer of ``side_by_side.py``, such as ``torch_fsdp2`` or ``deepspeed_z3``.
@@ -54,7 +55,8 @@ def is_local(row: str) -> bool:
 
 def config_of(row: str) -> dict[str, object]:
     """Return the configuration that a row of ours names."""
-    name, gradients, *rest = row.split("/")
+    name, *methods = row.split("/")
+    (gradients, rank), *rest = (each.partition(":")[::2] for each in methods)
     strategy: dict[str, dict[str, object]] = {
         "hybrid": {"name": "fsdp", "sharding": "hybrid"},
         "zero3+secondary": {"name": "zero3", "secondary": "host"},
@@ -62,7 +64,9 @@ def config_of(row: str) -> dict[str, object]:
         "momentum": {"name": "ddp", "exchange": "momentum", "bucket_mib": BUCKET_MIB},
         "local": STREAMING,
     }
-    far: dict[str, object] = {"gradients": gradients, "parameters": rest[0] if rest else EXACT}
+    far: dict[str, object] = {"gradients": gradients, "parameters": rest[0][0] if rest else EXACT}
+    if rank:
+        far["options"] = {"rank": int(rank)}
     if name == "momentum":
         far["warmup_steps"] = WARM_UP - 1
     return {"strategy": strategy.get(name, {"name": name}), "links": {"far": far}}
@@ -150,9 +154,9 @@ def encoding_s(row: str, size: SimpleNamespace) -> float:
     with torch.device("meta"):
         shapes = [p.shape for p in Gpt(size).parameters() if p.ndim > 1]
     total = 0.0
-    for name in names:
+    for name, _, rank in (each.partition(":") for each in names):
         kind = compressors().load(name)
-        method = kind(kind.Config())
+        method = kind(kind.Config(**({"rank": int(rank)} if rank else {})))
         for shape in shapes:
             matrix = torch.randn(shape)
             before = processor_s()

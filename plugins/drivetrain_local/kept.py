@@ -31,7 +31,8 @@ def marked(shards: Iterable[Shard], parts: Mapping[str, str]) -> Iterator[Shard]
 
     Args:
         shards: of the communicator between workers.
-        parts: the parameters of which this rank steps a part or a range: the word of the part by name.
+        parts: the parameters of which this rank steps a part or a range: the word of each part by
+            name.
     """
     for shard in shards:
         if shard.name in parts:
@@ -59,7 +60,8 @@ def go_on_with_kept(
         ranks: of this worker; stages of a pipeline go on with different parameters.
         device: of messages.
         reader: the checkpoint.
-        parts: the parameters of which this rank steps a part or a range: the word of the part by name.
+        parts: the parameters of which this rank steps a part or a range: the word of each part by
+            name.
         method: for gradients, in this run.
     """
     mine = KeptReader(reader, parts)
@@ -89,7 +91,8 @@ class KeptReader:
 
     Args:
         reader: of the checkpoint.
-        parts: the parameters of which this rank steps a part or a range: the word of the part by name.
+        parts: the parameters of which this rank steps a part or a range: the word of each part by
+            name.
 
     Attributes:
         partial: whether weights that the checkpoint lacks keep their values.

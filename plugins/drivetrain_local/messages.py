@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,32 @@ from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.parts.naming import named_parameters
 from drivetrain.shards import HeldPart
 from drivetrain.strategy import Strategy
+
+
+class MessageKey(NamedTuple):
+    """Tells the messages of one optimizer apart.
+
+    Attributes:
+        fragment: of the model.
+        dtype: of the tensors.
+        word: of the parts.
+    """
+
+    fragment: int
+    dtype: torch.dtype
+    word: str
+
+
+class MessageChannel(NamedTuple):
+    """A channel of sums, and its tensors at this time.
+
+    Attributes:
+        stretch: describes the flat tensor of a sum.
+        channel: takes the sums.
+    """
+
+    stretch: Stretch
+    channel: SumChannel
 
 
 class Messages:
@@ -47,7 +73,7 @@ class Messages:
         self._workers = workers
         self._parts = parts
         self._fragments = fragments
-        self._channels: dict[tuple[int, Stretch], SumChannel] = {}
+        self._channels: dict[MessageKey, MessageChannel] = {}
 
     def names(self) -> Mapping[int, str]:
         """Return the name of every tensor that optimizers hold, by identity."""
@@ -64,47 +90,51 @@ class Messages:
             yield from (each for each in group["params"] if each.requires_grad)
 
     def stepped_parts(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, word of the part) of each part that the optimizer steps, whole or a range.
-
-        The range is of the flattened part: checkpoints have the kept errors of such ranges.
-        """
+        """Yield (name, word of the part) of each part of which the optimizer steps elements."""
         names = self.names()
         for parameter in self.parameters():
-            part = self._parts[name := names[id(parameter)]]
-            piece = self._inner.held_tensors.piece(parameter)
-            shape = piece.shape if piece and piece.contiguous else tuple(parameter.shape)
-            if shape == part.shape:
-                yield name, part.word
+            yield (name := names[id(parameter)]), self._parts[name].word
 
     def of(self, fragment: int | None = None) -> Sequence[Sequence[nn.Parameter]]:
         """Return the tensors of each message: of one fragment, or of all.
 
         A message has tensors of one dtype, from parts that the same ranks of the worker have: so
-        these ranks get the same bits, whatever else each of them has.
+        these ranks get the same bits, whatever else each of them has. The order is that of the
+        model's parameters, whatever the optimizer's groups.
         """
         names = self.names()
+        stepped = {names[id(parameter)]: parameter for parameter in self.parameters()}
         found: dict[tuple[torch.dtype, str], list[nn.Parameter]] = {}
-        for parameter in self.parameters():
-            name = names[id(parameter)]
-            if fragment in (None, self._fragments[name]):
-                kind = self.dtype(parameter), self._parts[name].word
-                found.setdefault(kind, []).append(parameter)
+        for name in self._parts:
+            if name in stepped and fragment in (None, self._fragments[name]):
+                kind = self._kind(stepped[name], names)
+                found.setdefault(kind, []).append(stepped[name])
         return list(found.values())
 
     def channel(self, fragment: int, members: Sequence[nn.Parameter]) -> SumChannel:
-        """Return the channel of a message's sums; errors of a method are kept in the channel."""
+        """Return the channel of a message's sums; errors of a method are kept in the channel.
+
+        Once other tensors are in the message, a new channel goes on with the errors of the old one.
+        """
         names, dtype = self.names(), wide(self.dtype(members[0]))
         pieces = [self._stretch(names[id(parameter)], parameter, dtype) for parameter in members]
         stretch = Stretch.joined(pieces, dtype)
-        key = (fragment, stretch)
-        if key not in self._channels:
-            self._channels[key] = self._workers.gradients_summed(stretch, "outer gradients")
-        return self._channels[key]
+        key = MessageKey(fragment, *self._kind(members[0], names))
+        before = self._channels.get(key)
+        if before is None or before.stretch != stretch:
+            made = self._workers.gradients_summed(
+                stretch, "outer gradients", None if before is None else before.channel
+            )
+            self._channels[key] = MessageChannel(stretch, made)
+        return self._channels[key].channel
+
+    def _kind(self, parameter: nn.Parameter, names: Mapping[int, str]) -> tuple[torch.dtype, str]:
+        """Return the dtype and the word of the part, which the tensors of a message share."""
+        return self.dtype(parameter), self._parts[names[id(parameter)]].word
 
     def _stretch(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Stretch:
         """Describe a tensor in a message: a piece of a matrix is encoded as part of the matrix."""
-        piece = self._inner.held_tensors.piece(parameter)
-        shape, outer_dim, first, _ = piece or (tuple(parameter.shape), 0, 0, True)
+        shape, outer_dim, first = self._inner.held_tensors.piece(parameter)
         whole = Stretch.of(prod(shape), dtype, [ParameterRow(name, shape, outer_dim, 0)])
         return whole.cut(first, first + parameter.numel())
 

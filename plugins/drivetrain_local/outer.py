@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.handles import Finished
+from drivetrain.parts.buckets import view_like
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.saved_state import AROUND
 from drivetrain.shards import HeldTensors
@@ -194,24 +195,29 @@ class OuterSteps(StepCount):
         """Start to take the mean of the outer gradients of some workers."""
         flight = OuterExchange(self.steps + self._options.delay, among, {}, handles := [])
         for members in self.messages.of(fragment):
-            pieces = [self._outer_gradient(parameter) for parameter in members]
+            flat = self._outer_gradients(members, flight)
             # A sum of shares of the mean: so no later reader needs to know how many workers it had.
-            flat = torch.cat(pieces).div_(among.size)
+            flat.div_(among.size)
             if among is self._workers:
                 handles.append(self.messages.channel(fragment, members)(flat))
             else:  # methods for slow links keep errors for a sum of all workers: this one is exact
                 handles.append(among.all_reduce(flat, label="outer gradients"))
-            for parameter, piece in zip(
-                members, flat.split_with_sizes([*map(len, pieces)]), strict=True
-            ):
-                flight.gradients[parameter] = piece.view(parameter.shape)
         return flight
 
-    def _outer_gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return how far this worker has come from the outer weights, 1-D, for a message."""
-        outer = self.state[parameter][OUTER]
-        gradient = outer.to(wide(outer.dtype)) - self._held.values(parameter)
-        return gradient.reshape(-1).to(self.messages.device)
+    def _outer_gradients(self, members: Sequence[nn.Parameter], flight: OuterExchange) -> Tensor:
+        """Return how far this worker has come from the outer weights, 1-D, for a message.
+
+        Tensors lie side by side, each in the order of its memory; the exchange gets views of them.
+        """
+        dtype = wide(self.messages.dtype(members[0]))
+        numel = sum(parameter.numel() for parameter in members)
+        flat, edge = torch.empty(numel, dtype=dtype, device=self.messages.device), 0
+        for parameter in members:
+            outer, values = self.state[parameter][OUTER], self._held.values(parameter)
+            view = flight.gradients[parameter] = view_like(flat, edge, values)
+            view.copy_(outer.to(dtype) - values)
+            edge += values.numel()
+        return flat
 
     @torch.no_grad()
     def land(self, fragment: int) -> None:

@@ -15,7 +15,8 @@ STATES = 2
 """Outer weights and momentum."""
 
 _BESIDE = 2
-"""Outer gradients of a fragment, one by one and in one tensor, when its exchange starts."""
+"""Outer gradients of a fragment in one tensor when its exchange starts, and of one parameter by
+itself, which may be as large."""
 
 _BYTES = 4
 """Outer weights, their momentum and outer gradients are of the optimizer's tensors, in fp32."""

@@ -265,7 +265,7 @@ class Local(Stepping):
         yield from marked(self._workers.kept(), mine)
 
     def _stepped_parts(self) -> dict[str, str]:
-        """Return, by parameter, the word of the part that is stepped as a whole."""
+        """Return, by parameter, the word of the part of which this rank steps elements."""
         return {
             name: word for outer in self._outer for name, word in outer.messages.stepped_parts()
         }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.shards import is_dense
+from drivetrain.shards import outer_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class TensorSpec:
     def of(cls, name: str, tensor: Tensor) -> "TensorSpec":
         """Describe a tensor, which may live on the meta device."""
         shape = tuple(tensor.shape)
-        return cls(name, shape, tensor.dtype, tensor.requires_grad, _outer_dim(tensor))
+        return cls(name, shape, tensor.dtype, tensor.requires_grad, outer_dim(tensor))
 
     @property
     def numel(self) -> int:
@@ -121,12 +121,3 @@ class Cost:
     def total_sent(self) -> int:
         """Bytes sent by one rank in one optimizer step, as far as they are counted."""
         return sum(self.sent.values())
-
-
-def _outer_dim(tensor: Tensor) -> int:
-    if tensor.is_contiguous():  # as nearly all are, and many times as quick as to compare strides
-        return next((dim for dim, size in enumerate(tensor.shape) if size > 1), 0)
-    strides = {dim: tensor.stride(dim) for dim, size in enumerate(tensor.shape) if size > 1}
-    if not strides or not is_dense(tensor):
-        return 0
-    return max(strides, key=lambda dim: strides[dim])

@@ -124,6 +124,16 @@ class TensorFacts:
         return prod(self.shape) * self.dtype.itemsize
 
 
+def outer_dim(tensor: Tensor) -> int:
+    """Return the dim whose slices lie one after the other in memory; of size 1 none counts."""
+    if tensor.is_contiguous():  # as nearly all are, and many times as quick as to compare strides
+        return next((dim for dim, size in enumerate(tensor.shape) if size > 1), 0)
+    strides = {dim: tensor.stride(dim) for dim, size in enumerate(tensor.shape) if size > 1}
+    if not strides or not is_dense(tensor):
+        return 0
+    return max(strides, key=lambda dim: strides[dim])
+
+
 class HeldPart(NamedTuple):
     """The part of a parameter that a rank's modules have.
 
@@ -255,19 +265,17 @@ def _in_row(
 
 
 class ParameterPiece(NamedTuple):
-    """Where the elements of a tensor lie in the parameter of which the tensor is a piece.
+    """The place of a tensor in the parameter of which the tensor is a piece, or all.
 
     Attributes:
         shape: of the parameter, as this rank's modules have it.
         outer_dim: the dim of the parameter that is outermost in memory.
         first: the first element, in the order of the parameter's memory.
-        contiguous: whether this order is that of the flattened parameter.
     """
 
     shape: tuple[int, ...]
     outer_dim: int
     first: int
-    contiguous: bool
 
 
 class HeldTensors:
@@ -290,12 +298,9 @@ class HeldTensors:
         """Return the dtype of a tensor's values, on all ranks and at all times the same."""
         return tensor.dtype
 
-    def piece(self, tensor: nn.Parameter) -> ParameterPiece | None:
-        """Return which piece of a parameter a tensor is, as its flattened elements are in order.
-
-        None: a tensor of its own shape, whole or some rows that are not contiguous in memory.
-        """
-        return None
+    def piece(self, tensor: nn.Parameter) -> ParameterPiece:
+        """Return which elements of a parameter a tensor has: by default, all."""
+        return ParameterPiece(tuple(tensor.shape), outer_dim(tensor), 0)
 
     def values(self, tensor: nn.Parameter) -> Tensor:
         """Return the values of a tensor, behind steps under way: in place, or a copy in memory."""

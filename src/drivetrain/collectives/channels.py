@@ -41,12 +41,16 @@ class Channels(ABC):
     def reduce_parts(self, parts: Parts, *, label: str = "") -> Handle:
         """Put the sums over ranks into this rank's tensors."""
 
-    def gradients_summed(self, stretch: Stretch, label: str) -> SumChannel:
+    def gradients_summed(
+        self, stretch: Stretch, label: str, replaces: SumChannel | None = None
+    ) -> SumChannel:
         """Return a channel that replaces gradients by their sums over ranks.
 
         Args:
             stretch: describes the flat tensor of the gradients.
             label: names the operations in errors.
+            replaces: a channel that is given up for this one, and under way no more. The state
+                that an approximation has kept for the elements of this rank goes on.
         """
 
         def start(tensor: Tensor) -> Handle:

@@ -80,8 +80,11 @@ class LinkedCommunicator(HierarchicalCommunicator):
         self._summed: list[Stretch] = []
 
     @override
-    def gradients_summed(self, stretch: Stretch, label: str) -> SumChannel:
+    def gradients_summed(
+        self, stretch: Stretch, label: str, replaces: SumChannel | None = None
+    ) -> SumChannel:
         exact = super().gradients_summed(stretch, label)
+        self._park(self._given_up(replaces))
         if self._links.is_open("gradients"):
             return self._await_method(exact, partial(self.gradients_summed, stretch, label))
         near, far = self._collecting, self._far
@@ -137,16 +140,12 @@ class LinkedCommunicator(HierarchicalCommunicator):
         replaces: ReduceChannel | None = None,
     ) -> ReduceChannel:
         exact = super().gradients_scattered(describe, label)
-        given_up = self._given_up(replaces)
+        self._park(self._given_up(replaces))
         if self._links.is_open("gradients"):
             return self._await_method(exact, partial(self.gradients_scattered, describe, label))
         near = self._collecting
         held = describe()[near.rank :: near.size]
         reduction = self._reduction(held, everywhere=False)
-        before = [channel for channel in self.channels if channel is given_up]
-        for channel in before:
-            self.channels.remove(channel)
-            self._parked.park(channel)
         if reduction is None:
             return exact
         self._parked.give(reduction)
@@ -166,7 +165,13 @@ class LinkedCommunicator(HierarchicalCommunicator):
         self._awaited.append(made)
         return made
 
-    def _given_up(self, channel: ReduceChannel | None) -> ReduceChannel | None:
+    def _park(self, channel: Callable[..., Handle] | None) -> None:
+        """Let the state of a channel wait for another one; an exact channel has none."""
+        if isinstance(channel, Warmed) and channel in self.channels:
+            self.channels.remove(channel)
+            self._parked.park(channel)
+
+    def _given_up(self, channel: Callable[..., Handle] | None) -> Callable[..., Handle] | None:
         """Forget a channel that another one replaces; return its sums as they are by now."""
         if not isinstance(channel, AwaitedChannel):
             return channel

@@ -95,6 +95,9 @@ class StepHooks:
         self._model.__dict__.pop("zero_grad", None)
 
     def _follow(self, unit: UnitGradients, slot: ParameterSlot) -> None:
+        fragment = unit.of[slot].flat.fragments.get(slot)
+        if fragment is not None:  # a strategy around this one asks which fragments are stepped
+            fragment.requires_grad_(slot.parameter.requires_grad)
         if slot in self._gradients:
             self._gradients.pop(slot).remove()
             return

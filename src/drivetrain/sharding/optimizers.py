@@ -105,12 +105,12 @@ class Fragments(HeldTensors):
         slot = self._slot_of(tensor)
         return super().dtype(tensor) if slot is None else slot.master
 
-    def piece(self, tensor: nn.Parameter) -> ParameterPiece | None:
-        """Return which elements of its parameter a fragment is; None for a whole parameter."""
+    def piece(self, tensor: nn.Parameter) -> ParameterPiece:
+        """Return which elements of its parameter a fragment has."""
         slot = self._slot_of(tensor)
-        if slot is None or not slot.in_order:
-            return None
-        return ParameterPiece(slot.shape, slot.outer_dim, slot.owned[0], slot.contiguous)
+        if slot is None:
+            return super().piece(tensor)
+        return ParameterPiece(slot.shape, slot.outer_dim, slot.owned[0])
 
     def values(self, tensor: nn.Parameter) -> Tensor:
         """Return the values of a fragment, also where a store keeps them."""

@@ -94,11 +94,6 @@ class ParameterSlot:
             fragment_strides=inner,
         )
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the flattened fragment has a range of the parameter, in the order of memory."""
-        return self.divided and (self.contiguous or len(self.fragment_shape) == 1)
-
     def view(self, flat: Tensor) -> Tensor:
         """Return the parameter's place in a flat tensor, in the parameter's shape."""
         start = flat.storage_offset() + self.span.start

@@ -1,4 +1,10 @@
-"""A rank that trains a model under each strategy, and prints losses, norms and weights."""
+"""A rank that trains a model by each configuration, and prints losses, norms and weights.
+
+::
+
+    python strategies_on_gpus.py ddp zero3          # on the GPU where there is one
+    python strategies_on_gpus.py --cpu ddp zero3
+"""
 
 import json
 import os
@@ -21,7 +27,27 @@ STRATEGIES = {
     "pp-zb": {"name": "megatron", "pp": 2, "schedule": "zb-h1"},
     "plain": {"name": "plain"},
 }
-WINDOW, ROWS, TOKENS, WORDS, WIDTH = 4, 4, 12, 64, 32
+"""Trainings that equal that of one process."""
+
+LOCAL = {"name": "local", "every": 3, "fragments": 2, "delay": 1}
+BETWEEN_HOSTS = {
+    "int8": ({"name": "ddp"}, {"gradients": "int8"}),
+    "momenta": (
+        {"name": "ddp", "exchange": "momentum"},
+        {"gradients": "onebit", "warmup_steps": 3},
+    ),
+    "updates": ({"name": "zero2"}, {"gradients": "topk", "parameters": "int4"}),
+    "values": ({"name": "zero3", "keep_below": 0}, {"gradients": "bf16", "parameters": "int8"}),
+    "secondary": (
+        {"name": "fsdp", "secondary": "host"},
+        {"gradients": "powersgd", "parameters": "powersgd", "warmup_steps": 1},
+    ),
+    "local": ({**LOCAL, "inner": "zero1"}, {"gradients": "int4"}),
+    "local, stores": ({**LOCAL, "inner": {"name": "offload", "optimizer": "cpu"}}, {}),
+}
+"""Trainings on hosts, each strategy with its section ``links.far``."""
+
+WINDOW, EPOCHS, ROWS, TOKENS, WORDS, WIDTH = 4, 3, 4, 12, 64, 32
 
 
 class Block(nn.Module):
@@ -54,10 +80,12 @@ class Words(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), following.flatten())
 
 
-def trained(strategy: dict[str, object], *, cpu: bool) -> list[float]:
+def trained(strategy: dict[str, object], far: dict[str, object], *, cpu: bool) -> list[float]:
     """Return the losses and norms of a training, a loss of evaluation, and the weights' sum."""
     torch.manual_seed(0)
-    accelerator = Accelerator(strategy=strategy, cpu=cpu, gradient_accumulation_steps=WINDOW)
+    config = {"strategy": strategy, "links": {"far": far}}
+    accelerator = Accelerator(config=config, cpu=cpu, gradient_accumulation_steps=WINDOW)
+    clips = strategy.get("exchange") != "momentum"  # clipping by norm is refused there
     model = Words().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     words = torch.randint(0, WORDS, (32, TOKENS + 1), generator=torch.Generator().manual_seed(1))
@@ -65,15 +93,16 @@ def trained(strategy: dict[str, object], *, cpu: bool) -> list[float]:
     loader = DataLoader(data, ROWS // accelerator.mesh["dp"].size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     found, window = [], []
-    for batch in loader:
+    for batch in (batch for _ in range(EPOCHS) for batch in loader):
         with accelerator.accumulate(model):
             loss = model(*batch)
             window.append(loss.detach())
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 found += [accelerator.reduce(each, "mean").item() for each in window]
-                found.append(float(norm))
+                if clips:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    found.append(accelerator.reduce(norm, "mean").item())
                 window.clear()
             optimizer.step()
             optimizer.zero_grad()
@@ -88,10 +117,9 @@ def trained(strategy: dict[str, object], *, cpu: bool) -> list[float]:
 
 
 if __name__ == "__main__":
-    names = sys.argv[1:]
-    results = {
-        name: trained(STRATEGIES[name], cpu=name == "plain" or not torch.cuda.is_available())
-        for name in names
-    }
+    names = [name for name in sys.argv[1:] if name != "--cpu"]
+    on_cpu = "--cpu" in sys.argv or not torch.cuda.is_available()
+    known = {**BETWEEN_HOSTS, **{name: (each, {}) for name, each in STRATEGIES.items()}}
+    results = {name: trained(*known[name], cpu=on_cpu or name == "plain") for name in names}
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(results))

@@ -45,14 +45,17 @@ def model():
 class Run:
     """Steps of the model under ``local``, with the bytes of each round."""
 
-    def __init__(self, rounds, inner="ddp", workers="ranks", late_s=0.0, **far):
+    def __init__(self, rounds, inner="ddp", workers="ranks", late_s=0.0, model=model, **far):
         strategy = {"name": "local", "inner": inner, "workers": workers, **asdict(rounds)}
         strategy["late_s"] = late_s
         config = {"strategy": strategy, "links": {"far": far}}
         self.accelerator = Accelerator(config=config, cpu=True)
         self.every, self.delay = rounds.every, rounds.delay
-        each = model()
-        self.model, self.optimizer = self.accelerator.prepare(each, SGD(each.parameters(), lr=0.1))
+        self.make, each = model, model()
+        vectors = [p for p in each.parameters() if p.ndim == 1]
+        matrices = [p for p in each.parameters() if p.ndim > 1]
+        groups = [{"params": vectors}, {"params": matrices}]  # in another order than the model's
+        self.model, self.optimizer = self.accelerator.prepare(each, SGD(groups, lr=0.1))
 
     def steps(self, count):
         generator = torch.Generator().manual_seed(self.accelerator.process_index)
@@ -75,7 +78,7 @@ class Run:
         self.wait()
         after = self.accelerator.traffic.sent()
         strategy = self.accelerator.strategy_of(self.model)
-        spec = ModelSpec.of(model(), states=0)
+        spec = ModelSpec.of(self.make(), states=0)
         promised = type(strategy).cost(strategy.config, spec, strategy.run).sent
         if self.accelerator.is_main_process:
             sent = {key: -(-(after[key] - before.get(key, 0)) // self.every) for key in after}
@@ -202,3 +205,34 @@ def test_pieces_of_matrices_are_encoded(monkeypatch, inner, method):
     run = Run(Rounds(every=3), inner, workers="hosts", gradients=method)
     run.check_bytes()
     run.accelerator.free_memory()
+
+
+class Strange(nn.Module):
+    """A position table with a leading dim of 1, and a matrix that lies in memory by columns."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.places = nn.Parameter(torch.randn(1, WIDTH, WIDTH))
+        self.out = nn.Linear(WIDTH, 40)
+        self.out.weight = nn.Parameter(self.out.weight.detach().T.contiguous().T)
+
+    def forward(self, inputs):
+        return self.out(torch.tanh(inputs @ self.places[0]))
+
+
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("method", ["int4", "powersgd"])
+@pytest.mark.parametrize("inner", ["ddp", "zero2", "fsdp"])
+def test_matrices_in_other_orders_of_memory(monkeypatch, inner, method):
+    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    run = Run(Rounds(every=3), inner, workers="hosts", model=Strange, gradients=method)
+    exact = Run(Rounds(every=3), inner, workers="hosts", model=Strange)
+    run.check_bytes()
+    exact.steps(6)
+    found, expected = (each.accelerator.get_state_dict(each.model) for each in (run, exact))
+    for name, value in Strange().state_dict().items():
+        apart, moved = (found[name] - expected[name]).norm(), (expected[name] - value).norm()
+        assert apart < 0.9 * moved, f"{name} went another way"
+    for each in (run, exact):
+        each.accelerator.free_memory()

@@ -137,12 +137,14 @@ def test_one_worker_goes_on_from_the_mean_of_all(folder, rounds):
 class Wide(nn.Module):
     """A layer with a matrix that methods for slow links approximate, in fp32."""
 
-    def __init__(self):
+    def __init__(self, *, transposed=False):
         super().__init__()
         torch.manual_seed(5)
         self.first = nn.Linear(5, 64)
         self.wide = nn.Linear(64, 64)
         self.last = nn.Linear(64, 3)
+        if transposed:
+            self.wide.weight = nn.Parameter(self.wide.weight.detach().T.contiguous().T)
 
     def forward(self, inputs):
         return self.last(torch.tanh(self.wide(self.first(inputs.float()))))
@@ -150,9 +152,11 @@ class Wide(nn.Module):
 
 def errors_of(training):
     """Return the sums of all workers' errors of the matrix, as a checkpoint gets them."""
-    found = torch.zeros(64 * 64)
+    found, keys = torch.zeros(64 * 64), set()
     for shard in training.accelerator.strategy_of(training.model).shards():
         if shard.name == "wide.weight" and shard.state.startswith("links.error."):
+            assert shard.state not in keys, "two channels have errors of the same elements"
+            keys.add(shard.state)
             first = int(shard.state.removesuffix("@").rpartition(".")[2])
             found[first : first + len(shard.tensor)] += shard.tensor
     return training.accelerator.reduce(found, "sum")
@@ -178,16 +182,18 @@ def test_kept_errors_go_on_bit_for_bit(folder, method):
 
 
 @pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "fsdp"])
-def test_kept_errors_with_other_workers(monkeypatch, folder, inner):
+def test_kept_errors_with_other_workers(monkeypatch, folder, inner, transposed):
     links = {"gradients": "int4"}
-    four = Training(local(Rounds(every=2)), links, Wide())
+    four = Training(local(Rounds(every=2)), links, Wide(transposed=transposed))
     four.run(0, 5)
     four.accelerator.save_state(folder)
     monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
     said = []
     monkeypatch.setattr("drivetrain_local.kept.logger.announce", said.append)
-    two = Training({**local(Rounds(every=2), inner), "workers": "hosts"}, links, Wide())
+    strategy = {**local(Rounds(every=2), inner), "workers": "hosts"}
+    two = Training(strategy, links, Wide(transposed=transposed))
     two.accelerator.load_state(folder)
     before, after = errors_of(four), errors_of(two)
     torch.testing.assert_close(after, before)
@@ -196,6 +202,48 @@ def test_kept_errors_with_other_workers(monkeypatch, folder, inner):
     two.run(5, 7)
     four.close()
     two.close()
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
+def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
+    """A message then has other tensors, and another channel; all workers exchange the layer."""
+    model = Wide()
+    model.first.requires_grad_(False)
+    training = Training(local(Rounds(every=2), inner), {"gradients": "int4"}, model)
+    training.run(0, 5)
+    before = errors_of(training)
+    assert before.abs().sum() > 0
+    model.first.requires_grad_(True)
+    training.run(5, 6)  # with an exchange
+    after = errors_of(training)
+    assert after.abs().sum() > 0
+    assert not torch.equal(after, before)
+    training.run(6, 8)
+    outer = training.outer()
+    for name, value in outer.items():
+        assert torch.equal(training.accelerator.reduce(value.double(), "mean"), value.double())
+    assert not torch.equal(outer["first.weight"], Wide().first.weight)
+    training.accelerator.save_state(folder)
+    training.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_new_channel_takes_the_errors_of_the_old_one():
+    model = Wide()
+    model.first.requires_grad_(False)
+    training = Training(local(Rounds(every=2), "zero1"), {"gradients": "int4"}, model)
+    training.run(0, 5)
+    before = errors_of(training)
+    model.first.requires_grad_(True)
+    training.run(5, 5)
+    strategy = training.accelerator.strategy_of(training.model)
+    training.model(batch(5, 0))  # zero1 follows the change
+    for outer in strategy._outer:
+        for members in outer.messages.of():
+            outer.messages.channel(0, members)
+    torch.testing.assert_close(errors_of(training), before)
+    training.close()
 
 
 @pytest.mark.ranks(2)
