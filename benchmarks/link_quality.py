@@ -112,7 +112,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 UNCLIPPED = ("onebit adam", "exact, unclipped")
-"""Momenta are not clipped; exact training without clipping is what their row compares with."""
+"""Momenta are not clipped. ``exact, unclipped`` tells what exact training does without clipping."""
 
 
 def texts() -> tuple[Tensor, Tensor]:
@@ -191,7 +191,10 @@ def held_out(
 
 
 def run(row: str, seed: int, arguments: argparse.Namespace, kept: Path) -> dict[str, Any]:
-    """Train a row in processes of its own, each a host, and return its held-out losses."""
+    """Train a row in processes of its own, each a host, and return its held-out losses.
+
+    In place of ``losses`` there is an ``error`` if a rank failed.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -212,12 +215,22 @@ def run(row: str, seed: int, arguments: argparse.Namespace, kept: Path) -> dict[
         )
         for rank in range(RANKS)
     ]  # fmt: skip
-    said = [rank.communicate() for rank in ranks]
+    try:
+        said = [rank.communicate() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     if any(rank.returncode for rank in ranks):
-        raise RuntimeError(f"{row}, seed {seed}:\n" + "\n".join(err[-3000:] for _, err in said))
+        error = f"{row}, seed {seed}:\n" + "\n".join(err[-3000:] for _, err in said)
+        return {"row": row, "seed": seed, "error": error}
     lines = [line for line in said[0][0].splitlines() if line.startswith('{"losses"')]
-    return {"model": arguments.model, "row": row, "seed": seed, "steps": arguments.steps,
-            "lr": arguments.lr, **json.loads(lines[-1])}  # fmt: skip
+    return {"row": row, "seed": seed, **json.loads(lines[-1])}
+
+
+def known(results: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs of a file of results under the same conditions."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    return [each for each in map(json.loads, lines) if setting.items() <= each.items()]
 
 
 def by_seed(found: list[dict[str, Any]], row: str) -> dict[int, dict[int, float]]:
@@ -292,16 +305,12 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="a file for the text, made where there is none")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.gpu and not torch.cuda.is_available():
+        parser.error("expected a GPU for --gpu, found none; leave it out")
     arguments.lr = arguments.lr or RATES[arguments.model]
     if arguments.worker:
         train(arguments)
         return
-    lines = arguments.results.read_text().splitlines() if arguments.results.exists() else []
-    known = [json.loads(line) for line in lines]
-    found = [each for each in known
-             if (each["model"], each["steps"], each["lr"])
-             == (arguments.model, arguments.steps, arguments.lr)]  # fmt: skip
-    done = {(each["row"], each["seed"]) for each in found}
     size = SIZES[arguments.model]
     with tempfile.TemporaryDirectory() as folder, ThreadPool(arguments.at_once) as pool:
         kept = arguments.texts or Path(folder) / "texts.pt"
@@ -313,12 +322,23 @@ def main() -> None:
         parameters = sum(p.numel() for p in Gpt(size).parameters())
         print(f"{parameters:,} parameters, {len(text):,} bytes of training text, {tokens:,} "
               "tokens per run\n", flush=True)  # fmt: skip
+        # Losses are compared under the same conditions alone.
+        setting = {key: getattr(arguments, key) for key in ("model", "steps", "lr", "gpu")}
+        setting["text"] = sha256(text.numpy().tobytes()).hexdigest()[:12]
+        found = known(arguments.results, setting)
+        done = {(each["row"], each["seed"]) for each in found}
         left = [(row, seed) for seed in arguments.seeds for row in arguments.rows
                 if (row, seed) not in done]  # fmt: skip
+        errors = []
         for line in pool.imap_unordered(lambda each: run(*each, arguments, kept), left):
-            found.append(line)
+            if "error" in line:
+                errors.append(line["error"])
+                continue
+            found.append(setting | line)
             with arguments.results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(found[-1]) + "\n")
+    if errors:
+        sys.exit("\n".join(errors))
     table(found, arguments.rows)
     if arguments.figure:
         draw(found, arguments.rows, arguments.figure)

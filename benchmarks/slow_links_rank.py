@@ -6,7 +6,7 @@ A row is one of:
   ``hybrid`` is fsdp with ``sharding: hybrid``, ``zero3+secondary`` and ``fsdp+secondary`` are
   zero3 and fsdp with ``secondary: host``, ``momentum`` is ddp with momenta in place of
   gradients (1-bit Adam with the method ``onebit``); ``powersgd:16`` has another rank than the
-  default;
+  default, and so has ``powersgd`` for parameters in the same row;
 - ``local/GRADIENTS``: Streaming DiLoCo with ``ddp`` inside of a host; a block is a whole round, and
   no exchange is under way at its edges;
 - a peer of ``side_by_side.py``, such as ``torch_fsdp2`` or ``deepspeed_z3``.
@@ -16,6 +16,7 @@ import json
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,7 +57,8 @@ def is_local(row: str) -> bool:
 def config_of(row: str) -> dict[str, object]:
     """Return the configuration that a row of ours names."""
     name, *methods = row.split("/")
-    (gradients, rank), *rest = (each.partition(":")[::2] for each in methods)
+    gradients, rank = rank_of(methods[0])
+    parameters = methods[1] if len(methods) > 1 else EXACT
     strategy: dict[str, dict[str, object]] = {
         "hybrid": {"name": "fsdp", "sharding": "hybrid"},
         "zero3+secondary": {"name": "zero3", "secondary": "host"},
@@ -64,12 +66,16 @@ def config_of(row: str) -> dict[str, object]:
         "momentum": {"name": "ddp", "exchange": "momentum", "bucket_mib": BUCKET_MIB},
         "local": STREAMING,
     }
-    far: dict[str, object] = {"gradients": gradients, "parameters": rest[0][0] if rest else EXACT}
-    if rank:
-        far["options"] = {"rank": int(rank)}
+    far: dict[str, object] = {"gradients": gradients, "parameters": parameters, "options": rank}
     if name == "momentum":
         far["warmup_steps"] = WARM_UP - 1
     return {"strategy": strategy.get(name, {"name": name}), "links": {"far": far}}
+
+
+def rank_of(method: str) -> tuple[str, dict[str, int]]:
+    """Return the name of a method, and its option in a row."""
+    name, _, rank = method.partition(":")
+    return name, {"rank": int(rank)} if rank else {}
 
 
 def made(row: str, model: nn.Module) -> tuple[Step, Callable[[], int]]:
@@ -154,9 +160,11 @@ def encoding_s(row: str, size: SimpleNamespace) -> float:
     with torch.device("meta"):
         shapes = [p.shape for p in Gpt(size).parameters() if p.ndim > 1]
     total = 0.0
-    for name, _, rank in (each.partition(":") for each in names):
+    options = rank_of(names[0])[1] if names else {}
+    for name in (rank_of(each)[0] for each in names):
         kind = compressors().load(name)
-        method = kind(kind.Config(**({"rank": int(rank)} if rank else {})))
+        own = {each.name for each in fields(kind.Config)}
+        method = kind(kind.Config(**{key: value for key, value in options.items() if key in own}))
         for shape in shapes:
             matrix = torch.randn(shape)
             before = processor_s()
