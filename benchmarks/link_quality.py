@@ -62,6 +62,7 @@ WARM_STEPS = 300
 """Exact steps before those of a method: a fifth of 1,500 steps."""
 
 STREAMING = {"name": "local", "every": ROUND, "fragments": 3, "delay": 5, "keep": 0.5}
+STREAMING_15 = {**STREAMING, "every": 15, "delay": 4, "warmup_steps": WARM_STEPS}
 DDP: dict[str, Any] = {"name": "ddp"}
 MOMENTUM: dict[str, Any] = {"name": "ddp", "exchange": "momentum"}
 CHANCE: dict[str, Any] = {"rounding": "stochastic"}
@@ -105,9 +106,12 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "streaming, int4": (STREAMING, {"gradients": "int4"}),
     "local, warmed": ({"name": "local", "every": ROUND, "warmup_steps": WARM_STEPS}, {}),
     "streaming, warmed": ({**STREAMING, "warmup_steps": WARM_STEPS}, {}),
-    "streaming of 15, warmed": (
-        {**STREAMING, "every": 15, "delay": 4, "warmup_steps": WARM_STEPS},
-        {},
+    "streaming of 15, warmed": (STREAMING_15, {}),
+    "streaming of 15, warmed, int4": (STREAMING_15, {"gradients": "int4"}),
+    "streaming of 15, warmed, topk": (STREAMING_15, {"gradients": "topk"}),
+    "streaming of 15, warmed, topk, no outer momentum": (
+        {**STREAMING_15, "outer_momentum": 0.0, "outer_lr": 1.0},
+        {"gradients": "topk"},
     ),
 }
 

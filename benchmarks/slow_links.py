@@ -50,6 +50,9 @@ PORT = 29531
 NONE = "none"
 ROWS = ["ddp/powersgd", "zero2/powersgd/topk", "zero3/powersgd/int8", "hybrid/powersgd"]
 HOSTS = 2
+SETTING = ("model", "rate", "per_host", "batch")
+"""Options with which lines of results belong together."""
+
 EXACT_OF = {"momentum": "ddp"}
 """Strategies of exact rows, where that is not a row's own."""
 
@@ -65,7 +68,7 @@ def start(hosts: "Hosts", row: str, folder: Path, arguments: argparse.Namespace)
     python = arguments.peer_python if row.startswith("deepspeed") else sys.executable
     program = [python, __file__, "--worker", "--model", arguments.model, "--rows", row]
     program += ["--steps", str(arguments.steps), "--blocks", str(count_blocks(arguments))]
-    program += ["--folder", str(folder)]
+    program += ["--folder", str(folder), "--batch", str(arguments.batch)]
     per_host, size = arguments.per_host, HOSTS * arguments.per_host
     processes = []
     for rank in range(size):
@@ -141,7 +144,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 print(f"{row} is left out: --peer-python names no Python that has deepspeed")
                 continue
             line = {"call": call, "row": row, "ranks": run(hosts, row, arguments)}
-            line |= {key: getattr(arguments, key) for key in ("model", "rate", "per_host")}
+            line |= {key: getattr(arguments, key) for key in SETTING}
             with arguments.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -239,7 +242,7 @@ def table(arguments: argparse.Namespace) -> None:
     text = arguments.results.read_text(encoding="utf-8") if arguments.results.exists() else ""
     known: dict[str, list[dict]] = {}
     for line in map(json.loads, text.splitlines()):
-        if all(line[key] == getattr(arguments, key) for key in ("model", "rate", "per_host")):
+        if all(line.get(key, 0) == getattr(arguments, key) for key in SETTING):
             known.setdefault(line["row"], []).append(line)
     heads = ["row", "no limit, ms", f"{arguments.rate}, ms", "ratio"]
     heads += [f"x {arguments.against}"] if arguments.against else []
@@ -255,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rate", default="100mbit", help="of the link, as tc writes it, or none")
     parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--batch", type=int, default=0, help="samples of a rank; 0: the model's")
     parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--per-host", type=int, default=1, help="ranks of a host")
     parser.add_argument("--steps", type=int, default=4, help="steps of a block that count")
@@ -269,7 +273,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.worker:
         (row,) = arguments.rows
-        train(row, arguments.model, arguments.steps, arguments.blocks, arguments.folder)
+        blocks, folder = arguments.blocks, arguments.folder
+        train(row, arguments.model, arguments.batch, arguments.steps, blocks, folder)
         return
     if not arguments.table:
         measure(arguments)

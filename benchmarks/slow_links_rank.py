@@ -95,8 +95,17 @@ def made(row: str, model: nn.Module) -> tuple[Step, Callable[[], int]]:
     return with_accelerator(accelerator, model), counted
 
 
-def train(row: str, name: str, steps: int, blocks: int, folder: Path) -> None:
-    """Train on this rank, and print the times and bytes of each block as JSON."""
+def train(row: str, name: str, batch: int, steps: int, blocks: int, folder: Path) -> None:
+    """Train on this rank, and print the times and bytes of each block as JSON.
+
+    Args:
+        row: what to train.
+        name: of the model.
+        batch: samples of this rank in a step; 0 takes those of the model.
+        steps: of a block that count.
+        blocks: how many.
+        folder: where ranks and the parent process meet.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)
     size = MODELS[name]
@@ -104,7 +113,8 @@ def train(row: str, name: str, steps: int, blocks: int, folder: Path) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def timed() -> float:
-        tokens = torch.randint(size.vocab, (size.batch, size.seq + 1), generator=generator)
+        shape = (batch or size.batch, size.seq + 1)
+        tokens = torch.randint(size.vocab, shape, generator=generator)
         start = time.perf_counter()
         step(tokens)
         return 1000 * (time.perf_counter() - start)

@@ -58,6 +58,7 @@ class TopK(Compiled[TopKOptions]):
     )
     honesty: ClassVar[Honesty] = Honesty.THEORY
     parameters: ClassVar[bool] = False  # of values, almost all would be zeros
+    sparse: ClassVar[bool] = True
     keeps_feedback = True
     group = 4 * CHUNK  # a chunk may have an odd number of bytes
     Config: ClassVar[type] = TopKOptions

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
+from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.compressor import Honesty
 from drivetrain.log import get_logger
 from drivetrain.paper.run import PaperRun
@@ -167,6 +168,7 @@ class Local(Stepping):
             f"{self.config.fragments} fragments every {self.config.every} steps; a trajectory of "
             f"its own ({Honesty.EMPIRICAL}){self.run.links.note(self.channels(self.config))}"
         )
+        _warn_of_sparse(self.run.links, self.config.outer_momentum)
 
     # --- whole weights: the outer ones ---
 
@@ -288,3 +290,13 @@ class Local(Stepping):
         saved = saved_workers(reader)
         worker = self._far.rank if saved == self._far.size else None
         return WorkerReader(reader, saved, worker, outer=not self._alone) if saved else reader
+
+
+def _warn_of_sparse(links: LinkMethods, momentum: float) -> None:
+    """Say that errors of a sparse method and an outer momentum make each other grow."""
+    if links.gradients is not None and links.gradients.sparse and momentum:
+        logger.warning(
+            f"local: {links.name_for('gradients')} sends few numbers in an exchange, and keeps all "
+            f"others for later ones; with outer_momentum: {momentum} training diverges. Take "
+            "outer_momentum: 0 and outer_lr: 1, or int4"
+        )

@@ -2,6 +2,10 @@
 
 The exchange is eight bytes for each rank, in every step, or in fast steps only now and then. How
 many steps pass until the next exchange follows from the slowest rank, alike on all ranks.
+
+Ranks that take their steps apart from each other wait at nothing else in a step. Between them the
+eight bytes may queue on a slow link behind a message of megabytes, so there exchanges that took
+long become rare.
 """
 
 import time
@@ -22,10 +26,20 @@ MOST_STEPS = 16
 """Ranks exchange at least every so many steps, and at the start of a run after twice as many each
 time: fast steps may become slow ones, and a notice must not wait for many of those."""
 
+WAITING = 0.02
+"""The share of their time that ranks which step apart may wait in exchanges."""
+
+LONGEST_S = 10.0
+"""For this they leave out exchanges, but for no longer: a notice must not wait for minutes."""
+
+_FADING = 0.7
+"""Of how long the ranks waited so much counts at the next exchange, which may be a quick one."""
+
 _MARK, _MARK_BITS = 0x5EED, 48
 """The upper bits of a word: other ranks' collectives of eight bytes hold something else."""
 
-_TOLD, _BAD, _TIME_BITS, _MICROSECONDS = 1 << 47, 1 << 46, 46, 1e6
+_TOLD, _BAD, _TIME_BITS, _UNIT_S = 1 << 47, 1 << 46, 23, 1e-4
+"""Two flags, and two times below them, in units that go up to 14 minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,8 @@ class Exchange:
         self._left = self._pause = 1
         self._steps = 0
         self._since = time.monotonic()
+        self._waited = 0.0
+        self._longest = 0.0
 
     def is_due(self) -> bool:
         """Count a step, and return whether ranks exchange in it: the same on every rank."""
@@ -63,8 +79,13 @@ class Exchange:
         self._left -= 1
         return self._left <= 0
 
-    def tell(self, *, told: bool, bad: bool) -> Exchanged:
+    def tell(self, *, told: bool, bad: bool, apart: bool = False) -> Exchanged:
         """Send facts of this rank, and return those of all the ranks together. Collective.
+
+        Args:
+            told: see ``Exchanged``.
+            bad: see ``Exchanged``.
+            apart: whether ranks wait for each other at nothing else in a step.
 
         Raises:
             CollectiveError: a rank does not come, or came to another collective.
@@ -72,11 +93,13 @@ class Exchange:
         now = time.monotonic()
         seconds = (now - self._since) / max(1, self._steps)
         self._since, self._steps = now, 0
-        mine = _packed(told, bad, seconds)
+        mine = _packed(told, bad, seconds, self._waited)
         words = [mine] if self._size == 1 else self._gathered(mine)
-        slowest = max(word & ((1 << _TIME_BITS) - 1) for word in words) / _MICROSECONDS
-        within = max(1, int(PERIOD_S / max(slowest, PERIOD_S / MOST_STEPS, 1e-9)))
-        self._left = self._pause = min(within, 2 * self._pause)
+        self._waited = time.monotonic() - now
+        slowest = max(map(_seconds, words))
+        self._longest = max(self._longest * _FADING, *map(_waited, words))
+        period = min(self._longest / WAITING, LONGEST_S) if apart else 0.0
+        self._left = self._pause = min(_steps_within(period, slowest), 2 * self._pause)
         return Exchanged(any(word & _TOLD for word in words), any(word & _BAD for word in words))
 
     def _gathered(self, mine: int) -> list[int]:
@@ -120,7 +143,22 @@ class StepExchanges:
         return self._made[key]
 
 
-def _packed(told: bool, bad: bool, seconds: float) -> int:
-    """Return one integer of 63 bits."""
-    time_us = min(int(seconds * _MICROSECONDS), (1 << _TIME_BITS) - 1)
-    return (_MARK << _MARK_BITS) | (_TOLD * told) | (_BAD * bad) | time_us
+def _steps_within(period: float, step: float) -> int:
+    """Return after how many steps of so many seconds ranks exchange again."""
+    steps = int(max(period, PERIOD_S) / max(step, PERIOD_S / MOST_STEPS))
+    return min(max(1, steps), MOST_STEPS)
+
+
+def _packed(told: bool, bad: bool, seconds: float, waited: float) -> int:
+    """Return one integer of 63 bits: of a step's seconds, and of the exchange before."""
+    step, before = (min(int(each / _UNIT_S), (1 << _TIME_BITS) - 1) for each in (seconds, waited))
+    flags = (_TOLD * told) | (_BAD * bad)
+    return (_MARK << _MARK_BITS) | flags | (before << _TIME_BITS) | step
+
+
+def _seconds(word: int) -> float:
+    return (word & ((1 << _TIME_BITS) - 1)) * _UNIT_S
+
+
+def _waited(word: int) -> float:
+    return _seconds(word >> _TIME_BITS)

@@ -236,7 +236,9 @@ class WindowGradients:
         due = (exchange := self._exchanges.among(ranks)).is_due()
         if not bad and (due or self.finite.must_tell(entries)):
             found = self.finite.found(entries)
-            exchanged = exchange.tell(told=self.preemption.heard and ranks is None, bad=found)
+            told = self.preemption.heard and ranks is None
+            apart = any(entry.strategy.steps_apart for entry in entries)
+            exchanged = exchange.tell(told=told, bad=found, apart=apart)
             self.preemption.told = self.preemption.told or exchanged.told
             bad = exchanged.bad
         if bad:

@@ -103,6 +103,7 @@ class Compressor(ABC, Generic[MethodConfigT]):
         parameters: whether it can gather values of parameters.
         updates: whether it can gather updates of parameters.
         keeps_feedback: whether an error of one step is added to the next; options may decide it.
+        sparse: whether most numbers are not sent at all, but wait among the errors for later sums.
         Config: a frozen dataclass whose fields are declared with ``option()``.
     """
 
@@ -112,6 +113,7 @@ class Compressor(ABC, Generic[MethodConfigT]):
     parameters: ClassVar[bool] = False
     updates: ClassVar[bool] = False
     keeps_feedback: bool = False
+    sparse: ClassVar[bool] = False
     Config: ClassVar[type] = NoMethodOptions
 
     def __init__(self, config: MethodConfigT) -> None:

@@ -192,6 +192,20 @@ def test_the_log_says_that_workers_of_one_host_exchange_by_a_method(monkeypatch)
     assert alone.endswith("; all ranks are on one host, so that nothing is approximate")
 
 
+@pytest.mark.ranks(2)
+def test_a_sparse_method_with_outer_momentum_is_warned_of(monkeypatch):
+    said = []
+    monkeypatch.setattr("drivetrain_local.strategy.logger.warning", said.append)
+    for method, momentum, lines in (("topk", 0.9, 1), ("topk", 0.0, 0), ("int4", 0.9, 0)):
+        strategy = {"name": "local", "workers": "ranks", "outer_momentum": momentum}
+        links = {"far": {"gradients": method}}
+        accelerator = Accelerator(config={"strategy": strategy, "links": links}, cpu=True)
+        trained(accelerator, adamw, 0)
+        assert len(said) == lines, (method, momentum)
+        said.clear()
+        accelerator.free_memory()
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("options", "message"),

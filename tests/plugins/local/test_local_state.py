@@ -221,7 +221,7 @@ def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
     assert not torch.equal(after, before)
     training.run(6, 8)
     outer = training.outer()
-    for name, value in outer.items():
+    for value in outer.values():
         assert torch.equal(training.accelerator.reduce(value.double(), "mean"), value.double())
     assert not torch.equal(outer["first.weight"], Wide().first.weight)
     training.accelerator.save_state(folder)
