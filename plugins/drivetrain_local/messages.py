@@ -1,6 +1,6 @@
 """The messages between workers about the tensors that one optimizer steps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -84,26 +84,39 @@ class Messages:
         """Return the dtype of a tensor's values, on all workers the same."""
         return self._inner.held_tensors.dtype(parameter)
 
+    def held(self) -> Iterator[nn.Parameter]:
+        """Yield the tensors in the optimizer's groups, frozen ones, too."""
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the tensors that the optimizer steps now."""
-        for group in self._optimizer.param_groups:
-            yield from (each for each in group["params"] if each.requires_grad)
+        yield from (each for each in self.held() if each.requires_grad)
 
-    def stepped_parts(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, word of the part) of each part of which the optimizer steps elements."""
+    def held_parts(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, word of the part) of each part of which the optimizer holds elements."""
         names = self.names()
-        for parameter in self.parameters():
+        for parameter in self.held():
             yield (name := names[id(parameter)]), self._parts[name].word
 
-    def of(self, fragment: int | None = None) -> Sequence[Sequence[nn.Parameter]]:
+    def of(
+        self, fragment: int | None = None, also: Collection[nn.Parameter] = ()
+    ) -> Sequence[Sequence[nn.Parameter]]:
         """Return the tensors of each message: of one fragment, or of all.
+
+        Args:
+            fragment: None for all.
+            also: tensors that are in a message although they are frozen.
+
+        Returns:
+            Trainable tensors, and those of ``also``.
 
         A message has tensors of one dtype, from parts that the same ranks of the worker have: so
         these ranks get the same bits, whatever else each of them has. The order is that of the
         model's parameters, whatever the optimizer's groups.
         """
         names = self.names()
-        stepped = {names[id(parameter)]: parameter for parameter in self.parameters()}
+        stepped = {names[id(p)]: p for p in self.held() if p.requires_grad or p in also}
         found: dict[tuple[torch.dtype, str], list[nn.Parameter]] = {}
         for name in self._parts:
             if name in stepped and fragment in (None, self._fragments[name]):

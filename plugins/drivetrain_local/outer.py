@@ -171,7 +171,7 @@ class OuterSteps(StepCount):
         outer = partial(self._outer_state, fragment)
         late = self.late[fragment]
         if late.exchange(partial(self._step_among, fragment), outer):
-            for members in self.messages.of(fragment):
+            for members in self._members(fragment):
                 for parameter in members:
                     self._held.set_values(parameter, self.state[parameter][OUTER])
         if fragment == 0 and late.idle:  # buffers belong to the outer weights that readers see
@@ -186,15 +186,19 @@ class OuterSteps(StepCount):
 
     def _outer_state(self, fragment: int) -> Sequence[Tensor]:
         """Return all tensors that an exchange changes: a late worker needs no others."""
-        members = [parameter for each in self.messages.of(fragment) for parameter in each]
+        members = [parameter for each in self._members(fragment) for parameter in each]
         outer = [self.state[parameter][OUTER] for parameter in members]
         momentum = [self._momentum(parameter) for parameter in members]
         return [*outer, *momentum, *(self.buffers if fragment == 0 else ())]
 
+    def _members(self, fragment: int) -> Sequence[Sequence[nn.Parameter]]:
+        """Return the tensors of each message: a frozen one until all workers have the same."""
+        return self.messages.of(fragment, also=self.state)
+
     def _launch(self, fragment: int, among: Communicator) -> OuterExchange:
         """Start to take the mean of the outer gradients of some workers."""
         flight = OuterExchange(self.steps + self._options.delay, among, {}, handles := [])
-        for members in self.messages.of(fragment):
+        for members in self._members(fragment):
             flat = self._outer_gradients(members, flight)
             # A sum of shares of the mean: so no later reader needs to know how many workers it had.
             flat.div_(among.size)
@@ -241,9 +245,12 @@ class OuterSteps(StepCount):
             outer = state[OUTER].to(mean.dtype).sub_(mean.add_(velocity, alpha=momentum), alpha=lr)
             state[OUTER].copy_(outer)
             # Not a sum of shares: without a share kept, all workers get the same bits.
-            if keep:
+            frozen = not parameter.requires_grad
+            if keep and not frozen:
                 outer = torch.lerp(outer, self._held.values(parameter).to(outer.dtype), keep)
             self._held.set_values(parameter, outer)
+            if frozen and not self.late:  # a worker that comes late takes the state of all tensors
+                del self.state[parameter]
 
     def _momentum(self, parameter: nn.Parameter) -> Tensor:
         """Return the outer momentum of a parameter, zeros before its first outer step."""
@@ -283,8 +290,10 @@ class OuterSteps(StepCount):
         """
         self._apart = apart
         self.state.clear()
+        for flight in self._flights.values():
+            flight.wait()
         self._flights.clear()
-        for parameter in self.messages.parameters():
+        for parameter in self.messages.held():
             inner = self.optimizer.state.get(parameter, {})
             found = {key: inner[key] for key in (OUTER, MOMENTUM, UNDER_WAY) if key in inner}
             if found:
@@ -292,7 +301,7 @@ class OuterSteps(StepCount):
         flying = {p: state[UNDER_WAY] for p, state in self.state.items() if UNDER_WAY in state}
         self.hidden()
         for fragment in range(self._options.fragments):
-            for members in self.messages.of(fragment):
+            for members in self._members(fragment):
                 self.messages.channel(fragment, members)
                 dtype = wide(self.messages.dtype(members[0]))
                 for parameter in (each for each in members if each in flying):

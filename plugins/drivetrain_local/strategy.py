@@ -262,15 +262,12 @@ class Local(Stepping):
             inside = noting_weights(self._inner.shards(), saved)
             yield from shards_of_worker(inside, self._optimizer_of_each(), self._far.rank)
         # Other ranks that step the same part keep the same errors: who saves the part saves both.
-        stepped = self._stepped_parts()
-        mine = {name: word for name, word in stepped.items() if name in saved}
+        mine = {name: word for name, word in self._held_parts().items() if name in saved}
         yield from marked(self._workers.kept(), mine)
 
-    def _stepped_parts(self) -> dict[str, str]:
-        """Return, by parameter, the word of the part of which this rank steps elements."""
-        return {
-            name: word for outer in self._outer for name, word in outer.messages.stepped_parts()
-        }
+    def _held_parts(self) -> dict[str, str]:
+        """Return, by parameter, the word of the part of which optimizers hold elements."""
+        return {name: word for outer in self._outer for name, word in outer.messages.held_parts()}
 
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes."""
@@ -283,7 +280,7 @@ class Local(Stepping):
         for index, outer in enumerate(self._outer):
             outer.taken_over(apart=index in apart)
         method = self.run.links.name_for("gradients")
-        parts, device = self._stepped_parts(), self.run.world.device
+        parts, device = self._held_parts(), self.run.world.device
         go_on_with_kept(self._workers, self._ranks, device, reader, parts, method)
 
     def _view(self, reader: Reader) -> Reader:
@@ -297,6 +294,6 @@ def _warn_of_sparse(links: LinkMethods, momentum: float) -> None:
     if links.gradients is not None and links.gradients.sparse and momentum:
         logger.warning(
             f"local: {links.name_for('gradients')} sends few numbers in an exchange, and keeps all "
-            f"others for later ones; with outer_momentum: {momentum} training diverges. Take "
-            "outer_momentum: 0 and outer_lr: 1, or int4"
+            f"others for later ones; with outer_momentum: {momentum} training may diverge. Take "
+            "int4, or outer_momentum: 0 and outer_lr: 1"
         )

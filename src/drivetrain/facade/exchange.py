@@ -29,8 +29,8 @@ time: fast steps may become slow ones, and a notice must not wait for many of th
 WAITING = 0.02
 """The share of their time that ranks which step apart may wait in exchanges."""
 
-LONGEST_S = 10.0
-"""For this they leave out exchanges, but for no longer: a notice must not wait for minutes."""
+LONGEST_S = 5.0
+"""For this they leave out exchanges, but for no longer: a notice gives a run half a minute."""
 
 _FADING = 0.7
 """Of how long the ranks waited so much counts at the next exchange, which may be a quick one."""
@@ -90,21 +90,23 @@ class Exchange:
         Raises:
             CollectiveError: a rank does not come, or came to another collective.
         """
-        now = time.monotonic()
-        seconds = (now - self._since) / max(1, self._steps)
-        self._since, self._steps = now, 0
+        if self._group is None and self._size > 1:
+            self._group = self._common_group()
+        begun, steps = time.monotonic(), max(1, self._steps)
+        seconds = (begun - self._since) / steps
         mine = _packed(told, bad, seconds, self._waited)
         words = [mine] if self._size == 1 else self._gathered(mine)
-        self._waited = time.monotonic() - now
+        self._since, self._steps = time.monotonic(), 0
         slowest = max(map(_seconds, words))
-        self._longest = max(self._longest * _FADING, *map(_waited, words))
+        # For slower ranks this one waits sooner or later, however rare exchanges are.
+        self._waited = max(0.0, self._since - begun - (slowest - seconds) * steps)
+        longest = max(self._longest * _FADING, *map(_waited, words))
+        self._longest = min(longest, WAITING * LONGEST_S)
         period = min(self._longest / WAITING, LONGEST_S) if apart else 0.0
         self._left = self._pause = min(_steps_within(period, slowest), 2 * self._pause)
         return Exchanged(any(word & _TOLD for word in words), any(word & _BAD for word in words))
 
     def _gathered(self, mine: int) -> list[int]:
-        if self._group is None:
-            self._group = self._common_group()
         word = torch.tensor([mine], dtype=torch.int64, device="cpu")
         words = word.new_empty(self._size, 1)
         doing = "optimizer.step(), where ranks exchange what they found"

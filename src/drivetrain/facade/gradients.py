@@ -237,7 +237,7 @@ class WindowGradients:
         if not bad and (due or self.finite.must_tell(entries)):
             found = self.finite.found(entries)
             told = self.preemption.heard and ranks is None
-            apart = any(entry.strategy.steps_apart for entry in entries)
+            apart = ranks is None and any(entry.strategy.steps_apart for entry in entries)
             exchanged = exchange.tell(told=told, bad=found, apart=apart)
             self.preemption.told = self.preemption.told or exchanged.told
             bad = exchanged.bad

@@ -1,6 +1,5 @@
 """How often ranks exchange facts: rarely where steps are fast, or where an exchange takes long."""
 
-import time
 from itertools import pairwise
 
 import pytest
@@ -9,55 +8,88 @@ from drivetrain.facade import exchange
 from drivetrain.facade.exchange import Exchange
 from drivetrain.runtime.world import World
 
-STEP_S = 0.005
+STEP_S = 0.6
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
 
 
 class Delayed(Exchange):
-    """An exchange of one rank with itself, over a link on which words wait."""
+    """An exchange of this rank and another one, over a link on which words wait.
 
-    def __init__(self, wait_s):
-        super().__init__(World(size=2))
-        self.wait_s = wait_s
+    The other rank takes ``slower`` seconds more for a step.
+    """
+
+    def __init__(self, clock, wait_s, slower=0.0):
+        super().__init__(World(size=2, backend="gloo"))
+        self._group = object()
+        self.clock, self.wait_s, self.slower = clock, wait_s, slower
+        self.steps = 0
+
+    def is_due(self):
+        self.steps += 1
+        return super().is_due()
 
     def _gathered(self, mine):
-        time.sleep(self.wait_s)
-        return [mine]
+        late = self.slower * self.steps
+        other = exchange._packed(False, False, exchange._seconds(mine) + self.slower, 0.0)
+        self.clock.now += self.wait_s + late
+        self.steps = 0
+        return [mine, other]
 
 
-def exchanges(one, steps, *, apart):
-    """Return the numbers of the steps with an exchange."""
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(exchange, "time", made)
+    return made
+
+
+def exchanges(one, steps, *, apart, step_s=STEP_S):
+    """Return the pauses between the steps with an exchange."""
     found = []
     for step in range(steps):
-        time.sleep(STEP_S)
+        one.clock.now += step_s
         if one.is_due():
             one.tell(told=False, bad=False, apart=apart)
             found.append(step)
-    return found
+    return [later - earlier for earlier, later in pairwise(found)]
 
 
-@pytest.fixture(autouse=True)
-def _slow_steps(monkeypatch):
-    monkeypatch.setattr(exchange, "PERIOD_S", STEP_S / 2)
+def test_ranks_that_wait_for_each_other_anyway_exchange_in_every_slow_step(clock):
+    assert exchanges(Delayed(clock, 0.3), 6, apart=False) == [1] * 5
 
 
-def test_ranks_that_wait_for_each_other_anyway_exchange_in_every_slow_step():
-    assert exchanges(Delayed(0.0125), 6, apart=False) == list(range(6))
-
-
-def test_ranks_that_step_apart_wait_for_a_slow_link_now_and_then():
-    one = Delayed(0.0125)
-    found = exchanges(one, 40, apart=True)
-    pauses = [b - a for a, b in pairwise(found)]
+def test_ranks_that_step_apart_wait_for_a_slow_link_now_and_then(clock):
+    one = Delayed(clock, 0.3)
+    pauses = exchanges(one, 60, apart=True)
     assert pauses == sorted(pauses), "pauses grow to the limit"
-    assert pauses[-1] == exchange.MOST_STEPS
-    one.wait_s = 0.0  # the link is free: exchanges come back, after some quick ones
-    assert len(exchanges(one, 300, apart=True)) > 2 * 300 / exchange.MOST_STEPS
+    assert pauses[-1] == int(exchange.LONGEST_S / STEP_S)
+    one.wait_s = 0.0
+    pauses = exchanges(one, 100, apart=True)
+    assert pauses[-1] == 1, "the link is free again"
 
 
-def test_a_notice_waits_no_longer_than_the_limit(monkeypatch):
-    monkeypatch.setattr(exchange, "LONGEST_S", 3 * STEP_S)
-    found = exchanges(Delayed(0.0125), 30, apart=True)
-    assert max(b - a for a, b in pairwise(found)) <= 3
+def test_one_long_wait_is_soon_forgotten(clock):
+    one = Delayed(clock, 300.0)
+    exchanges(one, 1, apart=True)
+    one.wait_s = 0.0
+    assert exchanges(one, 60, apart=True)[-1] == 1
+
+
+def test_no_exchange_is_left_out_because_another_rank_is_slower(clock):
+    assert exchanges(Delayed(clock, 0.0, slower=0.1), 30, apart=True) == [1] * 29
+
+
+def test_fast_steps_have_no_more_between_two_exchanges(clock):
+    pauses = exchanges(Delayed(clock, 0.3), 200, apart=True, step_s=0.01)
+    assert max(pauses) == exchange.MOST_STEPS
 
 
 def test_a_word_has_both_times_and_both_flags():

@@ -221,11 +221,43 @@ def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
     assert not torch.equal(after, before)
     training.run(6, 8)
     outer = training.outer()
-    for value in outer.values():
-        assert torch.equal(training.accelerator.reduce(value.double(), "mean"), value.double())
+    check_alike(training, outer)
     assert not torch.equal(outer["first.weight"], Wide().first.weight)
     training.accelerator.save_state(folder)
     training.close()
+
+
+def check_alike(training, weights):
+    for name, value in weights.items():
+        mean = training.accelerator.reduce(value.double(), "mean")
+        assert torch.equal(mean, value.double()), f"workers differ in {name}"
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
+def test_a_layer_that_is_frozen_in_mid_round_is_exchanged_once_more(folder, inner, rounds):
+    training = Training(local(rounds, inner), {"gradients": "int4"}, Wide())
+    training.run(0, 7)
+    training.model.first.requires_grad_(False)
+    training.run(7, 9)
+    training.accelerator.save_state(folder)
+    training.run(9, 9 + 2 * rounds.every)
+    check_alike(training, training.outer())
+    with training.accelerator.gathered(training.model):
+        first = {name: p.detach().clone() for name, p in training.model.first.named_parameters()}
+    check_alike(training, first)
+    assert torch.equal(first["weight"], training.outer()["first.weight"])
+    training.close()
+    resumed = Training(local(rounds, inner), {"gradients": "int4"}, Wide())
+    resumed.model.first.requires_grad_(False)
+    resumed.accelerator.load_state(folder)
+    check_alike(resumed, resumed.outer())
+    resumed.model.first.requires_grad_(True)
+    resumed.run(9, 9 + 2 * rounds.every)
+    check_alike(resumed, resumed.outer())
+    assert not torch.equal(resumed.outer()["first.weight"], first["weight"]), "it trains again"
+    resumed.close()
 
 
 @pytest.mark.ranks(2)
