@@ -147,7 +147,7 @@ class StepExchanges:
 
 def _steps_within(period: float, step: float) -> int:
     """Return after how many steps of so many seconds ranks exchange again."""
-    steps = int(max(period, PERIOD_S) / max(step, PERIOD_S / MOST_STEPS))
+    steps = int(max(period, PERIOD_S) / max(step, PERIOD_S / MOST_STEPS, _UNIT_S))
     return min(max(1, steps), MOST_STEPS)
 
 
