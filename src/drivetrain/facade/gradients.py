@@ -235,10 +235,9 @@ class WindowGradients:
         ranks = next((e.strategy.steps_with for e in entries if e.strategy.steps_with), None)
         due = (exchange := self._exchanges.among(ranks)).is_due()
         if not bad and (due or self.finite.must_tell(entries)):
-            found = self.finite.found(entries)
             told = self.preemption.heard and ranks is None
             apart = ranks is None and any(entry.strategy.steps_apart for entry in entries)
-            exchanged = exchange.tell(told=told, bad=found, apart=apart)
+            exchanged = exchange.tell(told=told, bad=self.finite.found(entries), apart=apart)
             self.preemption.told = self.preemption.told or exchanged.told
             bad = exchanged.bad
         if bad:
