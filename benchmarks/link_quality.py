@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_step import Gpt, loss_of
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -146,7 +147,7 @@ def train(arguments: argparse.Namespace) -> None:
     config = {"strategy": strategy, "links": {"far": far}}
     accelerator = Accelerator(config=config, cpu=not arguments.gpu)
     device = accelerator.device
-    kept = torch.load(arguments.texts, weights_only=True)
+    kept = load_file(arguments.texts)
     torch.manual_seed(seed)
     model = Gpt(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.1)
@@ -306,7 +307,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="a PNG of the curves; needs matplotlib")
     parser.add_argument("--gpu", action="store_true", help="ranks share the GPU")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--texts", type=Path, help="a file for the text, made where there is none")
+    parser.add_argument("--texts", type=Path, help="safetensors of the text; made if absent")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.gpu and not torch.cuda.is_available():
@@ -317,11 +318,11 @@ def main() -> None:
         return
     size = SIZES[arguments.model]
     with tempfile.TemporaryDirectory() as folder, ThreadPool(arguments.at_once) as pool:
-        kept = arguments.texts or Path(folder) / "texts.pt"
+        kept = arguments.texts or Path(folder) / "texts.safetensors"
         if not kept.exists():
             training, test = texts()
-            torch.save({"train": training, "test": test}, kept)
-        text = torch.load(kept, weights_only=True)["train"]
+            save_file({"train": training, "test": test}, kept)
+        text = load_file(kept)["train"]
         tokens = RANKS * size.batch * size.seq * arguments.steps
         parameters = sum(p.numel() for p in Gpt(size).parameters())
         print(f"{parameters:,} parameters, {len(text):,} bytes of training text, {tokens:,} "

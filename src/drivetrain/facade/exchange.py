@@ -102,7 +102,7 @@ class Exchange:
         self._waited = max(0.0, self._since - begun - (slowest - seconds) * steps)
         longest = max(self._longest * _FADING, *map(_waited, words))
         self._longest = min(longest, WAITING * LONGEST_S)
-        period = min(self._longest / WAITING, LONGEST_S) if apart else 0.0
+        period = self._longest / WAITING if apart else 0.0
         self._left = self._pause = min(_steps_within(period, slowest), 2 * self._pause)
         return Exchanged(any(word & _TOLD for word in words), any(word & _BAD for word in words))
 
