@@ -66,6 +66,7 @@ STREAMING = {"name": "local", "every": ROUND, "fragments": 3, "delay": 5, "keep"
 STREAMING_15 = {**STREAMING, "every": 15, "delay": 4, "warmup_steps": WARM_STEPS}
 DDP: dict[str, Any] = {"name": "ddp"}
 MOMENTUM: dict[str, Any] = {"name": "ddp", "exchange": "momentum"}
+HYBRID_MOMENTUM: dict[str, Any] = {"name": "fsdp", "sharding": "hybrid", "exchange": "momentum"}
 CHANCE: dict[str, Any] = {"rounding": "stochastic"}
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "exact": (DDP, {}),
@@ -77,6 +78,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int4 by chance, feedback": (DDP, {"gradients": "int4", "options": CHANCE}),
     "onebit": (DDP, {"gradients": "onebit", "warmup_steps": 50}),
     "onebit adam": (MOMENTUM, {"gradients": "onebit", "warmup_steps": 300}),
+    "onebit adam, fsdp": (HYBRID_MOMENTUM, {"gradients": "onebit", "warmup_steps": 300}),
     "exact, unclipped": (DDP, {}),
     "powersgd": (DDP, {"gradients": "powersgd", "warmup_steps": 50}),
     **{
@@ -91,7 +93,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             DDP,
             {"gradients": "powersgd", "warmup_steps": WARM_STEPS, "options": {"rank": rank}},
         )
-        for rank in (16, 32)
+        for rank in (16, 32, 96)
     },
     "int4, blocks of 64": (DDP, {"gradients": "int4", "options": {"block": 64}}),
     "int4, warmed": (DDP, {"gradients": "int4", "warmup_steps": WARM_STEPS}),
@@ -116,7 +118,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-UNCLIPPED = ("onebit adam", "exact, unclipped")
+UNCLIPPED = ("onebit adam", "onebit adam, fsdp", "exact, unclipped")
 """Momenta are not clipped. ``exact, unclipped`` tells what exact training does without clipping."""
 
 

@@ -53,7 +53,7 @@ HOSTS = 2
 SETTING = ("model", "rate", "per_host", "batch")
 """Options with which lines of results belong together."""
 
-EXACT_OF = {"momentum": "ddp"}
+EXACT_OF = {"momentum": "ddp", "hybrid+momentum": "hybrid"}
 """Strategies of exact rows, where that is not a row's own."""
 
 PASSES = {"zero3": 3, "fsdp": 3}

@@ -4,9 +4,9 @@ A row is one of:
 
 - ``STRATEGY/GRADIENTS``, or ``STRATEGY/GRADIENTS/PARAMETERS`` with a method for parameters;
   ``hybrid`` is fsdp with ``sharding: hybrid``, ``zero3+secondary`` and ``fsdp+secondary`` are
-  zero3 and fsdp with ``secondary: host``, ``momentum`` is ddp with momenta in place of
-  gradients (1-bit Adam with the method ``onebit``); ``powersgd:16`` has another rank than the
-  default, and so has ``powersgd`` for parameters in the same row;
+  zero3 and fsdp with ``secondary: host``, ``momentum`` and ``hybrid+momentum`` are ddp and hybrid
+  with momenta in place of gradients (1-bit Adam with the method ``onebit``); ``powersgd:16`` has
+  another rank than the default, and so has ``powersgd`` for parameters in the same row;
 - ``local/GRADIENTS``: Streaming DiLoCo with ``ddp`` inside of a host; a block is a whole round, and
   no exchange is under way at its edges;
 - a peer of ``side_by_side.py``, such as ``torch_fsdp2`` or ``deepspeed_z3``.
@@ -38,6 +38,7 @@ SETTLE_S = 0.5
 BUCKET_MIB = 8
 """Of momenta: the last bucket is on the link when backward has ended, so it should be small."""
 
+HYBRID = {"name": "fsdp", "sharding": "hybrid"}
 ROUND, FRAGMENTS, DELAY = 36, 6, 5
 STREAMING = {"name": "local", "every": ROUND, "fragments": FRAGMENTS, "delay": DELAY, "keep": 0.5}
 BETWEEN = DELAY + (ROUND // FRAGMENTS - DELAY) // 2
@@ -60,14 +61,15 @@ def config_of(row: str) -> dict[str, object]:
     gradients, rank = rank_of(methods[0])
     parameters = methods[1] if len(methods) > 1 else EXACT
     strategy: dict[str, dict[str, object]] = {
-        "hybrid": {"name": "fsdp", "sharding": "hybrid"},
+        "hybrid": HYBRID,
+        "hybrid+momentum": {**HYBRID, "exchange": "momentum"},
         "zero3+secondary": {"name": "zero3", "secondary": "host"},
         "fsdp+secondary": {"name": "fsdp", "secondary": "host"},
         "momentum": {"name": "ddp", "exchange": "momentum", "bucket_mib": BUCKET_MIB},
         "local": STREAMING,
     }
     far: dict[str, object] = {"gradients": gradients, "parameters": parameters, "options": rank}
-    if name == "momentum":
+    if name.endswith("momentum"):
         far["warmup_steps"] = WARM_UP - 1
     return {"strategy": strategy.get(name, {"name": name}), "links": {"far": far}}
 

@@ -19,7 +19,7 @@ strategy.py          ``Ddp``: the contract
 reducer.py           hooks, readiness, launch and end of buckets (steps 2-5)
 cost.py              bytes held and sent
 compression.py       a bucket on the wire: whole, or in half precision
-momentum.py          1-bit Adam: momenta on the wire, steps with frozen variances
+momentum.py          a bucket on the wire: momenta, under 1-bit Adam
 powersgd.py          a bucket on the wire: matrices of low rank
 ==================== ================================================================
 """

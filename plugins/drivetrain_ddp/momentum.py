@@ -1,238 +1,13 @@
-"""1-bit Adam: momenta cross slow links in place of gradients, and variances are frozen.
+"""A bucket on the wire after the warm-up of 1-bit Adam: momenta in the place of gradients."""
 
-Paper: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
-Convergence Speed", ICML 2021 (arXiv 2102.02888), algorithm 1. The first steps are exact steps of
-Adam. From then on, for a host h, its mean gradient g_h, the common momentum m and the error e_h::
+from collections.abc import Sequence
 
-    sent      C(beta1 m + (1 - beta1) g_h + e_h)    e_h keeps what C, the method of the link, leaves
-    m'        the mean over hosts, encoded once more with an error of its own
-    w         w - lr m' / (1 - beta1^t) / (sqrt(v) + eps)
-
-The sum of a bucket takes the two lines of the exchange, ``MomentumHook``. Every rank then knows the
-same m', and turns it into the gradient that would have led to it, (m' - beta1 m) / (1 - beta1):
-so a short window or weighted losses scale a gradient, and a second backward adds to one, as ever.
-``FrozenAdam`` takes the step from that gradient.
-
-An element moves no further than Adam's own bound of a step, and stays if the warm-up saw no
-gradient of it. The frozen variance is v / (1 - beta2^t), without the bias of the first steps. At
-each step v itself moves as if each new squared gradient were the frozen variance: then
-``exp_avg_sq`` and ``step`` are at all times a state with which an exact Adam can go on.
-"""
-
-import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator
-from drivetrain.errors import ConfigError, UsageError
-from drivetrain.links.chosen import LinkMethods
-from drivetrain.links.compressor import Honesty
+from drivetrain.links.one_bit_adam import FrozenAdam
 from drivetrain.parts.buckets import Bucket
-from drivetrain.runtime.precision import Precision
 from drivetrain_ddp.compression import CommunicationHook, Finish
-
-PIECE = 2**15
-"""Elements of a piece: in fp32, six of them fit into a megabyte of a processor's caches."""
-
-REFUSED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
-"""Options of torch's Adam that change the update, or where ``step`` lives."""
-
-
-def check_momentum(links: LinkMethods, precision: Precision) -> None:
-    """Refuse methods for which momenta are of no use, and a loss scale.
-
-    Raises:
-        ConfigError: says what to change.
-    """
-    method = links.gradients
-    if method is None or method.honesty_of("gradients").within(Honesty.ROUNDING):
-        raise ConfigError(
-            "ddp: expected with exchange: momentum a method with a trajectory of its own, such as "
-            "links.far.gradients: onebit, found "
-            f"{links.name_for('gradients')}; name one, or take exchange: gradients"
-        )
-    if links.warmup < 1:
-        raise ConfigError(
-            "ddp: expected links.far.warmup_steps of at least 1 with exchange: momentum, found "
-            f"{links.warmup}: the exact steps find the variances; take a fifth of all steps"
-        )
-    if precision.compute == torch.float16:
-        raise ConfigError(
-            "ddp: expected precision: bf16 or no with exchange: momentum, found fp16: gradients "
-            "of a loss scale do not add up with momenta; change one of them"
-        )
-
-
-class FrozenAdam:
-    """The steps of torch's Adam and AdamW after the warm-up, with frozen variances.
-
-    A parameter's own count of steps says when its variance is frozen. State, groups and schedules
-    are those of the optimizer, whose own step then sees no gradient of such a parameter.
-
-    Args:
-        warmup: exact steps of each parameter.
-    """
-
-    def __init__(self, warmup: int) -> None:
-        self._warmup = warmup
-        self._optimizers: list[Optimizer] = []
-        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Step one more optimizer's parameters.
-
-        Raises:
-            ConfigError: the optimizer is no plain Adam or AdamW.
-        """
-        if type(optimizer) not in (Adam, AdamW):
-            raise ConfigError(
-                "ddp: expected torch.optim.Adam or AdamW with exchange: momentum, found "
-                f"{type(optimizer).__name__}; take one of them, or exchange: gradients"
-            )
-        set_options = {key for group in optimizer.param_groups for key in REFUSED if group.get(key)}
-        if set_options:
-            raise ConfigError(
-                f"ddp: expected {type(optimizer).__name__} without {', '.join(REFUSED)} with "
-                f"exchange: momentum, found {', '.join(sorted(set_options))}; leave them out, or "
-                "take exchange: gradients"
-            )
-        self._optimizers.append(optimizer)
-
-    def momenta(
-        self, parameters: Collection[nn.Parameter]
-    ) -> dict[nn.Parameter, tuple[float, Tensor]]:
-        """Return beta1 and the momentum of those parameters whose variance is frozen."""
-        among = frozenset(parameters)
-        return {
-            parameter: (float(group["betas"][0]), optimizer.state[parameter]["exp_avg"])
-            for optimizer in self._optimizers
-            for group, parameter in self._frozen(optimizer, among)
-        }
-
-    @torch.no_grad()
-    def before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
-        """Step the parameters whose variance is frozen, and hide their gradients.
-
-        Raises:
-            UsageError: the step has a closure, whose gradients would come too late.
-        """
-        # torch passes the optimizer itself as the first argument of a step.
-        if any(callable(each) for each in [*args[1:], *kwargs.values()]):
-            raise UsageError(
-                "expected optimizer.step() without a closure under exchange: momentum; call "
-                "backward before the step, or take exchange: gradients"
-            )
-        parameters = frozenset(each for group in optimizer.param_groups for each in group["params"])
-        for group, parameter in self._frozen(optimizer, parameters):
-            if parameter.grad is not None:
-                self._step(parameter, parameter.grad, group, optimizer.state[parameter])
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-
-    def after_step(self, *_: Any) -> None:
-        """Give the parameters their gradients back."""
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
-
-    def _frozen(
-        self, optimizer: Optimizer, among: Collection[nn.Parameter]
-    ) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter) if parameter in among else None
-                if state and int(state["step"]) >= self._warmup:
-                    yield group, parameter
-
-    def _step(
-        self, weight: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
-    ) -> None:
-        state["step"] += 1
-        factors = FrozenFactors.of(group, int(state["step"]))
-        whole = (weight, gradient, state["exp_avg"], state["exp_avg_sq"])
-        for values, grads, momentum, variance in in_pieces(*whole):
-            _frozen_step(values, grads, momentum, variance, factors)
-
-
-class FrozenFactors(NamedTuple):
-    """The numbers of a step of one parameter.
-
-    Attributes:
-        rate: of learning, without the momentum's bias.
-        momentum: share of the gradient in the new momentum.
-        variance: factor of the variance, whose bias is another than a step before.
-        root: factor of the variance's root, without its bias.
-        longest: most of a root by which the momentum moves an element.
-        eps: is added to the root.
-        decay: of the weight, decoupled from the gradient.
-        penalty: of the weight, as a part of the gradient.
-    """
-
-    rate: float
-    momentum: float
-    variance: float
-    root: float
-    longest: float
-    eps: float
-    decay: float
-    penalty: float
-
-    @classmethod
-    def of(cls, group: dict[str, Any], step: int) -> "FrozenFactors":
-        """Return the factors of a step, counted from 1, for parameters of a group."""
-        lr, decay = float(group["lr"]), float(group["weight_decay"])
-        beta1, beta2 = map(float, group["betas"])
-        unbiased, bias = 1 - beta1**step, 1 - beta2**step
-        decoupled = bool(group["decoupled_weight_decay"])
-        return cls(
-            rate=lr / unbiased,
-            momentum=1 - beta1,
-            variance=bias / (1 - beta2 ** (step - 1)),
-            root=1 / math.sqrt(bias),
-            longest=longest_step(beta1, beta2) * unbiased,
-            eps=float(group["eps"]),
-            decay=1 - lr * decay if decoupled else 1.0,
-            penalty=0.0 if decoupled else decay,
-        )
-
-
-def _frozen_step(
-    weight: Tensor, gradient: Tensor, momentum: Tensor, variance: Tensor, factors: FrozenFactors
-) -> None:
-    """Step a piece of a parameter by Adam, without a change of the variance."""
-    variance.mul_(factors.variance)
-    if factors.penalty:
-        gradient = gradient.add(weight, alpha=factors.penalty)
-    momentum.lerp_(gradient, factors.momentum)
-    root = variance.sqrt().mul_(factors.root)
-    # A method may send much for an element of which the warm-up saw next to nothing: without
-    # Adam's own bound of a step, such an element would be flung away.
-    bound = root * factors.longest
-    momentum.clamp_(-bound, bound)
-    if factors.decay != 1:
-        weight.mul_(factors.decay)
-    weight.addcdiv_(momentum, root.add_(factors.eps), value=-factors.rate)
-
-
-def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield pieces of tensors of one shape, which several passes find in a processor's caches."""
-    if tensors[0].device.type != "cpu" or not all(each.is_contiguous() for each in tensors):
-        yield tensors
-        return
-    yield from zip(*(torch.split(each.view(-1), PIECE) for each in tensors), strict=True)
-
-
-def longest_step(beta1: float, beta2: float) -> float:
-    """Return the most learning rates by which a step of Adam moves an element.
-
-    Kingma and Ba, "Adam", ICLR 2015 (arXiv 1412.6980), section 2.1.
-    """
-    return max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
 
 
 class MomentumHook(CommunicationHook):
@@ -248,24 +23,12 @@ class MomentumHook(CommunicationHook):
 
     @override
     def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Finish:
-        momenta = self._adam.momenta(bucket.parameters)
-        sent = [
-            (view, *momenta[parameter])
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
-            if parameter in momenta
-        ]
-        with torch.no_grad():
-            for view, beta, momentum in sent:
-                # A parameter without a gradient here counts as zero, and its momentum as ever.
-                for new, old in in_pieces(view, momentum):
-                    new.mul_(1 - beta).add_(old, alpha=beta / communicator.size)
+        gradients = dict(zip(bucket.parameters, bucket.views, strict=True))
+        turn_back = self._adam.exchange(gradients, communicator.size)
         wait = super().start(bucket, missing, communicator)
 
         def finish() -> None:
             wait()
-            with torch.no_grad():
-                for view, beta, momentum in sent:
-                    for new, old in in_pieces(view, momentum):
-                        new.sub_(old, alpha=beta).div_(1 - beta)
+            turn_back()
 
         return finish

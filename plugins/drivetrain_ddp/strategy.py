@@ -14,7 +14,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.kept import take_kept
 from drivetrain.links.linked import connect_linked, hosts_apart, route_linked
-from drivetrain.log import get_logger
+from drivetrain.links.one_bit_adam import check_momentum, frozen_adam, refuse_clipping
 from drivetrain.paper.data_parallel import Sharing, data_parallel_step
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
@@ -31,10 +31,8 @@ from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Form, Prepared, Run, Strategy
 from drivetrain_ddp.config import DdpConfig
 from drivetrain_ddp.cost import estimate
-from drivetrain_ddp.momentum import FrozenAdam, MomentumHook, check_momentum
+from drivetrain_ddp.momentum import MomentumHook
 from drivetrain_ddp.reducer import BucketReducer
-
-logger = get_logger(__name__)
 
 
 class Ddp(Strategy[DdpConfig]):
@@ -49,14 +47,8 @@ class Ddp(Strategy[DdpConfig]):
 
     def __init__(self, config: DdpConfig, run: Run) -> None:
         super().__init__(config, run)
-        # On one host nothing crosses a slow link, and Adam stays what it is.
         far = hosts_apart(run.mesh, "dp", run.world, run.links) is not None
-        momentum = far and config.exchange == "momentum"
-        if config.exchange == "momentum" and not far:
-            logger.announce(
-                "exchange: momentum: no method for links is in use here, so Adam steps exactly"
-            )
-        self._adam = FrozenAdam(run.links.warmup) if momentum else None
+        self._adam = frozen_adam("ddp", config.exchange, run.links, far=far)
         self._hook = MomentumHook(self._adam) if self._adam else config.compression(run.precision)
         self._communicator: Communicator = connect_linked(
             run.mesh, "dp", run.traffic, run.world, run.links
@@ -65,6 +57,8 @@ class Ddp(Strategy[DdpConfig]):
         self._alone = self._communicator.size == 1
         self._closing = ExitStack()  # in the opposite order: hooks go before what they call
         self._closing.callback(self._communicator.close)
+        if self._adam:
+            self._closing.callback(self._adam.close)
 
     @classmethod
     def axes(cls, config: DdpConfig, world_size: int) -> Mapping[str, int]:
@@ -89,8 +83,8 @@ class Ddp(Strategy[DdpConfig]):
 
     @classmethod
     def changes_links(cls, config: DdpConfig) -> bool:
-        """Return whether gradients cross: momenta need their method from the first step on."""
-        return config.exchange == "gradients"
+        """Return True: every channel goes on with methods that are chosen later."""
+        return True
 
     @classmethod
     def check_links(cls, config: DdpConfig, links: LinkMethods, precision: Precision) -> None:
@@ -102,7 +96,7 @@ class Ddp(Strategy[DdpConfig]):
                 f"{links.name_for('gradients')} and {config.hook}; leave one of them out"
             )
         if config.exchange == "momentum":
-            check_momentum(links, precision)
+            check_momentum("ddp", links, precision)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
@@ -126,14 +120,12 @@ class Ddp(Strategy[DdpConfig]):
             ConfigError: momenta are exchanged, and the optimizer is no plain Adam or AdamW.
         """
         if self._adam:
-            self._adam.add(optimizer)
+            self._adam.check(optimizer)
         self._state.add(optimizer)
-        handles = [optimizer.register_step_pre_hook(self._before_step)]
+        handle = optimizer.register_step_pre_hook(self._before_step)
+        self._closing.callback(handle.remove)
         if self._adam:
-            handles.append(optimizer.register_step_pre_hook(self._adam.before_step))
-            handles.append(optimizer.register_step_post_hook(self._adam.after_step))
-        for handle in handles:
-            self._closing.callback(handle.remove)
+            self._adam.add(optimizer)
         return optimizer
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -168,12 +160,7 @@ class Ddp(Strategy[DdpConfig]):
         Raises:
             UsageError: momenta are exchanged.
         """
-        if self._adam:
-            raise UsageError(
-                "expected no clipping by norm under exchange: momentum, whose gradients have the "
-                "errors of the momenta ten times as large, found clip_grad_norm; leave it out, or "
-                "take exchange: gradients"
-            )
+        refuse_clipping(self._adam)
         gradients = list(self.gradients(only))
         norm = global_norm(gradients, norm_type, device=self.run.world.device)
         clip_(gradients, norm, max_norm)

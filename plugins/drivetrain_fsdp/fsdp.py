@@ -15,7 +15,7 @@ One step of N ranks, each of which owns some rows of every parameter::
     step       the user's optimizer steps this rank's rows; then every unit is freed
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 
 from drivetrain.collectives import Route
 from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.linked import route_linked, route_of_replicas
+from drivetrain.links.one_bit_adam import check_momentum, frozen_adam, refuse_clipping
 from drivetrain.log import get_logger
 from drivetrain.paper.data_parallel import data_parallel_step
 from drivetrain.paper.run import PaperRun
@@ -32,6 +34,7 @@ from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import Rounds
+from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.sharding.estimate import Lines
 from drivetrain.sharding.gather import Gather
@@ -69,6 +72,11 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         config.check()
         self._keys: dict[str, str] = {}  # of the unit of each parameter, by name
         super().__init__(config, run)
+        replicas = self.lines(config, run).replicas
+        far = replicas is not None and replicas.levels is not None
+        self._adam = frozen_adam("fsdp", config.exchange, run.links, far=far)
+        if self._adam:
+            self.made(self._adam)
 
     # --- groups of ranks ---
 
@@ -100,6 +108,13 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         """Return division over all ranks, and inside of each of several hosts."""
         inside = world.spans_hosts and world.island_size > 1
         return [Form(), *([Form({"sharding": "hybrid"})] if inside else [])]
+
+    @classmethod
+    def check_links(cls, config: FsdpConfig, links: LinkMethods, precision: Precision) -> None:
+        """Refuse methods that are of no use for momenta."""
+        super().check_links(config, links, precision)
+        if config.exchange == "momentum":
+            check_momentum("fsdp", links, precision)
 
     @classmethod
     def lines(cls, config: FsdpConfig, run: Run) -> Lines:
@@ -169,23 +184,16 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         self._keys = {spec.name: key for spec, key in zip(specs, keys, strict=True)}
         self.model = model
         self.check(optimizers)
-        lent_bytes = self.lent_bytes(model, optimizers)
+        buffers = self.lent_buffers(model, optimizers)
         self.rounds = Rounds(self.before_gradients, self.after_backward)
         self.reduce = self.made(
-            Reduce(
-                self.ranks,
-                self.placement,
-                self.home,
-                self.rounds,
-                run,
-                in_flight=config.lent_buffers,
-                lent_bytes=lent_bytes,
-            )
+            Reduce(self.ranks, self.placement, self.home, self.rounds, run, buffers, self._adam)
         )
         self.take(self.placement.lay_out(model))
-        self.optimizers = self.made(Fragments(self.placement, self.home, self, fused=config.fused))
+        fused = config.fused and self._adam is None  # whose steps take the state of torch's loops
+        self.optimizers = self.made(Fragments(self.placement, self.home, self, fused=fused))
         for optimizer in optimizers:
-            self.optimizers.add(optimizer)
+            self.bind(optimizer)
         self.gather = self.made(
             Gather(
                 self.placement.units,
@@ -202,6 +210,25 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         if config.sharding == "hybrid":
             logger.announce(self._groups())
         return Prepared(model, tuple(optimizers))
+
+    def check(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse optimizers that cannot step rows, and with momenta all but plain Adam.
+
+        Raises:
+            ConfigError: momenta are exchanged, and an optimizer is no plain Adam or AdamW.
+            UsageError: says which partition an optimizer needs.
+        """
+        super().check(optimizers)
+        if self._adam:
+            for optimizer in optimizers:
+                self._adam.check(optimizer)
+
+    def bind(self, optimizer: Optimizer) -> Optimizer:
+        """Give one more optimizer its fragments, and its frozen variances after the warm-up."""
+        super().bind(optimizer)
+        if self._adam:
+            self._adam.add(optimizer)
+        return optimizer
 
     def _groups(self) -> str:
         """Return a line about who divides the model, and who owns the same rows."""
@@ -285,6 +312,21 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         self.gather.values_changed()
         self.reduce.give_away(self.home.give_back(bound))
         self.placement.send_around(bound.units)
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        only: Collection[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale the gradients to a norm of at most max_norm: one number crosses the wire.
+
+        Raises:
+            UsageError: momenta are exchanged.
+        """
+        refuse_clipping(self._adam)
+        return super().clip_grad_norm(max_norm, norm_type, only=only)
 
     # --- at the border ---
 

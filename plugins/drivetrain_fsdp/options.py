@@ -29,6 +29,11 @@ class FsdpConfig(ParameterOptions):
         "host",
         minimum=0,
     )
+    exchange: Literal["gradients", "momentum"] = option(
+        "gradients",
+        help="tensors that methods of links.far send between groups of sharding: hybrid: "
+        "gradients, or momenta of Adam",
+    )
     live_units: int = option(
         2,
         help="units that may be whole or on their way at once: the one that computes and those "
@@ -74,6 +79,14 @@ class FsdpConfig(ParameterOptions):
             raise ConfigError(
                 f"expected {needed} with units: {self.units}, found none; set it, or take units: "
                 "auto"
+            )
+        momenta = self.exchange if self.exchange == "momentum" else ""
+        self._check_given_with("exchange", momenta, "sharding", "hybrid")
+        if momenta and self.offload.optimizer:
+            raise ConfigError(
+                "expected no store with exchange: momentum, found offload.optimizer: "
+                f"{self.offload.optimizer}: its steps know no frozen variances; leave one of them "
+                "out"
             )
         held = self.secondary if self.keeps_secondary else ""
         self._check_given_with("secondary", held, "sharding", "full")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.links.chosen import LinkMethods
-from drivetrain.links.compressor import Honesty
+from drivetrain.links.compressor import Compressor, Honesty
 from drivetrain.log import get_logger
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
@@ -58,6 +58,11 @@ class Local(Stepping):
     def cost(cls, config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
         """Return the bytes of the strategy inside, and those of a round over its steps."""
         return estimate(config, model, run)
+
+    @classmethod
+    def advises_against(cls, config: LocalOptions, method: Compressor[Any]) -> bool:
+        """Return whether a method's errors and the outer momentum make each other grow."""
+        return method.sparse and config.outer_momentum > 0
 
     @classmethod
     def step(cls, config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
@@ -168,7 +173,15 @@ class Local(Stepping):
             f"{self.config.fragments} fragments every {self.config.every} steps; a trajectory of "
             f"its own ({Honesty.EMPIRICAL}){self.run.links.note(self.channels(self.config))}"
         )
-        _warn_of_sparse(self.run.links, self.config.outer_momentum)
+        self._warn_of_method(self.run.links)
+
+    def _warn_of_method(self, links: LinkMethods) -> None:
+        if links.gradients is not None and self.advises_against(self.config, links.gradients):
+            logger.warning(
+                f"local: {links.name_for('gradients')} sends few numbers in an exchange, and keeps "
+                f"all others for later ones; with outer_momentum: {self.config.outer_momentum} "
+                "training may diverge. Take int4, or outer_momentum: 0 and outer_lr: 1"
+            )
 
     # --- whole weights: the outer ones ---
 
@@ -287,13 +300,3 @@ class Local(Stepping):
         saved = saved_workers(reader)
         worker = self._far.rank if saved == self._far.size else None
         return WorkerReader(reader, saved, worker, outer=not self._alone) if saved else reader
-
-
-def _warn_of_sparse(links: LinkMethods, momentum: float) -> None:
-    """Say that errors of a sparse method and an outer momentum make each other grow."""
-    if links.gradients is not None and links.gradients.sparse and momentum:
-        logger.warning(
-            f"local: {links.name_for('gradients')} sends few numbers in an exchange, and keeps all "
-            f"others for later ones; with outer_momentum: {momentum} training may diverge. Take "
-            "int4, or outer_momentum: 0 and outer_lr: 1"
-        )

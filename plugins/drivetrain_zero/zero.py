@@ -78,18 +78,10 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
         run, config = self.run, self.config
         self.model = model
         self.check(optimizers)
-        lent_bytes = self.lent_bytes(model, optimizers)
+        buffers = self.lent_buffers(model, optimizers)  # stage 1: every unit keeps its own
         self.rounds = Rounds(self.before_gradients, self.after_backward)
         self.reduce = self.made(
-            Reduce(
-                self.ranks,
-                self.placement,
-                self.home,
-                self.rounds,
-                run,
-                in_flight=config.lent_buffers,  # stage 1: none, every unit keeps its own
-                lent_bytes=lent_bytes,
-            )
+            Reduce(self.ranks, self.placement, self.home, self.rounds, run, buffers)
         )
         self.take(self.placement.lay_out(model))
         self.optimizers = self.made(Fragments(self.placement, self.home, self, fused=config.fused))

@@ -187,11 +187,12 @@ def uses_of(wish: AutomaticLinks, sender: Sender, backward_s: float) -> dict[str
 def candidates_for(
     wish: AutomaticLinks, key: str, use: LinkUse, sender: Sender
 ) -> dict[str, Compressor[Any]]:
-    """Return the methods that the user permits, and that the strategy can take."""
+    """Return the methods that the user permits, and that the strategy can take and work with."""
     return {
         name: method
         for name, method in permitted(wish.methods, use.name, wish.allow).items()
         if _fits(key, name, method, sender)
+        and not (key == "gradients" and sender.kind.advises_against(sender.config, method))
     }
 
 

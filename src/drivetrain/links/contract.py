@@ -9,6 +9,7 @@ import torch
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.compressor import Compressor
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
@@ -52,6 +53,14 @@ class OverLinks:
 
         Then a backward is the compute beside the sums of gradients, and its half the compute beside
         gathers of values. By default methods are chosen at ``prepare()`` alone.
+        """
+        return False
+
+    @classmethod
+    def advises_against(cls, config: Any, method: Compressor[Any]) -> bool:
+        """Return whether training by a method for gradients is known to go wrong.
+
+        A run may name such a method; ``auto`` leaves the method out. By default none is known.
         """
         return False
 

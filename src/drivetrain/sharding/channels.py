@@ -1,13 +1,16 @@
 """The channels of one unit's gradients: within the ranks that share the unit, and over replicas."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
 from drivetrain.collectives.channels import ReduceChannel, SumChannel
 from drivetrain.collectives.stretch import Stretch, StretchParts
+from drivetrain.errors import UsageError
+from drivetrain.links.one_bit_adam import FrozenAdam
 from drivetrain.sharding.layout import FlatLayout, stretches_of
 
 
@@ -28,14 +31,25 @@ class GradientChannels:
 
     Args:
         reducing: the ranks that share the unit.
+        replicas: the ranks that own the same parts of it; None: no others do.
         label: names the unit in errors.
+        adam: turns gradients for replicas into momenta; None: gradients cross.
     """
 
-    def __init__(self, reducing: Communicator, label: str) -> None:
+    def __init__(
+        self,
+        reducing: Communicator,
+        replicas: Communicator | None,
+        label: str,
+        adam: FrozenAdam | None,
+    ) -> None:
         self._reducing = reducing
+        self._replicas = replicas
         self._label = label
+        self._adam = adam
         self._reduced: list[GradientKind] = []
         self._reduce: ReduceChannel | None = None
+        self._under_way: list[Callable[[], None]] = []
         self._crossings: dict[int, SumChannel] = {}  # by identity: a layout is slow to compare
 
     def reduce(self, kinds: Sequence[GradientKind]) -> ReduceChannel:
@@ -52,16 +66,53 @@ class GradientChannels:
             )
         return self._reduce
 
-    def open(self, kinds: Sequence[GradientKind], replicas: Communicator | None) -> None:
+    def open(self, kinds: Sequence[GradientKind]) -> None:
         """Make all channels now, before the first round: a checkpoint is about to be loaded."""
         if kinds:
             self.reduce(kinds)
         for kind in kinds:
-            if replicas is not None:
-                self.cross(kind, replicas)
+            if self._replicas is not None:
+                self._crossing(kind, self._replicas)
 
-    def cross(self, kind: GradientKind, replicas: Communicator) -> SumChannel:
-        """Return the channel that sums this rank's pieces of a flat tensor over replicas."""
+    def cross(
+        self,
+        kind: GradientKind,
+        total: Tensor,
+        pieces: Mapping[nn.Parameter, Tensor],
+        *,
+        then: Callable[[Tensor], None],
+    ) -> None:
+        """Start to sum this rank's pieces of a flat tensor over the replicas, in place.
+
+        Args:
+            kind: of the flat tensor.
+            total: 1-D, all pieces.
+            pieces: their places in it, by fragment.
+            then: takes the sum, in ``finish_crossing``.
+
+        Raises:
+            UsageError: there are no replicas.
+        """
+        if self._replicas is None:
+            raise UsageError("expected replicas to add gradients up with, found none")
+        turn_back = None if self._adam is None else self._adam.exchange(pieces, self._replicas.size)
+        handle = self._crossing(kind, self._replicas)(total)
+
+        def finish() -> None:
+            handle.wait()
+            if turn_back is not None:
+                turn_back()
+            then(total)
+
+        self._under_way.append(finish)
+
+    def finish_crossing(self) -> None:
+        """Wait for the replicas, and hand their sums out in the order of ``cross``."""
+        under_way, self._under_way = self._under_way, []
+        for finish in under_way:
+            finish()
+
+    def _crossing(self, kind: GradientKind, replicas: Communicator) -> SumChannel:
         if id(kind) not in self._crossings:
             pieces = kind.layout.stretches(kind.wire)[self._reducing.rank]
             stretch = Stretch.joined(pieces, kind.wire)

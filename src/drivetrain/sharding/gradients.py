@@ -14,11 +14,12 @@ share the unit, and an all-reduce of the owned pieces adds up over the replicas.
 from collections.abc import Collection, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.collectives import Handle
 from drivetrain.collectives.handles import Tensors, copy_all
 from drivetrain.errors import UsageError
+from drivetrain.links.one_bit_adam import FrozenAdam
 from drivetrain.runtime.precision import Precision
 from drivetrain.sharding.channels import GradientChannels, GradientKind
 from drivetrain.sharding.layout import offsets_in_bytes
@@ -34,8 +35,7 @@ class FlatGradients:
     Args:
         flat: the flat tensor.
         rank: this rank among those that share the unit.
-        wire: dtype in which gradients cross ranks.
-        total: dtype in which they are added up.
+        precision: the dtypes in which gradients cross ranks, and in which they are added up.
         stays: whether a buffer is kept for good; otherwise it is lent.
 
     Attributes:
@@ -44,16 +44,14 @@ class FlatGradients:
         filled: the parameters whose places in the buffer hold a gradient.
     """
 
-    def __init__(
-        self, flat: FlatTensor, rank: int, wire: torch.dtype, total: torch.dtype, *, stays: bool
-    ) -> None:
+    def __init__(self, flat: FlatTensor, rank: int, precision: Precision, *, stays: bool) -> None:
         self.flat = flat
-        self.wire = wire
-        self.kind = GradientKind(flat.layout, wire)
-        self.nbytes = flat.layout.numel * wire.itemsize
+        self.wire = precision.reduce_dtype(flat.layout.dtype)
+        self.kind = GradientKind(flat.layout, self.wire)
+        self.nbytes = flat.layout.numel * self.wire.itemsize
         self.buffer: Tensor | None = None
         self.filled: set[ParameterSlot] = set()
-        self._total = total
+        self._total = precision.accumulate_dtype(flat.layout.dtype)
         self._owned = [slot for slot in flat.slots if slot.owned_numel]
         self._pieces = [slice(start, stop) for start, stop in flat.pieces[rank]]
         self._lengths = [stop - start for start, stop in flat.pieces[rank]]
@@ -143,11 +141,12 @@ class FlatGradients:
             for place, piece in zip(total.split_with_sizes(self._lengths), pieces, strict=True):
                 place.add_(piece)
 
-    def crossing(self) -> Tensor:
-        """Return the gradients to add up over replicas, 1-D, in place."""
+    def crossing(self) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+        """Return the gradients to add up over replicas, 1-D, and each fragment's place in them."""
         if self._replica_sum is None:
             raise UsageError("expected gradients for other replicas, found none")
-        return self._replica_sum.to(self.wire)
+        total = self._replica_sum.to(self.wire)
+        return total, {held: slot.piece(total) for slot, held in self.flat.fragments.items()}
 
     def keep_crossed(self, crossed: Tensor) -> None:
         """Keep the sum over replicas."""
@@ -242,6 +241,7 @@ class UnitGradients:
         unit: the unit.
         precision: the dtypes of gradients.
         ranks: those that train the model.
+        adam: turns gradients for replicas into momenta; None: gradients cross.
         stays: whether buffers are kept for good; otherwise they are lent.
 
     Attributes:
@@ -255,7 +255,15 @@ class UnitGradients:
         reduction: the reduce-scatter under way.
     """
 
-    def __init__(self, unit: Unit, precision: Precision, ranks: Ranks, *, stays: bool) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        precision: Precision,
+        ranks: Ranks,
+        adam: FrozenAdam | None,
+        *,
+        stays: bool,
+    ) -> None:
         self.unit = unit
         self.awaited: list[ParameterSlot] = []
         self.came: set[ParameterSlot] = set()
@@ -266,19 +274,15 @@ class UnitGradients:
         self._stays = stays
         self._reducing = ranks.reducing
         self._replicas = ranks.replicas
-        self.flats: list[FlatGradients] = []
-        for flat in unit.flats:
-            dtype = flat.layout.dtype
-            wire, total = precision.reduce_dtype(dtype), precision.accumulate_dtype(dtype)
-            self.flats.append(FlatGradients(flat, ranks.sharing.rank, wire, total, stays=stays))
+        rank = ranks.sharing.rank
+        self.flats = [FlatGradients(flat, rank, precision, stays=stays) for flat in unit.flats]
         self.of = {slot: flat for flat in self.flats for slot in flat.flat.slots}
         self._active: list[FlatGradients] = []
         self._opened_for: list[ParameterSlot] = []
         self._starts = [0]
         self._lent: Tensor | None = None
         self._sent: list[tuple[FlatGradients, Tensor]] = []
-        self._channels = GradientChannels(self._reducing, unit.label)
-        self._crossing: list[tuple[FlatGradients, Tensor, Handle]] = []
+        self._channels = GradientChannels(ranks.reducing, ranks.replicas, unit.label, adam)
 
     def begin(self) -> bool:
         """Begin a round; return whether any gradient is expected."""
@@ -358,22 +362,17 @@ class UnitGradients:
             keep(reduced)
         if self._replicas is not None and replicate:
             for flat in self._active:
-                total = flat.crossing()
-                handle = self._channels.cross(flat.kind, self._replicas)(total)
-                self._crossing.append((flat, total, handle))
+                self._channels.cross(flat.kind, *flat.crossing(), then=flat.keep_crossed)
         return self._close()
 
     def open_channels(self) -> None:
         """Make the channels now, before the first round: a checkpoint is about to be loaded."""
         self.buffer_nbytes()
-        self._channels.open([flat.kind for flat in self._active], self._replicas)
+        self._channels.open([flat.kind for flat in self._active])
 
     def finish(self) -> None:
         """Wait for the replicas."""
-        crossing, self._crossing = self._crossing, []
-        for flat, total, handle in crossing:
-            handle.wait()
-            flat.keep_crossed(total)
+        self._channels.finish_crossing()
 
     def _close(self) -> Tensor | None:
         """Take away the buffers that do not stay; return the lent buffer."""

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from drivetrain.collectives import Handle
 from drivetrain.errors import UsageError
+from drivetrain.links.one_bit_adam import FrozenAdam
 from drivetrain.parts.norms import clip_, clip_factor, global_norm
 from drivetrain.parts.pool import LentBuffers
 from drivetrain.parts.rounds import Rounds
@@ -53,9 +54,9 @@ class Reduce:
         placement: its units.
         home: who steps the gradients.
         rounds: its synchronised backwards.
-        run: dtypes of gradients, and the device where buffers live.
-        in_flight: buffers that may be lent at once; 0 keeps a buffer for every unit.
-        lent_bytes: size of each; larger ones are allocated when they are needed.
+        run: dtypes of gradients, and the device of the model.
+        buffers: gradients pass through them; if none are lent, every unit keeps one of its own.
+        adam: turns gradients for replicas into momenta; None: gradients cross.
 
     Attributes:
         synchronizing: whether backward sends gradients; otherwise they stay in the buffers.
@@ -71,9 +72,8 @@ class Reduce:
         home: Home,
         rounds: Rounds,
         run: Run,
-        *,
-        in_flight: int = 0,
-        lent_bytes: int = 0,
+        buffers: LentBuffers,
+        adam: FrozenAdam | None = None,
     ) -> None:
         self.synchronizing = True
         self.replicating = True
@@ -83,8 +83,9 @@ class Reduce:
         self._home = home
         self._rounds = rounds
         self._precision = run.precision
+        self._adam = adam
         self._scale = 1.0 / ranks.everyone.size
-        self.buffers = LentBuffers(in_flight, lent_bytes, run.world.device)
+        self.buffers = buffers
         self._device = run.world.device
         self._active: list[UnitGradients] = []
         self._sent = 0
@@ -96,7 +97,8 @@ class Reduce:
         """Reduce the gradients of more units, after those of the others."""
         stays = not self.buffers.in_flight
         self.units += [
-            UnitGradients(unit, self._precision, self._ranks, stays=stays) for unit in units
+            UnitGradients(unit, self._precision, self._ranks, self._adam, stays=stays)
+            for unit in units
         ]
 
     def open_channels(self) -> None:

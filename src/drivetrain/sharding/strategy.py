@@ -14,6 +14,7 @@ from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.links.kept import kept_by, take_kept
 from drivetrain.links.linked import route_linked
 from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.pool import LentBuffers
 from drivetrain.parts.rounds import Rounds
 from drivetrain.sharding.estimate import Estimate, Lines, Regather, gathers_again
 from drivetrain.sharding.gather import Gather
@@ -205,8 +206,8 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         for optimizer in optimizers:
             check_suits(optimizer, self.config.cut)
 
-    def lent_bytes(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-        """Plan the units, and show the place of each state; return the size of lent buffers.
+    def lent_buffers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> LentBuffers:
+        """Plan the units, and show the place of each state; return the buffers of gradients.
 
         Raises:
             PreflightError: some rank has too little room for its part.
@@ -216,7 +217,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         each = self.estimate(self.config, units, self.run).lent_bytes() if lent else 0
         rank = self.ranks.sharing.rank
         self.home.announce(model, optimizers, units, self.run, rank=rank, lent=lent * each)
-        return each
+        return LentBuffers(lent, each, self.run.world.device)
 
     def take(self, units: Sequence[Unit]) -> None:
         """Choose homes for more units, and reduce their gradients."""

@@ -251,6 +251,15 @@ def test_auto_considers_only_what_the_strategy_and_the_precision_can_take():
         assert line.endswith("all exact, since no other method can be taken here")
 
 
+def test_auto_leaves_out_methods_that_a_strategy_advises_against():
+    local = find_strategy("local")[0].Config
+    _, (line,) = names_for("local", config=local(workers="ranks", outer_momentum=0.0))
+    assert "topk" in line
+    _, (line,) = names_for("local", config=local(workers="ranks"))
+    assert "topk" not in line
+    assert "powersgd" in line
+
+
 def test_auto_hides_behind_a_declared_backward():
     assert names_for("ddp", backward_s=40.0)[0] == ("exact", "exact")
     assert names_for("ddp", backward_s=17.0)[0] == ("bf16", "exact")

@@ -1,6 +1,4 @@
-"""1-bit Adam: one process's algorithm with an exact method, equal ranks, errors, checkpoints."""
-
-import os
+"""1-bit Adam under ddp: the algorithm of one process, equal ranks, errors, checkpoints."""
 
 import pytest
 import torch
@@ -12,106 +10,21 @@ from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.links.chosen import LinkMethods
-from drivetrain.links.codec import Codec
 from drivetrain.runtime.precision import Precision
 from drivetrain_ddp import Ddp, DdpConfig
-from drivetrain_links import OneBit
-
-WARMUP, STEPS, TOKENS = 3, 8, 64
-LIMIT = 1e-5
-"""The largest difference of a weight after updates of up to 0.01: messages are of fp32."""
-
-
-class Awkward(nn.Module):
-    """Rows that no batch uses, tied weights, a frozen layer, and a branch for some ranks alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.table = nn.Embedding(TOKENS, 48)
-        self.inner = nn.Linear(48, 48)
-        self.frozen = nn.Linear(48, 48).requires_grad_(False)
-        self.branch = nn.Linear(48, 48)
-        self.norm = nn.LayerNorm(48)
-        self.head = nn.Linear(48, TOKENS, bias=False)
-        self.head.weight = self.table.weight
-        self.double()
-
-    def forward(self, tokens: Tensor, *, branch: bool) -> Tensor:
-        hidden = self.norm(self.frozen(self.inner(self.table(tokens))).tanh())
-        hidden = hidden + self.branch(hidden) if branch else hidden
-        return self.head(hidden).square().mean()
-
-
-class ExactSigns(OneBit):
-    """A double of a method: it keeps errors, and loses nothing."""
-
-    def nbytes(self, numel: int) -> int:
-        return 4 * numel
-
-    encode_gradients, add, keep = Codec.encode_gradients, Codec.add, Codec.keep
-
-    def encode(self, values: Tensor, message: Tensor) -> None:
-        message.copy_(values.view(torch.uint8))
-
-    def decode(self, message: Tensor, values: Tensor) -> None:
-        values.view(torch.uint8).copy_(message)
-
-
-def batch(step: int, rank: int) -> tuple[Tensor, bool]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(TOKENS - 9, (6, 5), generator=generator), rank == 0 or step == 1
-
-
-def optimizer_of(model: nn.Module, kind: type) -> Adam:
-    matrices = [each for each in model.parameters() if each.requires_grad and each.dim() > 1]
-    vectors = [each for each in model.parameters() if each.requires_grad and each.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "betas": (0.8, 0.95)}]
-    return kind(groups, lr=0.01)
-
-
-def own_gradients(model: nn.Module, step: int, rank: int) -> dict[nn.Parameter, Tensor]:
-    model.zero_grad()
-    tokens, branch = batch(step, rank)
-    model(tokens, branch=branch).backward()
-    return {each: each.grad.clone() for each in model.parameters() if each.grad is not None}
-
-
-def reference(ranks: int, kind: type) -> nn.Module:
-    """Train in one process: exact steps of Adam, then algorithm 1 with an exact exchange."""
-    model = Awkward()
-    optimizer = optimizer_of(model, kind)
-    for step in range(STEPS):
-        each = [own_gradients(model, step, rank) for rank in range(ranks)]
-        gradients = {
-            p: [one.get(p, torch.zeros_like(p)) for one in each]
-            for p in {p for o in each for p in o}
-        }
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (1 + step)
-            if step >= WARMUP:
-                frozen_steps(group, optimizer.state, gradients, step, kind)
-        if step < WARMUP:
-            for p, own in gradients.items():
-                p.grad = sum(own) / ranks
-            optimizer.step()
-    return model
-
-
-@torch.no_grad()
-def frozen_steps(group: dict, states: dict, gradients: dict, step: int, kind: type) -> None:
-    """Step with the mean of the ranks' momenta and the variances of the end of the warm-up."""
-    lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
-    for p in group["params"]:
-        state = states[p]
-        frozen = state.setdefault("frozen", state["exp_avg_sq"] / (1 - beta2**WARMUP))
-        decayed = [each + (decay * p if kind is Adam else 0) for each in gradients[p]]
-        momenta = [beta1 * state["exp_avg"] + (1 - beta1) * each for each in decayed]
-        bound = max(1, (1 - beta1) / (1 - beta2) ** 0.5) * (1 - beta1 ** (step + 1)) * frozen.sqrt()
-        state["exp_avg"] = (sum(momenta) / len(momenta)).clamp(-bound, bound)
-        p.mul_(1 - lr * decay if kind is AdamW else 1)
-        unbiased = state["exp_avg"] / (1 - beta1 ** (step + 1))
-        p.sub_(lr * unbiased / (frozen.sqrt() + group["eps"]))
+from one_bit_steps import (
+    LIMIT,
+    STEPS,
+    TOKENS,
+    WARMUP,
+    Awkward,
+    batch,
+    lose_nothing,
+    optimizer_of,
+    reference,
+    spread,
+    weights,
+)
 
 
 def accelerator_of(
@@ -138,20 +51,12 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Adam, steps: ra
         optimizer.zero_grad()
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
 def check_equal_ranks(accelerator: Accelerator, model: nn.Module, optimizer: Adam) -> None:
     for parameter in model.parameters():
         state = optimizer.state.get(parameter, {})
         for value in (parameter.detach(), *state.values()):
             everyone = accelerator.gather(value.reshape(1, -1))
             assert all(torch.equal(everyone[0], each) for each in everyone)
-
-
-def spread(monkeypatch: pytest.MonkeyPatch, per_host: int = 1) -> None:
-    monkeypatch.setenv("GROUP_RANK", str(int(os.environ["RANK"]) // per_host))
 
 
 def check_against_one_process(monkeypatch: pytest.MonkeyPatch, ranks: int, per_host: int) -> None:
@@ -161,8 +66,7 @@ def check_against_one_process(monkeypatch: pytest.MonkeyPatch, ranks: int, per_h
         model, optimizer = prepared(accelerator, kind)
         method = accelerator.strategy_of(model).run.links.gradients
         with monkeypatch.context() as patch:
-            for name in ("nbytes", "encode", "encode_gradients", "decode", "add", "keep"):
-                patch.setattr(type(method), name, getattr(ExactSigns, name))
+            lose_nothing(patch, method)
             train(accelerator, model, optimizer, range(STEPS))
         expected = weights(reference(ranks, kind))
         for name, value in weights(model).items():

@@ -1,0 +1,300 @@
+"""1-bit Adam between groups of hybrid sharding: the algorithm of one process, and its limits."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+
+from drivetrain import Accelerator
+from drivetrain.config.schema import FarConfig, LinksConfig
+from drivetrain.cost import ModelSpec
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.compressor import Compressor
+from drivetrain.runtime.precision import Precision
+from drivetrain.sharding.options import OffloadOptions
+from drivetrain_fsdp import Fsdp, FsdpConfig
+from one_bit_steps import (
+    LIMIT,
+    STEPS,
+    WARMUP,
+    Awkward,
+    batch,
+    lose_nothing,
+    optimizer_of,
+    reference,
+    spread,
+    weights,
+)
+
+PLAIN = Precision.of("no")
+FURTHEST = 2 * sum(0.01 / (1 + step) for step in range(WARMUP + 1, STEPS)) / 0.001**0.5 / 10
+"""How far two runs come apart after a checkpoint, by Adam's own bound of a step."""
+
+WIDTH = 96
+"""So that half of a matrix has the 2,048 elements from which a method takes it."""
+
+
+def accelerator_of(
+    exchange: str = "momentum", *, name: str = "fsdp", window: int = 1, **options: object
+) -> Accelerator:
+    far = {"gradients": "onebit", "warmup_steps": WARMUP, **options.pop("far", {})}
+    strategy = {"name": name, "exchange": exchange}
+    if name == "fsdp":
+        strategy |= {"sharding": "hybrid", "unit_from": 1000}
+    return Accelerator(
+        config={"strategy": strategy, "links": {"far": far}, **options},
+        cpu=True,
+        gradient_accumulation_steps=window,
+    )
+
+
+def prepared(accelerator: Accelerator, kind: type = AdamW) -> tuple[nn.Module, Adam]:
+    model = Awkward(WIDTH)
+    return accelerator.prepare(model, optimizer_of(model, kind))
+
+
+def train(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Adam,
+    steps: range,
+    *,
+    together: int = 1,
+    window: int = 1,
+) -> None:
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        for micro in range(window):
+            with accelerator.accumulate(model):
+                tokens, branch = batch(step, accelerator.process_index, micro, together)
+                accelerator.backward(model(tokens, branch=branch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def whole(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    with accelerator.strategy_of(model).gathered(model.parameters(), modify=False):
+        return weights(model)
+
+
+def check_equal_groups(accelerator: Accelerator, model: nn.Module, optimizer: Adam) -> None:
+    """Ranks with the same rows have the same bits of them, and of their states."""
+    replicas = accelerator.strategy_of(model).ranks.replicas
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    for fragment in held:
+        for value in (fragment.detach(), *optimizer.state.get(fragment, {}).values()):
+            highest, lowest = value.clone(), -value
+            replicas.all_reduce(highest, reduction="max", label="values of all groups").wait()
+            replicas.all_reduce(lowest, reduction="max", label="values of all groups").wait()
+            assert torch.equal(highest, value)
+            assert torch.equal(-lowest, value)
+
+
+def check_against_one_process(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, together: int, window: int = 1
+) -> None:
+    spread(monkeypatch, together)
+    for kind in (Adam, AdamW):
+        accelerator = accelerator_of(window=window)
+        model, optimizer = prepared(accelerator, kind)
+        with monkeypatch.context() as patch:
+            lose_nothing(patch, accelerator.strategy_of(model).run.links.gradients)
+            train(accelerator, model, optimizer, range(STEPS), together=together, window=window)
+        found = whole(accelerator, model)
+        expected = reference(ranks, kind, width=WIDTH, window=window, together=together)
+        for name, value in weights(expected).items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=LIMIT, msg=name)
+        check_equal_groups(accelerator, model, optimizer)
+        accelerator.free_memory()
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_with_an_exact_method_two_groups_of_two_are_the_algorithm_in_one_process(monkeypatch):
+    check_against_one_process(monkeypatch, 4, together=2)
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_a_window_of_micro_batches_crosses_once_as_momenta(monkeypatch):
+    check_against_one_process(monkeypatch, 4, together=2, window=2)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_groups_of_one_rank_are_the_algorithm_too(monkeypatch):
+    check_against_one_process(monkeypatch, 2, together=1)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_without_gradients_the_momenta_cross(monkeypatch):
+    spread(monkeypatch)
+    accelerator = accelerator_of()
+    model, optimizer = prepared(accelerator)
+    method = accelerator.strategy_of(model).run.links.gradients
+    lose_nothing(monkeypatch, method)
+    train(accelerator, model, optimizer, range(WARMUP))
+    largest: list[float] = []
+    encode = type(method).encode
+
+    def recorded(self: Compressor, values: Tensor, message: Tensor) -> None:
+        largest.append(float(values.abs().max()))
+        encode(self, values, message)
+
+    monkeypatch.setattr(type(method), "encode", recorded)
+    tokens, _ = batch(WARMUP, 0)
+    accelerator.backward(0.0 * model(tokens, branch=True))
+    momentum = max(float(each["exp_avg"].abs().max()) for each in optimizer.state.values())
+    assert max(largest) > 0.1 * momentum
+    for gradient in accelerator.strategy_of(model).gradients():
+        assert gradient.abs().max() <= 1e-5 * momentum
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(4, timeout=200)
+def test_with_signs_groups_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes_on(
+    monkeypatch, tmp_path
+):
+    spread(monkeypatch, 2)
+    accelerator = accelerator_of()
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, range(WARMUP + 1), together=2)
+    accelerator.save_state(tmp_path)
+    strategy = accelerator.strategy_of(model)
+    promised = Fsdp.cost(strategy.config, ModelSpec.of(model, states=2), strategy.run)
+    before = accelerator.traffic.sent()
+    train(accelerator, model, optimizer, range(WARMUP + 1, STEPS), together=2)
+    after = accelerator.traffic.sent()
+    for key in [each for each in promised.sent if each[0] == "dp.far"]:
+        assert (after[key] - before[key]) / (STEPS - WARMUP - 1) == promised.sent[key], key
+    check_equal_groups(accelerator, model, optimizer)
+    expected, exact = (
+        whole(accelerator, model),
+        weights(reference(4, AdamW, width=WIDTH, together=2)),
+    )
+    apart = max(float((expected[name] - exact[name]).abs().max()) for name in exact)
+    assert apart > LIMIT, "nothing was approximate"
+    accelerator.free_memory()
+    for exchange, name, far in (
+        ("momentum", "fsdp", {}),
+        ("momentum", "fsdp", {"gradients": "topk"}),
+        ("gradients", "fsdp", {"gradients": "exact"}),
+        ("momentum", "ddp", {}),
+    ):
+        accelerator = accelerator_of(exchange, name=name, far=far)
+        model, optimizer = prepared(accelerator)
+        accelerator.load_state(tmp_path)
+        train(accelerator, model, optimizer, range(WARMUP + 1, STEPS), together=2)
+        found = whole(accelerator, model)
+        equal = all(torch.equal(found[each], expected[each]) for each in expected)
+        assert equal is (exchange == "momentum" and name == "fsdp" and not far), (exchange, name)
+        moved = max(float((found[each] - expected[each]).abs().max()) for each in expected)
+        assert moved < FURTHEST, (exchange, name, far)
+        accelerator.free_memory()
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_a_step_that_is_not_finite_leaves_momenta_and_errors_as_they_were(monkeypatch):
+    spread(monkeypatch, 2)
+    found = []
+    for bad in (False, True):
+        accelerator = accelerator_of(on_nonfinite="skip")
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer, range(WARMUP + 2), together=2)
+        if bad:
+            tokens, _ = batch(9, 0)
+            factor = float("nan") if accelerator.process_index == 1 else 1.0
+            accelerator.backward(factor * model(tokens, branch=True))
+            optimizer.step()
+            assert accelerator.optimizer_step_was_skipped
+            optimizer.zero_grad()
+        train(accelerator, model, optimizer, range(WARMUP + 2, STEPS), together=2)
+        found.append(whole(accelerator, model))
+        accelerator.free_memory()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_masters_of_parameters_in_bfloat16_take_the_steps(monkeypatch):
+    """Gradients cross in fp32: the weights come as near to one process as bfloat16 lets them."""
+    spread(monkeypatch)
+    accelerator = accelerator_of(precision="bf16", dtypes={"param": "bf16", "reduce": "fp32"})
+    model = Awkward(WIDTH).float()
+    start = weights(model)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model, AdamW))
+    with monkeypatch.context() as patch:
+        lose_nothing(patch, accelerator.strategy_of(model).run.links.gradients)
+        train(accelerator, model, optimizer, range(STEPS))
+    found, expected = accelerator.get_state_dict(model), weights(reference(2, AdamW, width=WIDTH))
+    for name in ("inner.weight", "branch.weight"):
+        way = (expected[name] - start[name]).abs().mean()
+        assert (found[name] - expected[name]).abs().mean() < 0.15 * way, name
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkeypatch):
+    spread(monkeypatch)
+    accelerator = accelerator_of()
+    for kind, options in ((SGD, {"lr": 0.1}), (AdamW, {"amsgrad": True}), (Adam, {"fused": True})):
+        model = Awkward(WIDTH)
+        with pytest.raises(ConfigError, match="fsdp: expected (torch.optim.Adam or AdamW|Adam)"):
+            accelerator.prepare(model, kind(model.parameters(), **options))
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, range(WARMUP + 1))
+    tokens, branch = batch(0, 0)
+    accelerator.backward(model(tokens, branch=branch))
+    with pytest.raises(UsageError, match="no clipping by norm"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(UsageError, match="without a closure"):
+        optimizer.step(lambda: 0.0)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_on_one_host_adam_steps_exactly(monkeypatch):
+    monkeypatch.setenv("GROUP_RANK", "0")
+    found = []
+    for exchange in ("momentum", "gradients"):
+        accelerator = accelerator_of(exchange)
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer, range(STEPS), together=2)
+        found.append(whole(accelerator, model))
+        accelerator.free_memory()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def check_links(far: FarConfig, precision: Precision = PLAIN) -> None:
+    config = FsdpConfig(sharding="hybrid", exchange="momentum")
+    Fsdp.check_links(config, LinkMethods.configured(LinksConfig(far=far)), precision)
+
+
+SIGNS = FarConfig(gradients="onebit", warmup_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (lambda: check_links(FarConfig(gradients="bf16", warmup_steps=9)), "a trajectory of its"),
+        (lambda: check_links(FarConfig(gradients="auto", warmup_steps=9)), "a trajectory of its"),
+        (lambda: check_links(FarConfig(gradients="onebit")), "warmup_steps of at least 1"),
+        (lambda: check_links(SIGNS, Precision.of("fp16")), "fp16"),
+        (
+            lambda: check_links(SIGNS, Precision(param=torch.bfloat16)),
+            "set dtypes.reduce: fp32",
+        ),
+        (lambda: FsdpConfig(exchange="momentum").check(), "only with sharding: hybrid"),
+        (
+            lambda: FsdpConfig(
+                exchange="momentum", sharding="hybrid", offload=OffloadOptions(optimizer="cpu")
+            ).check(),
+            "no store with exchange: momentum",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(check: Callable[[], None], message: str):
+    check_links(SIGNS)
+    check_links(SIGNS, Precision(param=torch.bfloat16, reduce=torch.float32))
+    with pytest.raises(ConfigError, match=message):
+        check()
