@@ -13,13 +13,14 @@ With P elements, N ranks and f = (N-1)/N a rank sends 3 f P elements per step an
 parameters, gradients and states each, and whole units in use. With R groups of S ranks: 3 f_S P
 inside of a group and 2 f_R P/S between groups.
 
-===========  =====================================================
-fsdp.py      the strategy: one step in its order, groups of ranks
+===========  ======================================================================
+fsdp.py      the strategy: one step in its order
+groups.py    which ranks divide the model, and what crosses between groups of ranks
 units.py     which parameters are a unit, which rows a rank owns
 tree.py      which modules of a model run a forward
 dtensors.py  the shards as torch's DTensors
 options.py   the options
-===========  =====================================================
+===========  ======================================================================
 
 The mechanisms that the step calls (gather, reduce, home, checkpoints) are ``drivetrain.sharding``.
 """

@@ -15,17 +15,13 @@ One step of N ranks, each of which owns some rows of every parameter::
     step       the user's optimizer steps this rank's rows; then every unit is freed
 """
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.collectives import Route
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.links.chosen import LinkMethods
-from drivetrain.links.linked import route_linked, route_of_replicas
-from drivetrain.links.one_bit_adam import check_momentum, frozen_adam, refuse_clipping
 from drivetrain.log import get_logger
 from drivetrain.paper.data_parallel import data_parallel_step
 from drivetrain.paper.run import PaperRun
@@ -34,63 +30,35 @@ from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import Rounds
-from drivetrain.runtime.precision import Precision
-from drivetrain.runtime.world import World
-from drivetrain.sharding.estimate import Lines
 from drivetrain.sharding.gather import Gather
 from drivetrain.sharding.gradients import UnitGradients
 from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.hooks import StepHooks
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.optimizers import Fragments
-from drivetrain.sharding.placement import Ranks
-from drivetrain.sharding.plans import OffloadInPlans, sharing_of
+from drivetrain.sharding.plans import sharing_of
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.slot import ParameterSlot
-from drivetrain.sharding.strategy import ShardedStrategy
 from drivetrain.sharding.unit import Unit
-from drivetrain.strategy import Form, Prepared, Run
+from drivetrain.strategy import Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors
+from drivetrain_fsdp.groups import GroupsOfRanks
 from drivetrain_fsdp.options import FsdpConfig
 from drivetrain_fsdp.units import UnitChoice, agreed_keys, cut_model, describe, unit_keys
 
 logger = get_logger(__name__)
 
 
-KEYS: Mapping[str, str] = {**OffloadInPlans.layout_keys, "shard_group": "shard_size"}
-"""Keys of ``--layout``, with the options that they set."""
-
-
-class Fsdp(ShardedStrategy[FsdpConfig]):
+class Fsdp(GroupsOfRanks):
     """Parameters, gradients and optimizer state divided by rows, unit by unit."""
 
     summary: ClassVar[str] = "every rank keeps some rows of each parameter, and whole units in use"
     Config: ClassVar[type] = FsdpConfig
-    layout_keys: ClassVar[Mapping[str, str]] = KEYS
 
     def __init__(self, config: FsdpConfig, run: Run) -> None:
         config.check()
         self._keys: dict[str, str] = {}  # of the unit of each parameter, by name
         super().__init__(config, run)
-        replicas = self.lines(config, run).replicas
-        far = replicas is not None and replicas.levels is not None
-        self._adam = frozen_adam("fsdp", config.exchange, run.links, far=far)
-        if self._adam:
-            self.made(self._adam)
-
-    # --- groups of ranks ---
-
-    @classmethod
-    def axes(cls, config: FsdpConfig, world_size: int) -> Mapping[str, int]:
-        """Return one axis, ``dp``, over all ranks: groups of it divide a model, if asked for."""
-        config.check()
-        return super().axes(config, world_size)
-
-    @classmethod
-    def options_of_layout(cls, keys: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return the options of division inside of groups, where a size of groups is given."""
-        options = super().options_of_layout(keys)
-        return {"sharding": "hybrid", **options} if "shard_size" in options else options
 
     @classmethod
     def step(cls, config: FsdpConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
@@ -102,40 +70,6 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         hybrid = config.sharding == "hybrid"
         group = (config.shard_size or run.together("dp")) if hybrid else 0
         return data_parallel_step(units, run, sharing_of(config, group=group))
-
-    @classmethod
-    def forms(cls, world: World) -> Sequence[Form]:
-        """Return division over all ranks, and inside of each of several hosts."""
-        inside = world.spans_hosts and world.island_size > 1
-        return [Form(), *([Form({"sharding": "hybrid"})] if inside else [])]
-
-    @classmethod
-    def check_links(cls, config: FsdpConfig, links: LinkMethods, precision: Precision) -> None:
-        """Refuse methods that are of no use for momenta."""
-        super().check_links(config, links, precision)
-        if config.exchange == "momentum":
-            check_momentum("fsdp", links, precision)
-
-    @classmethod
-    def lines(cls, config: FsdpConfig, run: Run) -> Lines:
-        """Return all ranks, the ranks that divide the model, and the ranks with the same rows."""
-        mesh, everyone = run.mesh, route_linked(run.mesh, "dp", run.world, run.links)
-        size = config.shard_ranks(mesh, run.world)
-        if size == everyone.axis.size:
-            return super().lines(config, run)
-        near, across = mesh.neighbors("dp", size), mesh.across("dp", size)
-        return Lines(everyone, Route(near), route_of_replicas(across, run.links))
-
-    def connect(self) -> Ranks:
-        """Connect ``dp``; with replicas, the groups of neighbors, and the lines across them."""
-        run = self.run
-        mesh = run.mesh
-        size = self.lines(self.config, run).sharing.axis.size  # an error comes first
-        if size == mesh["dp"].size:
-            return Ranks.in_queues(run, keeping=self.config)
-        near = mesh.start_neighbors("dp", size, run.world)
-        across = mesh.start_across("dp", size, run.world)
-        return Ranks.in_queues(run, near, across)
 
     # --- units of rows ---
 
@@ -187,10 +121,10 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         buffers = self.lent_buffers(model, optimizers)
         self.rounds = Rounds(self.before_gradients, self.after_backward)
         self.reduce = self.made(
-            Reduce(self.ranks, self.placement, self.home, self.rounds, run, buffers, self._adam)
+            Reduce(self.ranks, self.placement, self.home, self.rounds, run, buffers, self.adam)
         )
         self.take(self.placement.lay_out(model))
-        fused = config.fused and self._adam is None  # whose steps take the state of torch's loops
+        fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
         self.optimizers = self.made(Fragments(self.placement, self.home, self, fused=fused))
         for optimizer in optimizers:
             self.bind(optimizer)
@@ -208,39 +142,8 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         self.hooks.watch_gradients(self.reduce.units)
         logger.announce(f"units of {type(model).__name__}: {describe(keys, specs)}")
         if config.sharding == "hybrid":
-            logger.announce(self._groups())
+            logger.announce(self.describe_groups())
         return Prepared(model, tuple(optimizers))
-
-    def check(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse optimizers that cannot step rows, and with momenta all but plain Adam.
-
-        Raises:
-            ConfigError: momenta are exchanged, and an optimizer is no plain Adam or AdamW.
-            UsageError: says which partition an optimizer needs.
-        """
-        super().check(optimizers)
-        if self._adam:
-            for optimizer in optimizers:
-                self._adam.check(optimizer)
-
-    def bind(self, optimizer: Optimizer) -> Optimizer:
-        """Give one more optimizer its fragments, and its frozen variances after the warm-up."""
-        super().bind(optimizer)
-        if self._adam:
-            self._adam.add(optimizer)
-        return optimizer
-
-    def _groups(self) -> str:
-        """Return a line about who divides the model, and who owns the same rows."""
-        sharing, size = self.ranks.sharing.axis, self.ranks.everyone.size
-        groups = size // sharing.size
-        ranks = ", ".join(map(str, sharing.ranks))
-        text = f"hybrid: groups x ranks = {groups} x {sharing.size}, this one has ranks {ranks}"
-        if groups == 1:
-            return f"{text}; there are no replicas, as with sharding: full"
-        if sharing.size == 1:
-            return f"{text}; nothing is divided: set shard_size, or take a strategy that replicates"
-        return text
 
     # --- one step, in its order ---
 
@@ -312,21 +215,6 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         self.gather.values_changed()
         self.reduce.give_away(self.home.give_back(bound))
         self.placement.send_around(bound.units)
-
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        only: Collection[nn.Parameter] | None = None,
-    ) -> Tensor:
-        """Scale the gradients to a norm of at most max_norm: one number crosses the wire.
-
-        Raises:
-            UsageError: momenta are exchanged.
-        """
-        refuse_clipping(self._adam)
-        return super().clip_grad_norm(max_norm, norm_type, only=only)
 
     # --- at the border ---
 

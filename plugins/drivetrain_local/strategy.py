@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
-from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.compressor import Compressor, Honesty
 from drivetrain.log import get_logger
 from drivetrain.paper.run import PaperRun
@@ -173,15 +172,9 @@ class Local(Stepping):
             f"{self.config.fragments} fragments every {self.config.every} steps; a trajectory of "
             f"its own ({Honesty.EMPIRICAL}){self.run.links.note(self.channels(self.config))}"
         )
-        self._warn_of_method(self.run.links)
-
-    def _warn_of_method(self, links: LinkMethods) -> None:
-        if links.gradients is not None and self.advises_against(self.config, links.gradients):
-            logger.warning(
-                f"local: {links.name_for('gradients')} sends few numbers in an exchange, and keeps "
-                f"all others for later ones; with outer_momentum: {self.config.outer_momentum} "
-                "training may diverge. Take int4, or outer_momentum: 0 and outer_lr: 1"
-            )
+        method = self.run.links.gradients
+        if method is not None and self.advises_against(self.config, method):
+            _warn_of_divergence(self.run.links.name_for("gradients"), self.config.outer_momentum)
 
     # --- whole weights: the outer ones ---
 
@@ -300,3 +293,11 @@ class Local(Stepping):
         saved = saved_workers(reader)
         worker = self._far.rank if saved == self._far.size else None
         return WorkerReader(reader, saved, worker, outer=not self._alone) if saved else reader
+
+
+def _warn_of_divergence(method: str, momentum: float) -> None:
+    logger.warning(
+        f"local: {method} sends few numbers in an exchange, and keeps all others for later ones; "
+        f"with outer_momentum: {momentum} training may diverge. Take int4, or outer_momentum: 0 "
+        "and outer_lr: 1"
+    )

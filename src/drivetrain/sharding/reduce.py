@@ -22,6 +22,7 @@ asks for the gradients themselves gets them with their factors.
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -82,10 +83,12 @@ class Reduce:
         self._placement = placement
         self._home = home
         self._rounds = rounds
-        self._precision = run.precision
-        self._adam = adam
         self._scale = 1.0 / ranks.everyone.size
         self.buffers = buffers
+        stays = not buffers.in_flight
+        self._watch = partial(
+            UnitGradients, precision=run.precision, ranks=ranks, adam=adam, stays=stays
+        )
         self._device = run.world.device
         self._active: list[UnitGradients] = []
         self._sent = 0
@@ -95,11 +98,7 @@ class Reduce:
 
     def watch(self, units: Sequence[Unit]) -> None:
         """Reduce the gradients of more units, after those of the others."""
-        stays = not self.buffers.in_flight
-        self.units += [
-            UnitGradients(unit, self._precision, self._ranks, self._adam, stays=stays)
-            for unit in units
-        ]
+        self.units += map(self._watch, units)
 
     def open_channels(self) -> None:
         """Make the channels of all units: a checkpoint is about to be loaded into them."""
