@@ -15,7 +15,7 @@ inside of a group and 2 f_R P/S between groups.
 
 ===========  ======================================================================
 fsdp.py      the strategy: one step in its order
-groups.py    which ranks divide the model, and what crosses between groups of ranks
+groups.py    the groups of ranks that divide the model, and the messages between groups
 units.py     which parameters are a unit, which rows a rank owns
 tree.py      which modules of a model run a forward
 dtensors.py  the shards as torch's DTensors

@@ -1,4 +1,4 @@
-"""Groups of ranks: which ranks divide the model, and what crosses between groups.
+"""The groups of ranks that divide the model, and the messages between groups.
 
 Paper: Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2: hybrid sharding. Between groups cross
 gradients, or momenta of Adam (``drivetrain.links.one_bit_adam``).
