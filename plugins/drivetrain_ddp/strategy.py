@@ -141,6 +141,11 @@ class Ddp(Strategy[DdpConfig]):
         else:
             self._rounds.finish()
 
+    def will_scale(self, factor: float) -> None:
+        """Let momenta have the factor before they cross."""
+        if self._adam:
+            self._adam.factor = factor
+
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of all parameters, without None."""
         self._rounds.finish()

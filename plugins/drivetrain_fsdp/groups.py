@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.collectives import Route
+from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.linked import route_linked, route_of_replicas
 from drivetrain.links.one_bit_adam import check_momentum, frozen_adam, refuse_clipping
@@ -71,10 +72,20 @@ class GroupsOfRanks(ShardedStrategy[FsdpConfig]):
 
     @classmethod
     def lines(cls, config: FsdpConfig, run: Run) -> Lines:
-        """Return all ranks, the ranks that divide the model, and the ranks with the same rows."""
+        """Return all ranks, the ranks that divide the model, and the ranks with the same rows.
+
+        Raises:
+            ConfigError: momenta shall cross between groups, and there is one group on all hosts.
+        """
         mesh, everyone = run.mesh, route_linked(run.mesh, "dp", run.world, run.links)
         size = config.shard_ranks(mesh, run.world)
         if size == everyone.axis.size:
+            if config.exchange == "momentum" and everyone.levels is not None:
+                raise ConfigError(
+                    "fsdp: expected a group of ranks on each host with exchange: momentum, found "
+                    f"one group of all {size} ranks; set shard_size to the ranks of a host, or "
+                    "take exchange: gradients"
+                )
             return super().lines(config, run)
         near, across = mesh.neighbors("dp", size), mesh.across("dp", size)
         return Lines(everyone, Route(near), route_of_replicas(across, run.links))
@@ -122,6 +133,11 @@ class GroupsOfRanks(ShardedStrategy[FsdpConfig]):
         if self.adam:
             self.adam.add(optimizer)
         return optimizer
+
+    def will_scale(self, factor: float) -> None:
+        """Let momenta have the factor before they cross."""
+        if self.adam:
+            self.adam.factor = factor
 
     def clip_grad_norm(
         self,

@@ -144,6 +144,10 @@ class DataParallelCell(Strategy[MegatronConfig]):
         """Yield the pieces of gradient that this rank's optimizers read."""
         return self._inner.gradients(only)
 
+    def will_scale(self, factor: float) -> None:
+        """Tell the strategy inside."""
+        self._inner.will_scale(factor)
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients at hand."""
         self._inner.scale_gradients(factor)

@@ -122,21 +122,19 @@ class WindowGradients:
         if self._is_plain(weight):
             scaled.backward(**options)  # type: ignore[no-untyped-call]
             return
-        self.observer.before_backward()
         if not self.state.uneven:  # there, ranks have different numbers of backwards and steps
             self._runs.default.traffic.begin_backward()
+        run, synced = self._runs.default, self.state.sync_gradients
+        factor = self._mean.finish(run.mesh["dp"], run.world.device) if synced else None
+        self._earlier.will_scale(factor)
+        self.observer.before_backward()  # times the backward, not the wait for weights above
         strategy = self._prepared.running().strategy
         strategy.backward(scaled, **options)
         strategy.publish(loss)
         self.finite.see_loss(loss)
         self.observer.after_backward(loss, weight)
-        if self.state.sync_gradients:
-            run = self._runs.default
-            factor = self._mean.finish(run.mesh["dp"], run.world.device)
-            if factor is not None:
-                for entry in self._prepared.models:
-                    entry.strategy.scale_gradients(factor)
-                self._earlier.restore(factor)
+        if factor is not None:
+            self._earlier.scale_fresh(factor)
 
     def clip_norm(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float

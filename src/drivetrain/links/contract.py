@@ -64,6 +64,14 @@ class OverLinks:
         """
         return False
 
+    def will_scale(self, factor: float) -> None:
+        """Learn the factor of ``scale_gradients`` after the synchronised backward that comes.
+
+        By default the sums of gradients do not depend on it. A strategy around another strategy
+        tells it.
+        """
+        return
+
     def take_links(self, links: LinkMethods) -> None:
         """Go on with methods that were chosen between two steps, the same on all ranks.
 

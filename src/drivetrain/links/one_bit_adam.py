@@ -10,9 +10,10 @@ Adam. From then on, for a host h, its mean gradient g_h, the common momentum m a
 
 A strategy sums gradients over hosts. ``FrozenAdam.exchange`` takes the two lines of the exchange:
 before a sum it turns gradients into momenta. After the sum all hosts know the same m', and it turns
-m' into the gradient that would have led to it, (m' - beta1 m) / (1 - beta1): so a short window or
-weighted losses scale a gradient, and a second backward adds to one, as ever. The step of
-``FrozenAdam`` starts from that gradient.
+m' into the gradient that would have led to it, (m' - beta1 m) / (1 - beta1): so a second backward
+adds to a gradient as ever. A factor by which gradients are multiplied after the sum, as for a short
+window or for weighted losses, goes into the momenta before the sum: otherwise the factor would
+multiply the error of the whole momentum. The step of ``FrozenAdam`` starts from that gradient.
 
 An element moves no further than Adam's own bound of a step, and stays if the warm-up saw no
 gradient of it. The frozen variance is v / (1 - beta2^t), without the bias of the first steps. At
@@ -21,7 +22,7 @@ each step v itself moves as if each new squared gradient were the frozen varianc
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,10 @@ def frozen_adam(
         return None
     if far:
         return FrozenAdam(strategy, links.warmup)
-    logger.announce("exchange: momentum: no method for links is in use here, so Adam steps exactly")
+    logger.announce(
+        "exchange: momentum: no gradients cross hosts by a method for links here, so Adam steps "
+        "exactly"
+    )
     return None
 
 
@@ -123,11 +127,16 @@ class FrozenAdam:
     Args:
         strategy: the name of the strategy that it steps for.
         warmup: exact steps of each parameter.
+
+    Attributes:
+        factor: by which gradients are multiplied after the next sums.
     """
 
     def __init__(self, strategy: str, warmup: int) -> None:
+        self.factor = 1.0
         self._strategy = strategy
         self._warmup = warmup
+        self._exchanged: set[nn.Parameter] = set()
         self._optimizers: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
@@ -151,13 +160,26 @@ class FrozenAdam:
                 f"{', '.join(sorted(set_options))}; leave them out, or take exchange: gradients"
             )
 
+    def _refuse_low(self, tensors: Iterable[Tensor]) -> None:
+        low = {str(each.dtype) for each in tensors if each.dtype in LOW}
+        if low:
+            raise ConfigError(
+                f"{self._strategy}: expected momenta and variances of fp32 with exchange: "
+                f"momentum, found {', '.join(sorted(low))}; give the model in fp32, set "
+                "dtypes.master and dtypes.reduce: fp32 under fsdp, or take exchange: gradients"
+            )
+
+    def _check_all(self, optimizer: Optimizer) -> None:
+        self.check(optimizer)
+        self._refuse_low(each for group in optimizer.param_groups for each in group["params"])
+
     def add(self, optimizer: Optimizer) -> None:
-        """Step one more optimizer's parameters.
+        """Step one more optimizer's parameters, or the fragments in their places.
 
         Raises:
-            ConfigError: the optimizer is no plain Adam or AdamW.
+            ConfigError: the optimizer is no plain Adam or AdamW, or steps in low precision.
         """
-        self.check(optimizer)
+        self._check_all(optimizer)
         self._optimizers.append(optimizer)
         self._handles += [
             optimizer.register_step_pre_hook(self._before_step),
@@ -180,8 +202,13 @@ class FrozenAdam:
 
         Returns:
             Turns the sum of the momenta into the gradient that leads to it, in place.
+
+        Raises:
+            ConfigError: gradients cross in low precision.
         """
-        among = frozenset(gradients)
+        self._refuse_low(gradients.values())
+        self._exchanged.update(gradients)
+        among, factor = frozenset(gradients), self.factor
         sent = [
             (gradients[parameter], float(group["betas"][0]), optimizer.state[parameter]["exp_avg"])
             for optimizer in self._optimizers
@@ -189,13 +216,13 @@ class FrozenAdam:
         ]
         for values, beta, momentum in sent:
             for new, old in in_pieces(values, momentum):
-                new.mul_(1 - beta).add_(old, alpha=beta / ranks)
+                new.mul_((1 - beta) * factor).add_(old, alpha=beta / ranks)
 
         @torch.no_grad()
         def turn_back() -> None:
             for values, beta, momentum in sent:
                 for new, old in in_pieces(values, momentum):
-                    new.sub_(old, alpha=beta).div_(1 - beta)
+                    new.sub_(old, alpha=beta).div_((1 - beta) * factor)
 
         return turn_back
 
@@ -204,16 +231,18 @@ class FrozenAdam:
         """Step the parameters whose variance is frozen, and hide their gradients.
 
         Raises:
+            ConfigError: the optimizer's groups have changed, and its steps are others now.
             UsageError: the step has a closure, whose gradients would come too late.
         """
+        self._check_all(optimizer)
         # torch passes the optimizer itself as the first argument of a step.
         if any(callable(each) for each in [*args[1:], *kwargs.values()]):
             raise UsageError(
                 "expected optimizer.step() without a closure under exchange: momentum; call "
                 "backward before the step, or take exchange: gradients"
             )
-        parameters = frozenset(each for group in optimizer.param_groups for each in group["params"])
-        for group, parameter in self._frozen(optimizer, parameters):
+        # Parameters of another strategy step as ever.
+        for group, parameter in self._frozen(optimizer, self._exchanged):
             if parameter.grad is not None:
                 self._step(parameter, parameter.grad, group, optimizer.state[parameter])
                 self._hidden.append((parameter, parameter.grad))

@@ -200,6 +200,58 @@ def test_a_step_that_is_not_finite_leaves_momenta_and_errors_as_they_were(monkey
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+@pytest.mark.ranks(2, timeout=120)
+def test_weights_of_losses_that_are_equal_on_all_ranks_change_nothing(monkeypatch):
+    """A power of 2 takes no digit: factors before a sum and after it cancel out to the last bit."""
+    spread(monkeypatch)
+    found = []
+    for weight in (None, 2.0**-10):
+        accelerator = accelerator_of()
+        model, optimizer = prepared(accelerator)
+        for step in range(STEPS):
+            tokens, branch = batch(step, accelerator.process_index)
+            accelerator.backward(model(tokens, branch=branch), weight=weight)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+        accelerator.free_memory()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_parameters_of_another_model_step_as_ever(monkeypatch):
+    spread(monkeypatch)
+    accelerator = accelerator_of()
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    optimizer = AdamW([*first.parameters(), *second.parameters()], lr=0.01)
+    second = accelerator.prepare(second, strategy={"name": "ddp"})
+    first, optimizer = accelerator.prepare(first, optimizer)
+    for step in range(WARMUP + 2):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        accelerator.backward((10.0**step) * second(first(x)).square().mean())
+        before = optimizer.state.get(second.weight, {}).get("exp_avg_sq", torch.zeros(1)).clone()
+        optimizer.step()
+        assert optimizer.state[second.weight]["exp_avg_sq"].mean() > 2 * before.mean()
+        optimizer.zero_grad()
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_groups_and_parameters_that_come_later_are_checked(monkeypatch):
+    spread(monkeypatch)
+    accelerator = accelerator_of()
+    model = nn.Linear(64, 64)
+    model, optimizer = accelerator.prepare(model, AdamW([model.weight], lr=0.01))
+    optimizer.add_param_group({"params": [model.bias], "maximize": True})
+    accelerator.backward(model(torch.ones(2, 64)).square().mean())
+    with pytest.raises(ConfigError, match="AdamW without amsgrad, maximize"):
+        optimizer.step()
+    low = nn.Linear(64, 64).bfloat16()
+    with pytest.raises(ConfigError, match="momenta and variances of fp32"):
+        accelerator.prepare(low, AdamW(low.parameters()))
+    accelerator.free_memory()
+
+
 @pytest.mark.ranks(2, timeout=60)
 def test_rows_that_no_batch_uses_stay_where_they_are(monkeypatch):
     spread(monkeypatch)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
+from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
 from drivetrain.config.schema import FarConfig, LinksConfig
@@ -234,6 +235,18 @@ def test_masters_of_parameters_in_bfloat16_take_the_steps(monkeypatch):
 
 
 @pytest.mark.ranks(2, timeout=60)
+@pytest.mark.parametrize("master", ["none", "fp32"])
+def test_a_model_in_bfloat16_is_refused_whose_momenta_would_be(monkeypatch, master):
+    spread(monkeypatch)
+    accelerator = accelerator_of(dtypes={"master": master})
+    model = Awkward(WIDTH).bfloat16()
+    with pytest.raises(ConfigError, match="momenta and variances of fp32"):
+        model, _ = accelerator.prepare(model, optimizer_of(model, AdamW))
+        accelerator.backward(model(batch(0, 0)[0], branch=True))
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, timeout=60)
 def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -250,6 +263,36 @@ def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkey
     with pytest.raises(UsageError, match="without a closure"):
         optimizer.step(lambda: 0.0)
     accelerator.free_memory()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_window_that_ends_early_is_the_mean_of_its_micro_batches(monkeypatch):
+    """A factor of 2 after the sum cancels out with the half of each loss, to the last bit."""
+    spread(monkeypatch)
+    found = []
+    for window in (1, 2):
+        accelerator = accelerator_of(window=window)
+        model, optimizer = prepared(accelerator)
+        loader = accelerator.prepare(DataLoader(range(2)))  # a batch for each rank
+        for step, _ in ((step, each) for step in range(STEPS) for each in loader):
+            with accelerator.accumulate(model):
+                tokens, branch = batch(step, accelerator.process_index)
+                accelerator.backward(model(tokens, branch=branch))
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(whole(accelerator, model))
+        accelerator.free_memory()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_one_group_over_several_hosts_is_refused(monkeypatch):
+    spread(monkeypatch)
+    strategy = {"name": "fsdp", "sharding": "hybrid", "shard_size": 2, "exchange": "momentum"}
+    links = {"far": {"gradients": "onebit", "warmup_steps": WARMUP}}
+    accelerator = Accelerator(config={"strategy": strategy, "links": links}, cpu=True)
+    with pytest.raises(ConfigError, match="a group of ranks on each host"):
+        prepared(accelerator)
 
 
 @pytest.mark.ranks(2, timeout=60)
