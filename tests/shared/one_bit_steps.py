@@ -5,8 +5,10 @@ import os
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW
+from torch.optim import SGD, Adam, AdamW
 
+from drivetrain import Accelerator
+from drivetrain.errors import ConfigError
 from drivetrain.links.codec import Codec
 from drivetrain.links.compressor import Compressor
 from drivetrain_links import OneBit
@@ -126,3 +128,19 @@ def lose_nothing(monkeypatch: pytest.MonkeyPatch, method: Compressor) -> None:
     """Let messages of a method's class hold the numbers themselves."""
     for name in ("nbytes", "encode", "encode_gradients", "decode", "add", "keep"):
         monkeypatch.setattr(type(method), name, getattr(ExactSigns, name))
+
+
+def spoil_branch(accelerator: Accelerator, model: nn.Module) -> None:
+    """Run a backward with one gradient of one rank that is not a number; all others are finite."""
+    factor = float("nan") if accelerator.process_index == 1 else 1.0
+    handle = model.branch.weight.register_hook(lambda gradient: factor * gradient)
+    tokens, _ = batch(9, 0)
+    accelerator.backward(model(tokens, branch=True))
+    handle.remove()
+
+
+def check_other_optimizers(accelerator: Accelerator, model: nn.Module) -> None:
+    """Check that ``prepare`` refuses all but plain Adam and AdamW."""
+    for kind, options in ((SGD, {"lr": 0.1}), (AdamW, {"amsgrad": True}), (Adam, {"fused": True})):
+        with pytest.raises(ConfigError, match="expected (torch.optim.Adam or AdamW|Adam)"):
+            accelerator.prepare(model, kind(model.parameters(), **options))

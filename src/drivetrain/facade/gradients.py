@@ -126,7 +126,7 @@ class WindowGradients:
             self._runs.default.traffic.begin_backward()
         run, synced = self._runs.default, self.state.sync_gradients
         factor = self._mean.finish(run.mesh["dp"], run.world.device) if synced else None
-        self._earlier.will_scale(factor)
+        self._prepared.will_scale(factor)
         self.observer.before_backward()  # times the backward, not the wait for weights above
         strategy = self._prepared.running().strategy
         strategy.backward(scaled, **options)

@@ -113,11 +113,6 @@ class EarlierGradients:
             ]
         self._kept = [kept for kept in self._kept if _is_any(kept.pieces())]
 
-    def will_scale(self, factor: float | None) -> None:
-        """Tell strategies, before a backward, the factor of ``scale_fresh``, if there is one."""
-        for entry in self._prepared.models:
-            entry.strategy.will_scale(factor or 1.0)  # times 0 nothing is left to take care of
-
     def scale_fresh(self, factor: float) -> None:
         """Multiply the window's gradients; gradients from before the window stay as they were."""
         for entry in self._prepared.models:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import Adam, AdamW
 from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
@@ -23,9 +23,11 @@ from one_bit_steps import (
     WARMUP,
     Awkward,
     batch,
+    check_other_optimizers,
     lose_nothing,
     optimizer_of,
     reference,
+    spoil_branch,
     spread,
     weights,
 )
@@ -204,9 +206,7 @@ def test_a_step_that_is_not_finite_leaves_momenta_and_errors_as_they_were(monkey
         model, optimizer = prepared(accelerator)
         train(accelerator, model, optimizer, range(WARMUP + 2), together=2)
         if bad:
-            tokens, _ = batch(9, 0)
-            factor = float("nan") if accelerator.process_index == 1 else 1.0
-            accelerator.backward(factor * model(tokens, branch=True))
+            spoil_branch(accelerator, model)
             optimizer.step()
             assert accelerator.optimizer_step_was_skipped
             optimizer.zero_grad()
@@ -250,10 +250,7 @@ def test_a_model_in_bfloat16_is_refused_whose_momenta_would_be(monkeypatch, mast
 def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
-    for kind, options in ((SGD, {"lr": 0.1}), (AdamW, {"amsgrad": True}), (Adam, {"fused": True})):
-        model = Awkward(WIDTH)
-        with pytest.raises(ConfigError, match="fsdp: expected (torch.optim.Adam or AdamW|Adam)"):
-            accelerator.prepare(model, kind(model.parameters(), **options))
+    check_other_optimizers(accelerator, Awkward(WIDTH))
     model, optimizer = prepared(accelerator)
     train(accelerator, model, optimizer, range(WARMUP + 1))
     tokens, branch = batch(0, 0)
