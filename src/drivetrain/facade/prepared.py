@@ -295,7 +295,7 @@ class PreparedObjects:
         return self.last_run or self.models[-1]
 
     def will_scale(self, factor: float | None) -> None:
-        """Tell strategies by what gradients are multiplied after a backward; None: by nothing."""
+        """Tell strategies the factor of all gradients after a backward; None: there is none."""
         for entry in self.models:
             entry.strategy.will_scale(factor or 1.0)  # times 0 nothing is left to take care of
 
