@@ -1,4 +1,4 @@
-"""Seeds each defect of ``defects.toml`` into a copy of the tree and runs the tests that catch it.
+"""Seeds each defect of these records into a copy of the tree, and runs the tests that catch it.
 
 ::
 
@@ -8,30 +8,39 @@
 
 First the tests run once without a defect, and must pass: a defect is caught by its mistake alone.
 The exit code is 1 when a defect is missed. The copy's packages come before the installed ones.
+
+A run of pytest is a process forked from this one, which has imported what is slow to import and
+nothing of ours. As many run at a time as there are processors, each in a copy of its own.
 """
 
 import argparse
+import importlib
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
-RECORD = Path(__file__).with_name("defects.toml")
+RECORDS = sorted(Path(__file__).parent.glob("*.toml"))
 PACKAGES = ("src", "plugins", "launch")
 COPIED = (
     *PACKAGES,
     *("tests", "benchmarks", "examples", "docs"),
     *("pyproject.toml", "mkdocs.yml", "README.md", "CHANGELOG.md"),
 )
+SLOW_TO_IMPORT = ("torch._dynamo", "torch.distributed.fsdp")
 TIMEOUT_S = 900
-PASSED, FAILED = 0, 1
+POLL_S = 0.05
+PASSED, FAILED, INTERNAL_ERROR = 0, 1, 3
 """Exit codes of pytest; others say that the tests did not run."""
 
 
@@ -65,59 +74,123 @@ class Defect:
             raise ValueError(f"{self.name}: expected its text once in {self.file}, found {found}")
         return text.replace(self.before, self.after)
 
+    def right(self, root: Path) -> str:
+        """Return the file's text without the mistake."""
+        return (root / self.file).read_text()
+
 
 def defects() -> list[Defect]:
     """Return all seeded defects."""
-    record = tomllib.loads(RECORD.read_text())["defect"]
-    return [Defect(**{**fields, "tests": tuple(fields["tests"])}) for fields in record]
+    found = [each for path in RECORDS for each in tomllib.loads(path.read_text())["defect"]]
+    return [Defect(**{**fields, "tests": tuple(fields["tests"])}) for fields in found]
 
 
-def check_control(chosen: Sequence[Defect], copy: Path) -> None:
+@dataclass
+class Bench:
+    """A copy of the tree, in which one run of pytest is under way at a time.
+
+    Attributes:
+        copy: the copy.
+        output: where the run writes.
+        pid: the process of the run; 0 when there is none.
+        defect: what is seeded; None for a run without a defect.
+        since: when the run began.
+    """
+
+    copy: Path
+    output: Path
+    pid: int = 0
+    defect: Defect | None = None
+    since: float = field(default_factory=time.monotonic)
+
+    def start(self, tests: Sequence[str], defect: Defect | None = None) -> None:
+        """Seed a defect and run tests until the first one fails."""
+        if defect is not None:
+            (self.copy / defect.file).write_text(defect.applied(self.copy))
+        self.defect, self.since = defect, time.monotonic()
+        sys.stdout.flush()
+        self.output.touch()
+        self.pid = os.fork()
+        if not self.pid:
+            code = INTERNAL_ERROR
+            try:
+                code = run_tests(self.copy, self.output, tests)
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+
+    def ended(self) -> int | None:
+        """Take the defect out after the run; return the exit code, None while it is under way."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid and time.monotonic() - self.since > TIMEOUT_S:
+            os.killpg(self.pid, signal.SIGKILL)
+            pid, status = os.waitpid(self.pid, 0)
+        if not pid:
+            return None
+        if self.defect is not None:
+            (self.copy / self.defect.file).write_text(self.defect.right(ROOT))
+        self.pid = 0
+        return os.waitstatus_to_exitcode(status)
+
+
+def run_tests(copy: Path, output: Path, tests: Iterable[str]) -> int:
+    """Be pytest in a copy of the tree, with the copy's packages; return its exit code."""
+    os.setsid()  # with the processes that tests start, this one can be ended as a group
+    opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(opened, stream)
+    os.chdir(copy)
+    packages = [str(copy / package) for package in PACKAGES]
+    os.environ.update(PYTHONPATH=os.pathsep.join(packages), PYTHONDONTWRITEBYTECODE="1")
+    sys.dont_write_bytecode = True
+    sys.path[:0] = packages
+    sys.argv[:] = ["pytest"]
+    code = pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests])
+    sys.stdout.flush()
+    return int(code)
+
+
+def check_control(chosen: Sequence[Defect], benches: Sequence[Bench]) -> None:
     """Run the tests of all chosen defects once, without a defect.
 
     Raises:
         RuntimeError: some fail, or did not run.
     """
-    tests = dict.fromkeys(test for defect in chosen for test in defect.tests)
-    done = run_tests(copy, tests)
-    if done.returncode != PASSED:
-        raise RuntimeError(f"tests fail without a defect\n{done.stdout}{done.stderr}")
+    tests = sorted({test for defect in chosen for test in defect.tests})
+    share = -(-len(tests) // len(benches))
+    used = [bench for i, bench in enumerate(benches) if tests[i * share :]]
+    for i, bench in enumerate(used):
+        bench.start(tests[i * share : (i + 1) * share])
+    for bench in used:
+        while (code := bench.ended()) is None:
+            time.sleep(POLL_S)
+        if code != PASSED:
+            raise RuntimeError(f"tests fail without a defect\n{bench.output.read_text()}")
 
 
-def is_caught(defect: Defect, copy: Path) -> bool:
-    """Seed a defect into a copy of the tree, run its tests there, and take it out again.
+def caught(chosen: Sequence[Defect], benches: Sequence[Bench]) -> Iterator[tuple[Defect, bool]]:
+    """Seed each defect, run its tests, and yield whether one of them failed.
 
     Raises:
         RuntimeError: the tests did not run.
     """
-    path = copy / defect.file
-    right = path.read_text()
-    path.write_text(defect.applied(copy))
-    try:
-        done = run_tests(copy, defect.tests, timeout_s=TIMEOUT_S)
-    finally:
-        path.write_text(right)
-    failed = done.returncode == FAILED and " failed" in done.stdout
-    if not failed and done.returncode != PASSED:
-        raise RuntimeError(f"{defect.name}: its tests did not run\n{done.stdout}{done.stderr}")
-    return failed
-
-
-def run_tests(
-    copy: Path, tests: Iterable[str], timeout_s: float | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run tests of a copy of the tree with the copy's packages, until the first one fails."""
-    search = os.pathsep.join(str(copy / package) for package in PACKAGES)
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider"]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *tests],
-        cwd=copy,
-        env=os.environ | {"PYTHONPATH": search, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    left = list(reversed(chosen))
+    while left or any(bench.pid for bench in benches):
+        for bench in benches:
+            defect = bench.defect
+            if bench.pid and defect is not None and (code := bench.ended()) is not None:
+                output = bench.output.read_text()
+                failed = code == FAILED and " failed" in output
+                if not failed and code != PASSED:
+                    raise RuntimeError(f"{defect.name}: its tests did not run\n{output}")
+                seconds = time.monotonic() - bench.since
+                print(f"{'caught' if failed else 'MISSED'} {seconds:6.1f} s  {defect.name}")
+                yield defect, failed
+            if left and not bench.pid:
+                defect = left.pop()
+                bench.start(defect.tests, defect)
+        time.sleep(POLL_S)
 
 
 def moved() -> Iterator[tuple[Defect, str]]:
@@ -135,12 +208,13 @@ def moved() -> Iterator[tuple[Defect, str]]:
 
 
 def note_moves() -> None:
-    """Write the new files of defects into the record."""
+    """Write the new files of defects into the records."""
     for defect, place in moved():
         print(f"{defect.name}: {defect.file} -> {place}")
-        text = RECORD.read_text()
         entry = f'name = "{defect.name}"\nfile = "{defect.file}"'
-        RECORD.write_text(text.replace(entry, f'name = "{defect.name}"\nfile = "{place}"'))
+        for record in RECORDS:
+            text = record.read_text()
+            record.write_text(text.replace(entry, f'name = "{defect.name}"\nfile = "{place}"'))
 
 
 def main() -> int:
@@ -154,27 +228,30 @@ def main() -> int:
         return 0
     known = {defect.name: defect for defect in defects()}
     if unknown := set(options.names) - known.keys():
-        parser.error(f"expected names of {RECORD.name}, found {sorted(unknown)}")
+        parser.error(f"expected names of defects, found {sorted(unknown)}")
     chosen = [known[name] for name in options.names] or list(known.values())
-    missed = []
+    for name in SLOW_TO_IMPORT:
+        importlib.import_module(name)
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="drivetrain-defects-") as folder:
-        copy = Path(folder)
-        copy_tree(copy)
-        start = time.monotonic()
-        check_control(chosen, copy)
+        benches = []
+        for place in range(os.cpu_count() or 1):
+            copy = Path(folder) / str(place)
+            copy_tree(copy)
+            benches.append(Bench(copy, copy / "output"))
+        check_control(chosen, benches)
         print(f"passed {time.monotonic() - start:6.1f} s  without a defect", flush=True)
-        for defect in chosen:
-            start = time.monotonic()
-            caught = is_caught(defect, copy)
-            missed += [] if caught else [defect.name]
-            seconds = time.monotonic() - start
-            print(f"{'caught' if caught else 'MISSED'} {seconds:6.1f} s  {defect.name}", flush=True)
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")
+        results = dict(caught(chosen, benches))
+    missed = sorted(defect.name for defect, failed in results.items() if not failed)
+    print(*(f"missed {name}" for name in missed), sep="\n", end="\n" if missed else "")
+    seconds = time.monotonic() - start
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} caught in {seconds:.0f} s")
     return 1 if missed else 0
 
 
 def copy_tree(copy: Path) -> None:
     """Copy what tests need."""
+    copy.mkdir()
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from drivetrain.runtime.world import loopback_store
@@ -21,6 +22,21 @@ GRACE_S = 5.0
 _POLL_S = 0.1
 _STACK_S = 1.0
 
+_PRELOADED = ["drivetrain.testing.body", "torch._dynamo"]
+"""What rank processes have imported when they start: torch's compiler is imported by the first step
+of an optimizer."""
+
+
+def _context() -> ForkServerContext:
+    """Return a way to start processes that share the seconds of importing torch.
+
+    They are forked from one process that has imported it and does nothing else: it has no threads,
+    and no state of any test.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
 
 class RankProcess:
     """One process; it holds the same rank in every test.
@@ -31,7 +47,7 @@ class RankProcess:
     """
 
     def __init__(self, rank: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self.rank = rank
         self.files = Files.within(folder)
         self.pipe, theirs = context.Pipe()
