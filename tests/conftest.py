@@ -1,42 +1,22 @@
-"""Which tests run: a covering selection of every matrix, or with ``--exhaustive`` all of them.
+"""Which tests run: a diagonal of every matrix on ranks, or with ``--exhaustive`` all of it.
 
-A test that is parametrised over several things and runs on ranks has a product of cases. Of these
-the default run takes so few that each shows values that the cases before it did not, three at most:
-a model or an option that a test leaves out occurs in other tests. Conformance, in classes, takes as
-many as show all values. A test over numbers of ranks alone runs on three, where no two neighbours
-are the same rank and little divides evenly, and every second test on one other number, in turn.
-Classes marked ``variants`` inherit their tests: each test is taken by one of the classes, in turn.
-Tests that need no ranks run whole, and so do those marked ``complete``: other tests read the files
-that they leave, or each case shows something else. What is marked ``exhaustive`` runs with the
-option alone.
-
-Four ranks and more share the cores of a small machine: a test on so many takes a single case, with
-values that the tests of its file before it have not met yet.
+A test on ranks that is parametrised over several things has a product of cases. The default run
+takes the first values of all parameters, then the second values, then the third: each shows values
+that the cases before it did not. Four ranks and more share the cores of a small machine: a test on
+so many takes one case. Tests that need no ranks run whole, and so do those marked ``complete``:
+other tests read the files that they leave. What is marked ``exhaustive`` is not even collected.
 """
 
 import gc
-import itertools
-import zlib
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
 from two_at_a_time import pytest_runtest_protocol  # noqa: F401 - a hook
 
-TELLING = (3, 2)
-"""Numbers of ranks at which most mistakes show, the best first."""
-
-MANY, CASES_ON_MANY = 4, 1
-"""On that many ranks, and more, tests share the cases of a file; each takes so many."""
-
-MOST_CASES = 3
-"""Cases of a test on fewer ranks."""
-
-
-Fact = tuple[Hashable, Hashable]
-"""A parametrisation, or "ranks", and its value in a case."""
+CASES, CASES_ON_MANY, MANY = 3, 1, 4
+"""Cases of a matrix, and those of one on many ranks; how many ranks that is."""
 
 
 def pytest_addoption(parser):
@@ -47,16 +27,28 @@ def pytest_addoption(parser):
     )
 
 
+def is_exhaustive(marks: Iterable[pytest.Mark]) -> bool:
+    return any(mark.name == "exhaustive" for mark in marks)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Make no tests of a function or class that is marked ``exhaustive``."""
+    named = collector.config.getoption("exhaustive") or "::" in "".join(collector.config.args)
+    return [] if not named and is_exhaustive(getattr(obj, "pytestmark", [])) else None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    named = any("[" in argument for argument in config.args)
-    if config.getoption("--exhaustive") or named:
+    if config.getoption("exhaustive") or any("[" in argument for argument in config.args):
         return
-    chosen = set(selected(items))
-    left_out = [item for item in items if item not in chosen]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item in chosen]
+    matrices = defaultdict(list)
+    for item in items:
+        if not is_exhaustive(item.iter_markers("exhaustive")):
+            matrices[item.parent, item.originalname].append(item)
+    chosen = {item for matrix in matrices.values() for item in selected(matrix)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_collection_finish(session):
@@ -65,107 +57,38 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-def selected(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield what the default run takes."""
-    matrices = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("exhaustive") is None:
-            owner = item.getparent(pytest.Module) if varies(item) else item.parent
-            matrices[owner, item.function.__qualname__].append(item)
-    turns: Counter[pytest.Collector] = Counter()
-    taken: Counter[pytest.Collector] = Counter()
-    met: defaultdict[Path, set[Fact]] = defaultdict(set)
-    for (owner, name), matrix in matrices.items():
-        chosen = matrix
-        if any(map(ranks_of, matrix)) and matrix[0].get_closest_marker("complete") is None:
-            facts = facts_of(matrix)
-            wanted = set().union(*facts.values())
-            turns[owner] += not wanted
-            fewest, most = 1, MOST_CASES
-            if min(map(ranks_of, matrix)) >= MANY:
-                fewest, most = min(CASES_ON_MANY, len(matrix)), CASES_ON_MANY
-                wanted = {fact for fact in wanted if fact not in met[matrix[0].path]}
-                met[matrix[0].path] |= wanted
-            elif not varies(matrix[0]):
-                turn = None if wanted else turns[owner]
-                wanted |= {("ranks", n) for n in counts_for(matrix, turn)}
-            cases = covering(facts, wanted, fewest, taken, name)
-            chosen = list(cases if matrix[0].cls else itertools.islice(cases, most))
-        taken.update(item.parent for item in chosen)
-        yield from chosen
+def selected(matrix: Sequence[pytest.Item]) -> Iterable[pytest.Item]:
+    """Return what the default run takes of the cases of one test."""
+    on_ranks = any(map(ranks_of, matrix))
+    if not on_ranks or len(matrix) == 1 or matrix[0].get_closest_marker("complete"):
+        return matrix
+    few = min(map(ranks_of, matrix)) >= MANY
+    return list(diagonal(matrix, CASES_ON_MANY if few else CASES))
 
 
-def varies(item: pytest.Item) -> bool:
-    """Whether the class of a test is one of several that share its tests."""
-    return item.get_closest_marker("variants") is not None
+def diagonal(matrix: Sequence[pytest.Item], most: int) -> Iterator[pytest.Item]:
+    """Yield a case with the first values of all parameters, one with the second values, and so on.
+
+    Where a matrix has gaps, the case that is nearest. A parameter of fewer values repeats them.
+    """
+    left = list(matrix)
+    axes = [
+        dict.fromkeys(at[place] for at in map(indices, left))
+        for place in range(len(indices(left[0])))
+    ]
+    for turn in range(min(most, max(map(len, axes)))):
+        wanted = [list(axis)[turn % len(axis)] for axis in axes]
+        nearest = max(left, key=lambda item: sum(map(int.__eq__, indices(item), wanted)))
+        left.remove(nearest)
+        yield nearest
+
+
+def indices(item: pytest.Item) -> Sequence[int]:
+    """Return the place of each parameter's value among the values of the parameter."""
+    return list(item.callspec.indices.values())
 
 
 def ranks_of(item: pytest.Item) -> int:
     """Return on how many ranks a test runs; 0 for a test without ranks."""
     mark = item.get_closest_marker("ranks")
     return 0 if mark is None else mark.args[0]
-
-
-def counts_for(matrix: Sequence[pytest.Item], turn: int | None) -> Iterator[int]:
-    """Yield the numbers of ranks that must occur: all, or in turn one or two of them."""
-    counts = sorted({ranks_of(item) for item in matrix})
-    if turn is None:
-        yield from counts
-        return
-    telling = next(n for n in (*TELLING, *counts) if n in counts)
-    yield telling
-    others = [n for n in counts if n != telling]
-    if others and turn % 2:
-        yield others[turn // 2 % len(others)]
-
-
-def covering(
-    facts: Mapping[pytest.Item, set[Fact]],
-    wanted: set[Fact],
-    fewest: int,
-    taken: Mapping[pytest.Collector, int],
-    name: str,
-) -> Iterator[pytest.Item]:
-    """Yield cases, some at least, until all that is wanted has occurred.
-
-    The next case is the one with the most that is still missing; among equals two or three ranks
-    come first, then the class that took the fewest tests, then values that occurred least. Where
-    several are left the name of the test decides, so that tests over the same parameters meet them
-    in different combinations.
-    """
-    left = {item: {*values, ("ranks", ranks_of(item))} for item, values in facts.items()}
-    seen: Counter[Hashable] = Counter()
-    missing = set(wanted)
-    while missing or len(facts) - len(left) < fewest:
-        item = min(
-            left,
-            key=lambda item: (
-                -len(left[item] & missing),
-                ranks_of(item) not in TELLING,
-                taken[item.parent] + seen[item.parent],
-                sum(seen[fact] for fact in left[item]),
-                zlib.crc32(f"{name}{item.name}".encode()),
-            ),
-        )
-        found = left.pop(item)
-        seen.update([item.parent, *found])
-        missing -= found
-        yield item
-
-
-def facts_of(matrix: Sequence[pytest.Item]) -> dict[pytest.Item, set[Fact]]:
-    """Return the parameters of each case with their values, without those that say its ranks."""
-    facts: dict[pytest.Item, set[Fact]] = {item: set() for item in matrix}
-    # One id per parametrisation: values that were listed together stay together.
-    rows = [item.callspec._idlist if hasattr(item, "callspec") else () for item in matrix]
-    names = [str(mark.args[0]) for mark in matrix[0].iter_markers("parametrize")]
-    if len(names) != len(rows[0]):
-        names = [f"parameter {place}" for place in range(len(rows[0]))]
-    for name, values in zip(names, zip(*rows, strict=False), strict=True):
-        pairs = set(zip(values, map(ranks_of, matrix), strict=True))
-        counts = {n for _, n in pairs}
-        says_ranks = len(pairs) == len(set(values)) == len(counts)
-        if len(set(values)) > 1 and not says_ranks:
-            for item, value in zip(matrix, values, strict=True):
-                facts[item].add((name, value))
-    return facts

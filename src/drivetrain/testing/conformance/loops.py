@@ -19,7 +19,7 @@ from drivetrain.testing.conformance.twins import (
     plain_sgd,
     weights,
 )
-from drivetrain.testing.models import CASES, OUT, WIDTH
+from drivetrain.testing.models import CASES, OUT, WIDTH, Case
 
 MLP = CASES["mlp"]
 STEPS = 3
@@ -199,20 +199,27 @@ class LoopChecks(Suite):
                 compiled.step()
             compiled.check()
 
-    def test_training_equals_one_process(self, world: int, case: str) -> None:
-        """Losses and weights of SGD with momentum and AdamW, and the gradients themselves."""
-        chosen = CASES[case]
+    def test_training_equals_one_process(self, world: int) -> None:
+        """Of every awkward model: losses and weights under SGD and AdamW, and the gradients."""
+        for case in CASES.values():
+            try:
+                self._equals_one_process(case)
+            except Exception as error:
+                error.add_note(f"while training the model {case.name!r}")
+                raise
+
+    def _equals_one_process(self, case: Case) -> None:
         with self.accelerator() as accelerator:
             # A step of plain SGD with a rate of 1 subtracts the gradient: the weights show it.
-            gradient = Twins(accelerator, chosen, plain_sgd)
+            gradient = Twins(accelerator, case, plain_sgd)
             gradient.backward(0)
             gradient.step()
             gradient.check()
-        if chosen.large:
+        if case.large:
             return
         for make_optimizer in (momentum, adamw):
             with self.accelerator() as accelerator:
-                twins = Twins(accelerator, chosen, make_optimizer)
+                twins = Twins(accelerator, case, make_optimizer)
                 for step in range(STEPS):
                     twins.backward(step)
                     twins.step()

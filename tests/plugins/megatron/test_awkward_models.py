@@ -1,14 +1,7 @@
-"""Every conformance check with two tensor-parallel ranks per cell.
-
-The whole kit runs with the defaults, too, where a cell is one rank. Some of its awkward models
-cannot be divided: they train whole on each rank of a cell. None has repeated blocks, so none can be
-cut into stages.
-"""
+"""Awkward models under tensor parallelism: what is said of them, and what cannot be divided."""
 
 import copy
-import time
 from datetime import timedelta
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,13 +10,9 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.collectives.solo import SoloCommunicator
-from drivetrain.cost import ModelSpec
-from drivetrain.errors import CollectiveError, ConfigError, UsageError
+from drivetrain.errors import ConfigError, UsageError
 from drivetrain.runtime.mesh import Axis
-from drivetrain.testing.conformance import StrategyConformance
-from drivetrain.testing.conformance.failures import SOON_S
-from drivetrain.testing.conformance.tcp import cut_connections
-from drivetrain.testing.conformance.twins import Twins, adamw, everyone, plain_sgd
+from drivetrain.testing.conformance.twins import Twins, adamw, everyone
 from drivetrain.testing.models import CASES
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.config import MegatronConfig
@@ -48,60 +37,6 @@ WHOLE = {
 EACH = pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "shards"])
 AXIS = Axis(name="tp", size=2, rank=0, ranks=(0, 1), hosts=("here", "here"))
-
-
-class TestTensorParallel(StrategyConformance):
-    """The ranks of a cell get the same batches; their activations travel over ``tp``."""
-
-    strategy: ClassVar = {"name": "megatron", "tp": 2}
-    worlds: ClassVar = (2, 4)
-    inner_axes: ClassVar = ("tp",)
-    rounding: ClassVar = 2.0**-8
-    """Ranks add their parts of a product in the low dtype."""
-
-    def test_cost_equals_ledger(self, world):
-        """Over dp; what activations send over tp needs inputs, see the tests of the cost."""
-        for name, case in CASES.items():
-            with self.accelerator() as accelerator:
-                twins = Twins(accelerator, case, plain_sgd)
-                strategy = accelerator.strategy_of(twins.model)
-                spec = ModelSpec.of(case.build(), states=0)
-                promised = type(strategy).cost(strategy.config, spec, strategy.run)
-                assert promised.uncounted == {"tp": "activations"}
-                train(twins)
-                before = over_dp(accelerator)
-                train(twins)
-                grown = {key: n - before.get(key, 0) for key, n in over_dp(accelerator).items()}
-                if accelerator.is_main_process:
-                    assert {key: n for key, n in grown.items() if n} == promised.sent, name
-
-    def test_one_rank_that_dies(self, world):
-        """Its cell fails at once; another cell when the processes of the first one end."""
-        accelerator = self.make_accelerator()
-        twins = Twins(accelerator, CASES["mlp"])
-        twins.backward(0)
-        twins.step()
-        everyone(None)
-        started = time.monotonic()
-        if accelerator.process_index < world - 1:
-            with pytest.raises(CollectiveError):
-                accelerator.backward(twins.loss(1))
-        assert time.monotonic() - started < SOON_S
-        cut_connections()
-        accelerator.free_memory()
-
-    def test_taken_off(self, world):
-        """After ``free_memory`` a divided model is refused; a whole one trains by itself."""
-        with self.accelerator() as accelerator:
-            divided = Twins(accelerator, CASES["mlp"])
-            whole = Twins(accelerator, CASES["batchnorm"])
-            inner = [accelerator.unwrap_model(twins.model) for twins in (divided, whole)]
-            accelerator.free_memory()
-            before = accelerator.traffic.total()
-            with pytest.raises(UsageError, match=r"not to be called after free_memory.*save_model"):
-                divided.case.loss(inner[0], divided.case.batch(0, 0))
-            whole.case.loss(inner[1], whole.case.batch(0, 0)).backward()
-            assert accelerator.traffic.total() == before
 
 
 @EACH
@@ -238,14 +173,3 @@ def test_random_numbers_of_a_model_without_inputs_are_those_of_the_cell():
         for mine, other in zip(outputs, theirs, strict=True):
             assert torch.equal(mine, other)
     accelerator.free_memory()
-
-
-def train(twins):
-    batch = twins.case.batch(0, twins.axis.rank)
-    twins.accelerator.backward(twins.case.loss(twins.model, batch))
-    twins.optimizer.step()
-    twins.optimizer.zero_grad()
-
-
-def over_dp(accelerator):
-    return {key: n for key, n in accelerator.traffic.sent().items() if key[0] == "dp"}

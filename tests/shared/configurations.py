@@ -1,0 +1,116 @@
+"""The table of configurations: which strategies, with which options, the conformance kit trains.
+
+A row is taken on its first number of ranks, and with ``--exhaustive`` on all of them. The main form
+of a strategy takes every check; a variant takes those that a way of dividing, storing or sending
+can break, and with ``--exhaustive`` the others, too.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from drivetrain.testing.conformance import StrategyConformance
+
+DISK = {"optimizer": "nvme", "path": tempfile.gettempdir()}
+"""The file has no name there."""
+
+HYBRID = {"name": "fsdp", "sharding": "hybrid", "shard_size": 2}
+
+OF_VARIANTS = frozenset(
+    {
+        "test_training_equals_one_process",
+        "test_accumulation_with_a_partial_window",
+        "test_clipping_by_the_global_norm",
+        "test_parameter_without_gradient_on_any_rank",
+        "test_evaluation_is_the_same_on_every_rank",
+        "test_precision_equals_one_process",
+        "test_infinite_gradient_on_one_rank",
+        "test_cost_equals_ledger",
+        "test_cost_equals_memory",
+        "test_shards_hold_everything_once",
+        "test_saved_run_goes_on_bit_by_bit",
+        "test_taken_off",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration.
+
+    Attributes:
+        strategy: its name, or its name and options.
+        worlds: numbers of ranks; the default run takes the first.
+        main: whether it takes every check by default.
+        hosts: on how many hosts the ranks believe they are.
+    """
+
+    strategy: str | Mapping[str, Any]
+    worlds: tuple[int, ...]
+    main: bool = False
+    hosts: int = 1
+
+
+TABLE: Mapping[str, Row] = {
+    "Plain": Row("plain", (2, 1, 3)),
+    "Ddp": Row("ddp", (3, 1, 2, 4), main=True),
+    "DdpBuckets": Row({"name": "ddp", "bucket_mib": 0.001, "first_bucket_mib": 0.001}, (2,)),
+    "DdpHosts": Row("ddp", (4,), hosts=2),
+    "Zero1": Row("zero1", (3, 1, 2, 4), main=True),
+    "Zero1Whole": Row({"name": "zero1", "partition": "parameter", "bucket_mib": 0.001}, (2, 3)),
+    "Zero2": Row("zero2", (3, 1, 2, 4), main=True),
+    "Zero2Hosts": Row({"name": "zero2", "bucket_mib": 0.001}, (4,), hosts=2),
+    "Zero2Host": Row({"name": "zero2", "offload": {"optimizer": "cpu"}}, (2, 1)),
+    "Zero2Disk": Row({"name": "zero2", "offload": DISK}, (2, 1)),
+    "Zero3": Row("zero3", (2, 1, 3, 4), main=True),
+    "Zero3Sharded": Row({"name": "zero3", "keep_below": 0}, (3, 1, 2), main=True),
+    "Zero3Secondary": Row({"name": "zero3", "keep_below": 0, "secondary": "host"}, (4, 2), hosts=2),
+    "Zero3Disk": Row(
+        {"name": "zero3", "keep_below": 0, "offload": {**DISK, "params": "nvme"}}, (2, 1)
+    ),
+    "Fsdp": Row("fsdp", (3, 1, 2, 4), main=True),
+    "FsdpGrad": Row({"name": "fsdp", "sharding": "grad"}, (2,)),
+    "FsdpKept": Row({"name": "fsdp", "reshard_after_forward": False, "live_units": 1}, (3,)),
+    "FsdpHybrid": Row(HYBRID, (4,)),
+    "FsdpHybridLocal": Row({**HYBRID, "accumulate": "local"}, (4,)),
+    "FsdpSecondary": Row({"name": "fsdp", "secondary": "host"}, (4,), hosts=2),
+    "FsdpHost": Row({"name": "fsdp", "offload": {"optimizer": "cpu", "params": "cpu"}}, (2, 1)),
+    "Offload": Row("offload", (1, 2, 3, 4)),
+    "Local": Row("local", (2, 1, 3, 4), main=True),
+    "Megatron": Row("megatron", (2, 1, 3, 4)),
+    "Tensor": Row({"name": "megatron", "tp": 2}, (2, 4), main=True),
+    "TensorZero2": Row({"name": "megatron", "tp": 2, "data_parallel": "zero2"}, (4,)),
+}
+"""By the names of test classes, without their ``Test``."""
+
+
+def configured(name: str, base: type[StrategyConformance] = StrategyConformance) -> type:
+    """Return the test class of a row; the base overrides checks that are different there."""
+    row = TABLE[name]
+
+    class Configured(base):
+        strategy = row.strategy
+        worlds = row.worlds
+        checks = None if row.main else OF_VARIANTS
+
+        def pytest_generate_tests(self, metafunc):
+            if not metafunc.config.getoption("exhaustive"):
+                self.worlds = row.worlds[:1]
+            super().pytest_generate_tests(metafunc)
+
+        def make_accelerator(self, **options):
+            """A host's name has torchrun's number of it as a part."""
+            if row.hosts == 1:
+                return super().make_accelerator(**options)
+            rank, size = (int(os.environ[each]) for each in ("RANK", "WORLD_SIZE"))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("GROUP_RANK", str(rank * row.hosts // size))
+                return super().make_accelerator(**options)
+
+    Configured.__name__ = Configured.__qualname__ = f"Test{name}"
+    Configured.__doc__ = base.__doc__
+    return Configured
