@@ -239,6 +239,12 @@ def test_elements_of_a_bucket_are_bytes_of_its_dtype(command, folder, enabled, m
     assert values["strategy"] == {"name": "zero2", "bucket_mib": mib}
 
 
+def test_parameters_of_whole_models_keep_their_dtype(command, folder):
+    (folder / "whole.json").write_text('{"bf16": {"enabled": true}}')
+    values, _, _ = imported(command, "whole.json")
+    assert values == {"strategy": {"name": "ddp"}, "precision": "bf16"}
+
+
 def test_options_of_a_command_line_win_over_its_file(command, folder):
     values, _, _ = imported(command, *shlex.split(LINES["accelerate"]))
     assert values["precision"] == "fp16"

@@ -308,6 +308,7 @@ def test_hostfile_and_selection(tmp_path):
         RemoteHost("n1", 2, (0, 2)), RemoteHost("me@n2", 2),
     ]  # fmt: skip
     assert select(hosts, exclude="n1:0@n2") == [RemoteHost("n1", 3, (1, 2, 3)), RemoteHost("n3")]
+    assert select(hosts[:1], exclude="n1:3,1") == [RemoteHost("n1", 2, (0, 2))]
     for include, exclude, message in (
         ("n9", None, "no host n9; hosts: n1, n2, n3"),
         (None, "n1@n2@n3", "no host is left"),
