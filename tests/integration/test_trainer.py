@@ -16,9 +16,11 @@ from transformers import TrainingArguments
 
 import trainers
 from drivetrain.errors import CheckpointError, ConfigError, UsageError
+from drivetrain.integrations.token_scores import scores_of
 from drivetrain.integrations.training_arguments import (
     accumulation_of,
     engine_of,
+    loader_options,
     refuse_other_engines,
 )
 from drivetrain.integrations.transformers import StrategyTraining, use_drivetrain
@@ -286,6 +288,30 @@ def test_one_number_of_micro_batches():
     assert accumulation_of(usual(), 4) == (4, {})
     with pytest.raises(UsageError, match=r"one number of micro-batches per step, found \[2, 4\]"):
         accumulation_of(usual(gradient_accumulation_steps=2), 4)
+
+
+def test_a_seed_of_the_data_counts_even_if_it_is_zero():
+    config = importlib.import_module("transformers.trainer_pt_utils").AcceleratorConfig()
+    for given, expected in ((0, 0), (None, 3)):
+        options = loader_options(usual(accelerator_config=config, seed=3, data_seed=given))
+        assert options.data_seed == expected
+
+
+def test_scores_of_tokens_are_those_of_their_probabilities():
+    logits = torch.tensor([[[1.0, 3.0, 0.5], [2.0, 0.0, 1.0]]])
+    found = scores_of(logits, torch.tensor([[1, -100]]))
+    chances = logits[0, 0].softmax(-1)
+    expected = {
+        "log_probs": chances[1].log(),
+        "entropy": -(chances * chances.log()).sum(),
+        "log_sum_sq_probs": chances.square().sum().log(),
+        "mean_logits": logits[0, 0].mean(),
+        "is_top1": torch.tensor(True),
+        "label_mask": torch.tensor(True),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name][0, 0], value)
+        assert not found[name][0, 1], name
 
 
 def test_a_trainer_with_an_accelerator_of_its_own_is_refused():

@@ -41,8 +41,10 @@ class Sandbox:
             for name, value in os.environ.items()
             if not name.startswith(("DRIVETRAIN_", "TORCHELASTIC_", "GLOO_"))
         }
+        # Behind it the copy of the tree that is tested, if it is not the installed one.
+        search = [str(THIRD_PARTY), kept.get("PYTHONPATH", "")]
         return kept | {
-            "PYTHONPATH": str(THIRD_PARTY),
+            "PYTHONPATH": os.pathsep.join(filter(None, search)),
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.temporary),
             MARK: self.mark,

@@ -19,6 +19,7 @@ def strategy_of(*plugins):
 
 def test_deepspeed():
     assert strategy_of(ours.DeepSpeedPlugin()) == {"name": "zero2"}
+    assert strategy_of(ours.DeepSpeedPlugin(zero_stage=0)) == {"name": "ddp"}
     plugin = ours.DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
     assert strategy_of(plugin) == {"name": "zero3", "offload": {"optimizer": "cpu"}}
     config = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
@@ -42,6 +43,8 @@ def test_fsdp_in_all_its_spellings():
         "offload": {"optimizer": "cpu", "params": "cpu"},
     }
     assert strategy_of(ours.FullyShardedDataParallelPlugin(2)) == {"name": "fsdp"}
+    numbers = [ours.FullyShardedDataParallelPlugin(1, number) for number in (1, 2)]
+    assert [strategy_of(each).get("reshard_after_forward") for each in numbers] == [None, False]
 
 
 def test_layers_divided():

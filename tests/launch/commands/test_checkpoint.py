@@ -94,6 +94,8 @@ def test_inspect_shows_a_row_for_layers_that_repeat():
         ("layers.3.weight", "8 x 6", "F32", "1", "192 B", "", ""),
         ("all", "", "F32", "6", "580 B", "exp_avg F32", "384 B"),
     ]
+    rows = summary([*layers, *state[:2]])  # layers of which two have never been stepped
+    assert [row[0] for row in rows] == ["layers.{0,10}.weight", "layers.{1..2}.weight", "all"]
 
 
 def test_inspect_as_json(command, saved):

@@ -148,6 +148,8 @@ def test_explain_lists_a_section_and_the_options_of_a_strategy(command):
     _, out, _ = command("config", "explain", "strategy.spoons")
     assert "a whole number, at least 1 and at most 9" in out
     assert "  of       toy" in out
+    _, out, _ = command("config", "explain", "launch.max_restarts")
+    assert "a whole number, at least 0" in out
     _, out, _ = command("config", "explain", "strategy")
     assert {f"  {name}: {strategies().summary(name)}" for name in strategies().names} <= set(
         out.splitlines()

@@ -11,6 +11,7 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain_launch.commands.options import resolve_command_line
+from drivetrain_launch.forecast.models import of_size
 from drivetrain_launch.forecast.promises import promises_for
 
 LLAMA = {
@@ -54,6 +55,11 @@ def test_every_strategy_has_a_row_with_its_bytes(command):
     assert rows["zero3"][-1] == "yes"
     # Optimizer states and a share of the gradients wait in host memory.
     assert rows["offload"][-4:-2] == ["29.80", "0.00"]
+
+
+@pytest.mark.parametrize("count", [7, 1_234_567, 7 * 10**9 + 5])
+def test_a_number_of_parameters_is_a_model_of_as_many(count):
+    assert sum(each.numel for each in of_size(count).parameters) == count
 
 
 def test_several_hosts_show_the_bytes_that_leave_a_host(command):

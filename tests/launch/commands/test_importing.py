@@ -1,5 +1,6 @@
 """``drivetrain config import``: files and command lines of other programs in our words."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -216,6 +217,32 @@ def test_command_line_becomes_a_file_and_a_command(command, folder, name):
     assert run.endswith(f"drivetrain launch --config drivetrain.yaml {script}")
     (folder / "ours.yaml").write_text(text)
     assert command("config", "check", "ours.yaml")[0] == 0
+
+
+def test_hosts_of_torchrun_meet_at_an_address_of_ipv6(command, folder):
+    line = "torchrun --nnodes 1:4 --nproc_per_node 2 --master_addr fe80::1 train.py"
+    values, _, _ = imported(command, *shlex.split(line))
+    assert values["launch"] == {
+        "min_nnodes": 1,
+        "nnodes": 4,
+        "nproc_per_node": 2,
+        "rdzv_endpoint": "[fe80::1]:29500",
+    }
+
+
+@pytest.mark.parametrize(("enabled", "mib"), [(True, 2.0), (False, 4.0)])
+def test_elements_of_a_bucket_are_bytes_of_its_dtype(command, folder, enabled, mib):
+    zero = {"stage": 2, "reduce_bucket_size": 1 << 20, "offload_optimizer": {"device": "none"}}
+    facts = {"bf16": {"enabled": enabled}, "zero_optimization": zero}
+    (folder / "bucket.json").write_text(json.dumps(facts))
+    values, _, _ = imported(command, "bucket.json")
+    assert values["strategy"] == {"name": "zero2", "bucket_mib": mib}
+
+
+def test_parameters_of_whole_models_keep_their_dtype(command, folder):
+    (folder / "whole.json").write_text('{"bf16": {"enabled": true}}')
+    values, _, _ = imported(command, "whole.json")
+    assert values == {"strategy": {"name": "ddp"}, "precision": "bf16"}
 
 
 def test_options_of_a_command_line_win_over_its_file(command, folder):

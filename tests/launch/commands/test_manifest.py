@@ -99,6 +99,7 @@ def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
         for code in rule["onExitCodes"]["values"]
     } == {75: "Ignore"} | dict.fromkeys([2, 4, 9, 93], "FailJob")
     assert spec["failurePolicy"]["maxRestarts"] == 3
+    assert indexed["template"]["spec"]["terminationGracePeriodSeconds"] == 120
     container = indexed["template"]["spec"]["containers"][0]
     assert container["command"][-2:] == ["train.py", "--lr=1"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}

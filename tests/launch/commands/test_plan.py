@@ -11,6 +11,7 @@ from drivetrain.paper.run import PaperRun
 from drivetrain.paper.transformer import GptShape
 from drivetrain.planner import predict
 from drivetrain.planner.layout import read_layout
+from drivetrain_launch.commands.plan import _with_link
 
 SMALL = ("--gpt", "layers=4,hidden=1024,heads=16,seq=1024", "--batch", "16")
 H100 = load_hardware("h100")
@@ -175,6 +176,13 @@ def test_bad_input_is_one_clear_line(command, arguments, expected):
     code, _, err = command("plan", *SMALL, *HOST, *arguments)
     assert code == ConfigError.exit_code
     assert expected in err
+
+
+@pytest.mark.parametrize(("rate", "gigabytes"), [("4GB/s", 4.0), ("8 Gbit/s", 1.0)])
+def test_a_rate_between_hosts_is_reached_in_part(rate, gigabytes):
+    found = _with_link(H100, rate).links
+    assert found.between.gigabytes_per_second == pytest.approx(gigabytes * found.reached)
+    assert found.reached < 1
 
 
 def test_a_model_that_fits_nowhere_says_by_how_much(command):

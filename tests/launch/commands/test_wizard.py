@@ -294,6 +294,11 @@ def test_model_that_does_not_fit_whole_is_divided(wizard):
     assert "it sends the fewest bytes of all forms that fit in 80.0 GiB" in question.help
 
 
+def test_ranks_on_the_cpu_share_the_memory_of_their_host(wizard):
+    question = proposed(wizard, launch__device="cpu", facts__memory="64", facts__model="1B")
+    assert "of all forms that fit in 8.0 GiB" in question.help
+
+
 def test_scarce_memory_takes_the_form_that_holds_least(wizard):
     question = proposed(wizard, facts__need="memory")
     least = min(candidate.held for candidate in candidates_of_a_billion(8) if candidate.counted)

@@ -10,6 +10,7 @@ import pytest
 from drivetrain.errors import ConfigError
 from drivetrain_launch.commands.host_options import without_hosts
 from drivetrain_launch.hosts.hostfile import RemoteHost, read_hostfile, read_hosts, select
+from drivetrain_launch.hosts.remote import RemoteJob, _orders
 
 pytestmark = pytest.mark.alone
 
@@ -307,6 +308,7 @@ def test_hostfile_and_selection(tmp_path):
         RemoteHost("n1", 2, (0, 2)), RemoteHost("me@n2", 2),
     ]  # fmt: skip
     assert select(hosts, exclude="n1:0@n2") == [RemoteHost("n1", 3, (1, 2, 3)), RemoteHost("n3")]
+    assert select(hosts[:1], exclude="n1:3,1") == [RemoteHost("n1", 2, (0, 2))]
     for include, exclude, message in (
         ("n9", None, "no host n9; hosts: n1, n2, n3"),
         (None, "n1@n2@n3", "no host is left"),
@@ -334,3 +336,20 @@ def test_options_about_hosts_do_not_reach_the_hosts(command, sandbox):
         code, _, err = command("launch", "--hosts", "a,b", *extra, script)
         assert code == 2, err
         assert err.count("\n") == 1
+
+
+def test_each_host_gets_its_place_its_devices_and_one_secret(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    hosts = [RemoteHost("n1", 2, (0, 2)), RemoteHost("n2")]
+    variables = {"OMP_NUM_THREADS": "5"}
+    job = RemoteJob(hosts=hosts, words=["train.py"], grace_s=1.0, variables=variables)
+    first, second = _orders(job, "n1:20000")
+    common = ["--rdzv-endpoint", "n1:20000"]
+    assert first["words"] == [
+        *("--nnodes", "2", "--node-rank", "0", *common, "--nproc-per-node", "2", "train.py")
+    ]
+    assert second["words"] == ["--nnodes", "2", "--node-rank", "1", *common, "train.py"]
+    assert first["variables"].pop("CUDA_VISIBLE_DEVICES") == "0,2"
+    assert first["variables"] == second["variables"]
+    assert first["variables"]["OMP_NUM_THREADS"] == "5"  # asked for, so it wins
+    assert len(first["variables"]["DRIVETRAIN_SECRET"]) >= 16

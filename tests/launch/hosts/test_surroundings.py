@@ -294,9 +294,10 @@ def test_a_secret_that_others_can_read_is_refused(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     first = shared_secret()
     assert shared_secret() == first
-    (tmp_path / "drivetrain" / "secret").chmod(0o644)
-    with pytest.raises(ConfigError, match="readable by you alone, found mode 644"):
-        shared_secret()
+    for mode in (0o644, 0o640):
+        (tmp_path / "drivetrain" / "secret").chmod(mode)
+        with pytest.raises(ConfigError, match=f"readable by you alone, found mode {mode:o}"):
+            shared_secret()
     monkeypatch.setenv(SECRET_VARIABLE, "short")
     with pytest.raises(ConfigError, match="at least 16 characters, found 5; set DRIVETRAIN_SECRET"):
         shared_secret()

@@ -134,6 +134,12 @@ def test_silent_host_is_said_not_to_be_checked(hosts):
     assert [line for line in found.lines() if "was not checked: no reply" in line]
     assert found.link == 0
 
+    async def fail(index, order):
+        return {"error": "no such address"} if index else {"port": 1, "answers": {}}
+
+    found = asyncio.run(HostCheck(hosts=hosts[:2], ask=fail).run())
+    assert "preflight: host 1 (n1) was not checked: no such address" in list(found.lines())
+
 
 def test_slow_links_are_named(hosts):
     found = Findings(hosts, ring={(2, 0): 1e9, (0, 1): 1.1e9, (1, 2): 2e7})
@@ -142,6 +148,13 @@ def test_slow_links_are_named(hosts):
         "preflight: slow link: from host 1 (n1) to host 2 (n2) 20 MB/s, less than half of the "
         "usual 1 GB/s"
     ]
+
+
+def test_the_rate_of_tcp_says_nothing_about_another_transport(hosts):
+    ring = {(1, 0): 1e9, (0, 1): 2e9}
+    assert Findings(hosts[:2], ring=ring).link == 1e9
+    other = CheckedHost(index=1, name="n1", address="127.0.0.2", measured=False)
+    assert Findings([hosts[0], other], ring=ring).link == 0
 
 
 def test_transport_of_nccl_is_not_measured_where_it_has_adapters(tmp_path, monkeypatch):
@@ -159,6 +172,8 @@ def test_address_of_the_interface_that_the_user_names(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert chosen_address("gloo", "10.1.2.3") == "127.0.0.1"
     assert chosen_address("nccl", "10.1.2.3") == "10.1.2.3"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such,lo")
+    assert chosen_address("gloo", "10.1.2.3") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such")
     assert chosen_address("gloo", "10.1.2.3") == "10.1.2.3"
 

@@ -17,6 +17,10 @@ from drivetrain_launch.ranks.failure import (
     judge,
     report,
 )
+from drivetrain_launch.ranks.hangs import blamed
+from drivetrain_launch.ranks.worker import code_of, lost_peer
+from drivetrain_launch.watching.diagnosis import Hang
+from drivetrain_launch.watching.views import OperationView, RankView
 
 
 def failure(rank, time, *, collateral=False, code=1, summary=""):
@@ -135,3 +139,41 @@ def test_attempts_without_progress_end_with_a_code_of_their_own(restarts_left):
     assert "OSError: x" in verdict.text
     assert verdict.text.endswith("3 attempts in a row have failed and saved no newer checkpoint")
     assert judge({0: Ending(ended=(end(0),))}, 7, idle=MOST_IDLE).code == 0
+
+
+def test_a_hang_is_the_failure_of_its_culprit_and_began_with_the_wait(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    operation = OperationView(
+        place="ring", ranks=(0, 1), submitted=9, running=9, running_s=40.0, checksum=0,
+        name="all_reduce 9", size="",
+    )  # fmt: skip
+    views = {rank: RankView(rank=rank, host="n1", pid=rank + 7) for rank in (0, 1)}
+    hang = Hang(
+        kind="absent", culprits=[1], waiting=[0], operation=operation, waited_s=40.0, views=views
+    )
+    lost = failure(0, 999.0, collateral=True)
+    found = blamed(Ending(failures=(lost,), stopped=(0, 1)), hang)
+    assert found.stopped == (0,)
+    assert first(found.failures).rank == 1
+    assert found.failures[0].time == 960.0
+    text, code = report(found.failures, (), found.stopped)
+    assert text.startswith("rank 1 failed first (host n1, pid 8, exit code 5)")
+    assert text.endswith("stopped with it: rank 0")
+    assert code == 5
+    assert blamed(found, None) is found
+
+
+def test_errors_that_only_say_that_a_peer_is_gone():
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]")
+    script = ValueError("no batch")
+    script.__cause__ = lost
+    assert lost_peer(lost)
+    assert lost_peer(script)
+    assert lost_peer(ConnectionResetError(104, "x"))
+    assert not lost_peer(RuntimeError("CUDA error: out of memory"))
+    assert not lost_peer(ValueError("connection closed by peer"))
+
+
+def test_exit_codes_of_scripts_are_those_of_python(capsys):
+    assert [code_of(SystemExit(code)) for code in (None, 0, 3, "no data", True)] == [0, 0, 3, 1, 1]
+    assert capsys.readouterr().err == "no data\n"

@@ -15,3 +15,11 @@ def test_a_second_run_keeps_the_logs_of_the_first(tmp_path):
         "rank-1.stdout.1.log": b"first",
         "rank-1.stdout.2.log": b"second",
     }
+
+
+def test_lines_in_another_encoding_are_shown(capsys):
+    output = Output(None)
+    output.streams(1).stderr.write(b"\xe9t\xe9\nlast")
+    output.follow()
+    output.finish()
+    assert capsys.readouterr().err == "[rank1]: \ufffdt\ufffd\n[rank1]: last\n"

@@ -93,6 +93,11 @@ def test_another_operation_with_the_same_number():
     )
 
 
+def test_a_rank_that_was_just_writing_has_no_other_operation():
+    writing = rank(1, operation(1204, 1204, 41.0, checksum=0))
+    assert diagnose(views(waiting(0), writing), limit_s=lambda _: 8.0).kind == "none"
+
+
 def test_operations_of_different_steps_on_a_device():
     first, second = (operation(9, 9, 0.1, place="dp/native", checksum=each) for each in (5, 6))
     unknown = operation(9, 9, 0.1, place="dp/native", checksum=0)  # the rank was just writing

@@ -43,6 +43,13 @@ def test_ranks_that_enqueued_different_collectives():
     assert sentence.startswith("rank 1 enqueued nccl:all_gather of (9,) where others enqueued coll")
 
 
+def test_a_rank_whose_record_of_the_collective_is_gone_has_enqueued_it():
+    first, second = (json.loads(text) for text in texts())
+    second["entries"][0] |= {"collective_seq_id": 9}
+    (sentence,) = found(first, {**second, "entries": second["entries"][:1]})
+    assert sentence.startswith("rank 0: the device has not finished collective 2 of group")
+
+
 def test_a_device_that_does_not_finish():
     first, second = (json.loads(texts()[0]) for _ in range(2))
     second["entries"][1] |= {"state": "completed"}

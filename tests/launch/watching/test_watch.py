@@ -1,0 +1,37 @@
+"""The watch tells a hang once, and once that ranks go on, from states that were made up."""
+
+from drivetrain_launch.watching.views import OperationView, RankView
+from drivetrain_launch.watching.watch import HangWatch, Hosts
+
+
+def seen(rank, submitted, seconds):
+    operation = OperationView(
+        place="ring", ranks=(0, 1), submitted=submitted, running=9 if seconds else 0,
+        running_s=seconds, checksum=0, name="all_reduce 9", size="",
+    )  # fmt: skip
+    view = RankView(rank=rank, host="n1", pid=7, section="forward", operations=(operation,))
+    return view.to_json()
+
+
+def test_a_hang_is_told_once_and_its_end_once():
+    said, views = [], {}
+    hosts = Hosts(show=lambda shown: None, others=lambda: views)
+    watch = HangWatch({}, {}, hosts=hosts, stops=False, say=said.append)
+    hangs = {0: seen(0, 9, 50.0), 1: seen(1, 8, 0.0)}
+    goes_on = {0: seen(0, 9, 0.0), 1: seen(1, 9, 0.0)}
+    for states in (goes_on, hangs, hangs, goes_on, goes_on):
+        views.update(states)
+        watch.look()
+    sentence, end = said
+    assert sentence.startswith("rank 1 on n1 has been in the forward for 0 s; rank 0 waits")
+    assert end == "the ranks go on"
+    assert watch.hang is None
+
+
+def test_a_hang_ends_the_run_where_it_shall(tmp_path):
+    views = {0: seen(0, 9, 50.0), 1: seen(1, 8, 0.0)}
+    hosts = Hosts(show=lambda shown: None, others=lambda: views)
+    watch = HangWatch({}, {}, hosts=hosts, stops=True, folder=tmp_path, say=lambda line: None)
+    watch.look()
+    assert watch.hang.culprits == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["hang-1.json"]
