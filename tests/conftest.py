@@ -5,9 +5,14 @@ takes the first values of all parameters, then the second values, then the third
 that the cases before it did not. Four ranks and more share the cores of a small machine: a test on
 so many takes one case. Tests that need no ranks run whole, and so do those marked ``complete``:
 other tests read the files that they leave. What is marked ``exhaustive`` is not even collected.
+
+``--share 1234`` runs a share of what the default run leaves out, another one for each number, until
+all have been run; after ten minutes it begins no further test.
 """
 
 import gc
+import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -18,6 +23,12 @@ from two_at_a_time import pytest_runtest_protocol  # noqa: F401 - a hook
 CASES, CASES_ON_MANY, MANY = 3, 1, 4
 """Cases of a matrix, and those of one on many ranks; how many ranks that is."""
 
+STARTED = pytest.StashKey[float]()
+"""When the run began."""
+
+SHARES, SHARE_S = 48, 600.0
+"""In how many shares the exhaustive tests come round, and the seconds in which one begins tests."""
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -25,6 +36,24 @@ def pytest_addoption(parser):
         action="store_true",
         help="run every case of every matrix, and the tests marked exhaustive",
     )
+    parser.addoption(
+        "--share",
+        type=int,
+        metavar="N",
+        help=f"run share N, modulo {SHARES}, of what the default run leaves out",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("share") is not None:
+        config.option.exhaustive = True
+    config.stash[STARTED] = time.monotonic()
+
+
+def pytest_runtest_setup(item):
+    late = time.monotonic() - item.config.stash[STARTED] > SHARE_S
+    if late and item.config.getoption("share") is not None:
+        pytest.skip(f"the {SHARE_S:g} s of this share are over")
 
 
 def is_exhaustive(marks: Iterable[pytest.Mark]) -> bool:
@@ -40,13 +69,17 @@ def pytest_pycollect_makeitem(collector, name, obj):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("exhaustive") or any("[" in argument for argument in config.args):
+    share = config.getoption("share")
+    everything = config.getoption("exhaustive") or any("[" in each for each in config.args)
+    if everything and share is None:
         return
     matrices = defaultdict(list)
     for item in items:
         if not is_exhaustive(item.iter_markers("exhaustive")):
             matrices[item.parent, item.originalname].append(item)
     chosen = {item for matrix in matrices.values() for item in selected(matrix)}
+    if share is not None:
+        chosen = {each for each in items if each not in chosen and turn_of(each) == share % SHARES}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 
@@ -55,6 +88,11 @@ def pytest_collection_finish(session):
     """Take all tests and modules out of garbage collections: each would walk through them."""
     gc.collect()
     gc.freeze()
+
+
+def turn_of(item: pytest.Item) -> int:
+    """Return the share that a test belongs to."""
+    return zlib.crc32(item.nodeid.encode()) % SHARES
 
 
 def selected(matrix: Sequence[pytest.Item]) -> Iterable[pytest.Item]:
