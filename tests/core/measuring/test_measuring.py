@@ -75,6 +75,7 @@ def test_scatter_is_noted_by_name():
     assert "jumpy" in clock.loud
     assert clock.loud["jumpy"] > clock_module.LOUD
     assert timing_of([1.0, 1.0, 1.0]).scatter == 0
+    assert timing_of([1.0, 9.0, 1.0, 0.1, 1.0]).scatter == 0  # without the two extremes
 
 
 @pytest.mark.ranks(2)
