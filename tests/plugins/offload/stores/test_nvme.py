@@ -240,7 +240,7 @@ def test_file_system_types(tmp_path, monkeypatch):
     assert directory.file_system(tmp_path)
     assert directory.file_system(directory.Path("/proc")) == "proc"
     mounts = [SimpleNamespace(mountpoint=str(tmp_path), fstype=kind) for kind in ("xfs", "ext4")]
-    monkeypatch.setattr(directory.psutil, "disk_partitions", lambda all: mounts)
+    monkeypatch.setattr(directory.psutil, "disk_partitions", lambda **_: mounts)
     assert directory.file_system(tmp_path / "inside") == "ext4"  # the later one hides the other
 
 
