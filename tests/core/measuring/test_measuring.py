@@ -46,6 +46,9 @@ def test_links_that_nobody_measured_say_so():
     links_of = yaml.safe_load(text([RING, None]))["links"]
     assert links_of["inside"]["source"] == "the test"
     assert links_of["between"]["source"].startswith("NOT MEASURED")
+    links_of = yaml.safe_load(text([None, RING]))["links"]
+    assert links_of["inside"]["source"].startswith("NOT MEASURED")
+    assert links_of["between"]["source"] == "the test"
 
 
 def test_levels_follow_from_the_matrix():
