@@ -113,6 +113,10 @@ def test_one_rank_holds_all_of_it():
     assert flat.tolist() == [0.5] * 4
     with pytest.raises(UsageError, match="each of 1 ranks"):
         communicator.all_gather(flat, chunks=[(0, 2), (2, 4)])
+    written = communicator.gather_parts([[flat]], first=lambda: flat.add_(1))
+    written.wait()
+    written.wait()
+    assert flat.tolist() == [1.5] * 4
 
 
 WRONG = {

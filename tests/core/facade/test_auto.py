@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import hardware_text, name_of_device
+from drivetrain.planner import auto
+from drivetrain.planner.predict import Predictor
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 from train_gpt import GPT, loss_of
@@ -101,6 +103,13 @@ def test_a_planned_run_ends_with_its_prediction_and_its_measurement():
     assert measured > 0
 
 
+def test_a_planned_step_has_all_batches_of_its_window(monkeypatch):
+    tasks = []
+    monkeypatch.setattr(auto, "Predictor", lambda task: tasks.append(task) or Predictor(task))
+    trained(steps=0, strategy="auto", gradient_accumulation_steps=3)[0].end_training()
+    assert [task.batch for task in tasks] == [3 * 4]
+
+
 @pytest.mark.ranks(2)
 def test_a_small_memory_takes_more_than_replicas(tmp_path):
     """A device that lacks the room for whole states gets a layout that divides them."""
@@ -140,6 +149,7 @@ def test_a_link_that_nobody_measured_is_not_guessed(tmp_path):
     ("title", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
         ("Tesla T4", "t4"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),

@@ -128,6 +128,8 @@ def test_stretches_are_cut_and_joined_in_terms_of_parameters():
     rest, b = right.spans
     assert (rest.name, rest.first, rest.start, rest.stop) == ("a", 13, 0, 7)
     assert (b.name, b.first, b.start, b.stop) == ("b", 0, 7, 28)
+    (later,) = right.cut(2, 5).spans
+    assert (later.first, later.start, later.stop) == (15, 0, 3)
     again = Stretch.joined([left, right], torch.float32)
     assert (again.numel, again.nbytes) == (43, 172)
     assert [(s.name, s.first, s.start, s.stop) for s in again.spans] == [

@@ -61,6 +61,15 @@ def test_messages_inside_of_a_host_wait_for_a_processor():
         assert halves < plain.price(message)
 
 
+def test_lines_that_leave_a_host_share_its_link():
+    message = Collective("dp", "all_reduce", 1e9)
+    one, other = (
+        HardwarePrices(CPU, {"dp": AxisPlace(4, 1, beside)}, "no").without_latency().price(message)
+        for beside in (32, 64)
+    )
+    assert other == pytest.approx(2 * one)
+
+
 def test_processors_start_kernels_before_they_run_them():
     prices = with_kernels(gelu=(1.0, 40.0))
     gelu = MemoryPass(1e6, 1e6, kind="gelu")

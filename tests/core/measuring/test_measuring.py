@@ -46,6 +46,9 @@ def test_links_that_nobody_measured_say_so():
     links_of = yaml.safe_load(text([RING, None]))["links"]
     assert links_of["inside"]["source"] == "the test"
     assert links_of["between"]["source"].startswith("NOT MEASURED")
+    links_of = yaml.safe_load(text([None, RING]))["links"]
+    assert links_of["inside"]["source"].startswith("NOT MEASURED")
+    assert links_of["between"]["source"] == "the test"
 
 
 def test_levels_follow_from_the_matrix():
@@ -75,6 +78,7 @@ def test_scatter_is_noted_by_name():
     assert "jumpy" in clock.loud
     assert clock.loud["jumpy"] > clock_module.LOUD
     assert timing_of([1.0, 1.0, 1.0]).scatter == 0
+    assert timing_of([1.0, 9.0, 1.0, 0.1, 1.0]).scatter == 0  # without the two extremes
 
 
 @pytest.mark.ranks(2)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain.model import ValuelessTensor, ValuesNeededError, look_at
+from drivetrain.model.results import facts_of, freeze
 
 B, T, D, HEADS, VOCABULARY = 2, 8, 16, 4, 32
 
@@ -76,6 +77,12 @@ def test_the_work_of_gpt2_is_that_of_the_formula():
     per_block = 24 * B * T * D**2 + 4 * B * T**2 * D
     assert [sum(o.work for o in look.inside(call)) for call in look.blocks] == [per_block] * 3
     assert look.work == 3 * per_block + 2 * B * T * D * VOCABULARY
+
+
+def test_bytes_are_those_of_distinct_elements_and_numbers_differ_by_type():
+    assert facts_of(torch.ones(3, 1).expand(3, 100)).nbytes == 3 * 4
+    assert facts_of(torch.ones(0, 5)).nbytes == 0
+    assert len({freeze([number], facts_of) for number in (1, 1.0, True)}) == 3
 
 
 def test_views_move_nothing_and_say_what_they_show():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from drivetrain.errors import UsageError
+from drivetrain.paper.bounds import UnitCost, stage_bound
 from drivetrain.paper.data_parallel import Sharing, data_parallel_step
 from drivetrain.paper.lanes import play
 from drivetrain.paper.run import PaperRun
@@ -31,7 +32,7 @@ UNITS = SHAPE.units(2, "none", fused=False)
 
 def test_lanes_run_side_by_side_and_wait_for_what_they_need():
     tasks = [
-        PaperTask("a", takes=10, frees=10),
+        PaperTask("a", takes=10, frees=10, during=8),
         PaperTask("reduce a", MESSAGE, "dp", after=(0,)),
         PaperTask("b", takes=30, during=5),
         PaperTask("last", after=(1,)),
@@ -66,6 +67,16 @@ def test_where_nothing_is_hidden_both_take_the_sum_of_their_times():
     tasks += [PaperTask("b"), PaperTask("c", MESSAGE, "pp"), PaperTask("d")]
     played = play(PaperStep(tasks, [{}]), Seconds(slowdown=1.0))
     assert played.seconds == pytest.approx(2 + 6 + 1 + 4)
+
+
+def test_a_bound_is_the_busiest_lane_and_the_fullest_moment():
+    """Three units, two of them alike; backward frees the last one before it reaches the others."""
+    block = UnitCost({"compute": 2.0, "dp": 1.0}, {"dp": 30.0}, held=10, kept=4, during=20)
+    head = UnitCost({"compute": 1.0}, {"compute": 0.5}, held=5, kept=3, during=1)
+    found = stage_bound([(block, 2), (head, 1)], micro_batches=3, in_flight=2)
+    assert found.seconds == 2 * (3 * 1.0 + 30.0)
+    assert found.nbytes == 25 + (11 + 20)  # at the turn it would be 22 + 1
+    assert stage_bound([(head, 1)], micro_batches=3, in_flight=1).seconds == 3.5
 
 
 def test_gradients_are_sent_by_buckets():
@@ -142,6 +153,15 @@ def test_operations_of_a_layer_are_those_of_the_paper():
     assert flops_of(UNITS[1].backward) == pytest.approx(2 * forward)
     head = 6 * b * s * h * SHAPE.vocab
     assert SHAPE.model_flops(b) == pytest.approx(3 * SHAPE.layers * forward + head)
+
+
+def test_operations_of_gated_layers_and_few_kv_heads_are_counted_alike():
+    sizes = {"layers": 3, "hidden": 64, "heads": 8, "seq": 16, "vocab": 128, "ffn": 96}
+    shape = GptShape(**sizes, kv_heads=2, gated=True)
+    units = shape.units(2, "none", fused=False)
+    assert 3 * sum(flops_of(unit.forward) for unit in units) == shape.model_flops(2)
+    products = 64 * (64 + 2 * 16) + 64 * 64 + 3 * 64 * 96  # three matrices of a gated layer
+    assert units[1].elements == products + (64 + 2 * 16) + 2 * 96 + 6 * 64
 
 
 def test_parameters_are_counted_once():

@@ -42,6 +42,8 @@ def test_state_moves_to_the_host_and_back_once_a_step():
     share = SHAPE.parameters / 4
     assert step.sent()[0]["bus", TO_HOST] == pytest.approx(share * 4)  # sums are kept in fp32
     assert step.sent()[0]["bus", FROM_HOST] == pytest.approx(share * 2)
+    updates = [each for task in step.tasks for each in task.operations if task.lane == HOST]
+    assert sum(each.nbytes for each in updates) == pytest.approx(share * (2 * 12 + 4 + 2))
     assert step.held[0]["optimizer"] == step.held[0]["gradients"] == 0
     assert step.stored[0] == pytest.approx({"host": share * (12 + 4), "disk": 0})
     disk = replace(STAGE2, stored=Stored(optimizer="nvme", share=0.5))
@@ -90,6 +92,8 @@ def test_a_layout_with_a_store_needs_less_memory_and_more_time(data_parallel):
                       ("peak_bytes", "step_seconds"))  # fmt: skip
     assert peaks[0] > 1.5 * peaks[1] == 1.5 * peaks[2]
     assert seconds[0] < seconds[1] < seconds[2]
+    assert fits(ALONE, found[1])
+    assert not fits(replace(ALONE, per_host=64), found[1])  # a host has the state of all its ranks
     assert found[2].stored_most("disk") == pytest.approx(12 * LARGE.parameters)
     assert found[2].planned.values["offload"] == {"optimizer": "nvme", "path": "offloaded"}
     assert sum(found[1].parts.values()) == pytest.approx(found[1].step_seconds)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -75,6 +76,13 @@ def test_many_hosts_are_chained_and_swapped():
 def test_an_order_that_is_no_better_stays():
     place = HostPlacement("abc", (1, 1, 1), {"dp": 3}, {"dp": 1e9}, pairs_of("abc", {}, 1.0))
     assert place.best().hosts == (0, 1, 2)
+    ring = HostPlacement("abc", (1, 1, 1), {"dp": 3}, {"dp": 1e9}, chain_of("abc"))
+    assert ring.best().seconds == ring.given().seconds == 1.0  # from c back to a
+
+
+def test_a_pair_that_was_not_measured_counts_as_the_slowest():
+    pairs = pairs_of("abc", {frozenset("ab"): 10.0, frozenset("bc"): 0.0}, 2.0)
+    assert [pairs.rate(*pair) for pair in ("ab", "ac", "cb")] == [10.0, 2.0, 2.0]
 
 
 def test_hosts_without_measured_links_are_named():
@@ -125,6 +133,14 @@ def test_a_dry_run_shows_hosts_in_the_order_of_their_links(tmp_path, capsys):
 def test_a_topology_that_cannot_be_used_is_one_clear_line(tmp_path, capsys, words, expected):
     assert dry_run(tmp_path, *words) == ConfigError.exit_code
     assert expected in capsys.readouterr().err
+
+
+def test_hosts_have_their_own_number_of_ranks_or_the_common_one():
+    from drivetrain_launch.forecast.host_order import ranks_of
+    from drivetrain_launch.hosts.hostfile import RemoteHost
+
+    resolved = SimpleNamespace(run=SimpleNamespace(launch=SimpleNamespace(nproc_per_node=4)))
+    assert ranks_of([RemoteHost("a", slots=2), RemoteHost("b")], resolved) == [2, 4]
 
 
 def test_a_description_without_pairs_is_refused(capsys):

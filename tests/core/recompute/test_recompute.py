@@ -487,6 +487,7 @@ def test_choice_by_name_and_distance():
     ]
     chosen = choose_blocks(model, ["blocks.[13]", "blocks.1.*", "*.4.up"])
     assert [name for name, _ in chosen] == ["blocks.1", "blocks.3", "blocks.4.up"]
+    assert [name for name, _ in choose_blocks(model, ["blocks", "blocks.1.up"])] == ["blocks"]
     with pytest.raises(UsageError, match=r"'layers.\*' to match a module of Net"):
         choose_blocks(model, ["blocks.*", "layers.*"])
     with pytest.raises(UsageError, match="to hold repeated blocks"):

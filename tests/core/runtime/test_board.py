@@ -46,7 +46,9 @@ def test_a_full_board_shows_the_first_orders_and_takes_new_ones_later(tmp_path):
     lines = [board.open(f"group {index}", [0, 1]) for index in range(ROWS + 2)]
     assert len(read_board(path.read_bytes()).rows) == ROWS
     lines[3].close()
+    lines[3].close()
     board.open("late", [0, 2, 3])  # unevenly spaced: all ranks may take part
+    board.open("too late", [0, 1])
     late = next(line for line in read_board(path.read_bytes()).rows if line.place == "late")
     assert late.ranks == []
 

@@ -85,11 +85,17 @@ def test_model_of_transformers_is_built_without_values(command, tmp_path):
 
 def test_script_runs_until_it_prepares_its_model(command, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    prepare = Accelerator.prepare
+    prepare, words = Accelerator.prepare, [*sys.argv]
     code, out, err = command("estimate", "--ranks", "2", "train.py", "2000")
     assert code == 0, err
     assert out.startswith("2,000,000 parameters")
     assert Accelerator.prepare is prepare
+    assert sys.argv == words
+
+
+@pytest.mark.parametrize("count", [7, 1_234_567, 8_000_000_123])
+def test_a_number_of_parameters_is_kept_to_the_last_one(count):
+    assert sum(spec.numel for spec in of_size(count).parameters) == count
 
 
 def test_function_of_a_module(command, tmp_path):

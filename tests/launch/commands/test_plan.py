@@ -1,6 +1,7 @@
 """``drivetrain plan`` and ``drivetrain hardware``: published measurements, and bad input."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,7 +12,9 @@ from drivetrain.paper.run import PaperRun
 from drivetrain.paper.transformer import GptShape
 from drivetrain.planner import predict
 from drivetrain.planner.layout import read_layout
+from drivetrain.planner.search import search
 from drivetrain_launch.commands.plan import _with_link
+from drivetrain_launch.forecast.plan_text import file_of
 
 SMALL = ("--gpt", "layers=4,hidden=1024,heads=16,seq=1024", "--batch", "16")
 H100 = load_hardware("h100")
@@ -191,6 +194,27 @@ def test_a_model_that_fits_nowhere_says_by_how_much(command):
     assert code == ConfigError.exit_code
     assert "no layout fits: the smallest, " in err
     assert "too much; take 4 hosts (with a batch of 32: " in err
+
+
+def test_every_layout_of_a_search_is_played_or_left_out_for_a_reason():
+    task = predict.Task(GptShape(layers=2, hidden=256, heads=4, seq=64), 16, H100, 1, 2)
+    found = search(task, "bf16")
+    assert found.tried == len(found.best) + sum(found.left_out.values())
+    assert "are slower, by their bound, than the best" in found.left_out
+
+
+def test_a_configuration_has_the_hosts_and_the_dtypes_of_its_layout():
+    task = predict.Task(GptShape(layers=2, hidden=256, heads=4, seq=64), 48, H100, 2, 8)
+    for name, dtypes in (("ddp", None), ("zero2", {"param": "bf16"})):  # ddp keeps no masters
+        planned = read_layout(f"data_parallel={name},precision=bf16")
+        values = yaml.safe_load(file_of(task, SimpleNamespace(planned=planned, micro_batches=3)))
+        assert (values["accumulation"], values.get("dtypes")) == (3, dtypes)
+        assert values["launch"] == {"nproc_per_node": 8, "nnodes": 2}
+
+
+def test_a_cell_of_several_ranks_may_name_axes_of_one():
+    assert read_layout("tp=2,pp=1").strategy == "megatron"
+    assert read_layout("tp=1,pp=1,data_parallel=zero1").strategy == "zero1"
 
 
 def test_heads_that_do_not_divide_are_named():

@@ -57,6 +57,11 @@ def test_every_byte_is_moved_as_often_as_it_is_counted(tmp_path, monkeypatch):
     disk_speed.measure(tmp_path, 3 * 2**20, 0.5, 2)
     # write: to fill, alone, half of it beside reads; read: alone, half of it beside writes
     assert moved == {"read": 4.5 * 2**20, "write": 7.5 * 2**20}
+    monkeypatch.setattr(
+        disk_speed, "_seconds", lambda file, start: [t.wait() for t in start()] and 1
+    )
+    found = disk_speed.measure(tmp_path, 2**20, 0.5, 2)
+    assert (found.read, found.write, found.both) == (2**20, 2**20, 2**19)
 
 
 def speed(both, request_mib=1.0, threads=8):

@@ -322,6 +322,16 @@ def test_scale_and_probabilities_at_the_edges(inplace):
         assert torch.equal(model(x), whole)
 
 
+def test_a_trial_drops_nothing_and_does_not_count():
+    model, x = Small(0.4).train(), torch.ones(9, 8)
+    masks = counting(model)
+    with masks.left_out():
+        assert torch.equal(model(x), model.linear(x))
+    assert masks.forwards == 0
+    assert not torch.equal(model(x), model.linear(x))
+    assert masks.forwards == 1
+
+
 def test_checkpoint_of_torch_and_calls_that_repeat():
     """One module that runs several times in a forward, each time computed again in backward."""
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.testing.conformance.twins import everyone
+from drivetrain_megatron.recording.hooked import SeenCall, facts_of_calls
 from mixture_models import FAMILIES, LABELED, LoopedExperts, huggingface
 
 WIDTH, ROWS = 32, 4
@@ -69,6 +70,14 @@ def train(twin, model, optimizers, accelerator, **options):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_tensors_for_hooks_follow_one_another_behind_the_result_of_the_block():
+    results = [(torch.ones(2), None, torch.ones(3)), {"x": torch.ones(4)}]
+    calls = [SeenCall(name, ((), {}), each) for name, each in zip("ab", results, strict=True)]
+    found = facts_of_calls(calls, first=1)
+    assert [(call.name, *call.leaves) for call in found] == [("a", 1, 2), ("b", 3)]
+    assert [meta.shape for call in found for meta in call.metas] == [(2,), (3,), (4,)]
 
 
 @pytest.mark.parametrize("asked_in", ["prepare", "call"])

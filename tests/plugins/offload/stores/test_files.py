@@ -360,7 +360,9 @@ def test_a_pool_hands_memory_out_again_when_no_tensor_lies_in_it():
     third = pool.take(8192)
     del second, third
     assert len(pool._spare) == 1
+    held = pool.take(5000)
     pool.clear()
+    del held
     assert pool._spare == []
 
 

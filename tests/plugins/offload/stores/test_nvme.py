@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,9 +236,12 @@ def test_tmpfs_is_warned_of(tmp_path, monkeypatch, caplog):
     assert f"{tmp_path} is a tmpfs: what is kept there takes host memory" in caplog.text
 
 
-def test_file_system_types(tmp_path):
+def test_file_system_types(tmp_path, monkeypatch):
     assert directory.file_system(tmp_path)
     assert directory.file_system(directory.Path("/proc")) == "proc"
+    mounts = [SimpleNamespace(mountpoint=str(tmp_path), fstype=kind) for kind in ("xfs", "ext4")]
+    monkeypatch.setattr(directory.psutil, "disk_partitions", lambda **_: mounts)
+    assert directory.file_system(tmp_path / "inside") == "ext4"  # the later one hides the other
 
 
 @pytest.mark.parametrize(
