@@ -6,7 +6,16 @@ from typing import Literal
 import pytest
 
 from config_layers import code_layer
-from drivetrain.config import LaunchConfig, Layer, option, read_file, read_sets, resolve, section
+from drivetrain.config import (
+    LaunchConfig,
+    Layer,
+    option,
+    options_of,
+    read_file,
+    read_sets,
+    resolve,
+    section,
+)
 from drivetrain.errors import ConfigError
 
 
@@ -99,6 +108,12 @@ def test_knobs_that_take_another_ones_value():
     assert (found.least_nnodes, found.start_s) == (4, 20.0)
     found = LaunchConfig(nnodes=4, min_nnodes=2, timeout_s=20.0, start_timeout_s=5.0)
     assert (found.least_nnodes, found.start_s) == (2, 5.0)
+
+
+def test_choices_in_a_union_are_choices():
+    found = {knob.name: knob.choices for knob in options_of(LaunchConfig)}
+    assert (found["nproc_per_node"], found["device"]) == (("auto",), ("auto", "cpu"))
+    assert found["nnodes"] == ()
 
 
 def test_another_strategy_drops_the_options_of_the_one_below(tmp_path):
