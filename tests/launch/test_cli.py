@@ -191,6 +191,7 @@ def test_completion_offers_commands_and_installed_strategies(sandbox):
         ({"strategy": "ddp"}, ["strategy.name=zero3"]),
         ({"strategy": "ddp"}, ["strategy={name: zero3}"]),
         ({}, ["strategy=zero3", "strategy.name=ddp"]),
+        ({}, ["strategy.name=ddp", "strategy=zero3"]),
         ({}, ["seed=1", "seed=2"]),
         ({"nnodes": "2"}, ["launch={nnodes: 3}"]),
     ],

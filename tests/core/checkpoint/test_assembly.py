@@ -94,6 +94,7 @@ def test_boxes_cover_a_part_in_the_order_of_its_memory(data):
         (Part((-1, 0), (1, 3)), False),
         (Part((0, 0), (-1, 3)), False),
         (Part((0, 0), (2, 3), (0, 7)), False),
+        (Part((1, 1), (1, 2), (0, 3)), False),
         (Part((0, 0), (2, 3), (4, 3)), False),
         (Part((0, 0), (2, 3), (-1, 3)), False),
     ],

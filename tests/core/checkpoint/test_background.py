@@ -13,7 +13,7 @@ from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.checkpoint import open_checkpoint, saving
-from drivetrain.checkpoint.background import StagingBuffers
+from drivetrain.checkpoint.background import Background, StagingBuffers
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 
@@ -220,6 +220,18 @@ def test_a_script_that_ends_without_waiting_completes_the_save(tmp_path, ranks, 
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert open_checkpoint(tmp_path / "ck", World()).world_size == ranks
+
+
+def test_the_failure_of_a_save_is_raised_once():
+    def fail(group):
+        raise CheckpointError("no room")
+
+    background = Background(World())
+    background.start(fail)
+    with pytest.raises(CheckpointError, match="no room"):
+        background.wait()
+    background.start(lambda group: None)
+    background.wait()
 
 
 def test_the_next_save_uses_the_memory_of_the_last_one_again():

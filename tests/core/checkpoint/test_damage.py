@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from drivetrain.checkpoint import Contents, loading, open_checkpoint, save_checkpoint
+from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard
@@ -150,6 +151,20 @@ def test_a_manifest_that_promises_too_much_costs_no_memory(directory, monkeypatc
     monkeypatch.setattr(loading.torch, "empty", empty)
     with pytest.raises(CheckpointError, match="expected 10000000000 elements .* found 8 of"):
         found.read("w")
+
+
+def test_a_manifest_that_does_not_tell_of_finite_weights_is_trusted(directory):
+    rewrite(directory, lambda body: body.pop("finite"))
+    assert Manifest.read(directory).finite
+
+
+def test_an_object_is_read_from_a_listed_file_alone(directory):
+    (directory / "planted").write_bytes(b"x")
+    with (
+        open_checkpoint(directory, WORLD) as found,
+        pytest.raises(CheckpointError, match="expected the file 'planted' among those of"),
+    ):
+        found.encoded("planted")
 
 
 def test_overlapping_parts_are_noticed_when_read(directory):

@@ -7,11 +7,19 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from drivetrain.checkpoint import plan_export, read_export, write_export
+from drivetrain.checkpoint import (
+    Contents,
+    ExportedWeights,
+    export_checkpoint,
+    plan_export,
+    read_export,
+    save_checkpoint,
+    write_export,
+)
 from drivetrain.checkpoint.export import parse_size
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
-from drivetrain.shards import TensorFacts
+from drivetrain.shards import Part, Ranges, Shard, TensorFacts
 
 WORLD = World()
 
@@ -66,6 +74,23 @@ def test_a_tensor_above_the_limit_gets_its_own_file(tmp_path):
     tensors = {"a": torch.ones(1), "b": torch.ones(100), "c": torch.ones(1)}
     plan = write(tmp_path, tensors, 8)
     assert [[t.name for t in file] for file in plan.files.values()] == [["a"], ["b"], ["c"]]
+    plan = plan_export([TensorFacts.of(name, tensors[name]) for name in "bca"], 8)
+    assert [[t.name for t in file] for file in plan.files.values()] == [["b"], ["c", "a"]]
+
+
+def test_negative_values_have_to_fit_a_dtype_too(tmp_path):
+    shard = Shard("w", "", torch.tensor([-1e6, 1.0]), (2,), Part.whole((2,)))
+    save_checkpoint(tmp_path / "ck", Contents(models=[[shard]]), world=WORLD)
+    with pytest.raises(CheckpointError, match=r"to fit torch.float16.*from -1e\+06 to 1"):
+        export_checkpoint(tmp_path / "ck", tmp_path / "out", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+def test_parts_of_an_exported_tensor(tmp_path, dim):
+    tensor = torch.arange(60.0).reshape(3, 4, 5)
+    write(tmp_path, {"w": tensor})
+    some = Ranges(dim, ((0, 1), (2, 3)))
+    assert torch.equal(ExportedWeights(tmp_path).read("w", some), some.of(tensor))
 
 
 def test_tied_tensors_are_stored_once(tmp_path):

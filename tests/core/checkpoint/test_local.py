@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from drivetrain.checkpoint import Background, Contents, open_checkpoint
 from drivetrain.checkpoint.local import MemoryCheckpoints, homes, saving, transfers
-from drivetrain.checkpoint.tensorfile import write_bytes
+from drivetrain.checkpoint.local.restoring import FilesToCome, SpreadCheckpoint, announced
+from drivetrain.checkpoint.tensorfile import FileRecord, HashedFile, write_bytes
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World, memory_kept_mark
 from drivetrain.shards import Part, Shard
@@ -358,6 +359,61 @@ def test_files_cross_in_chunks_both_ways_at_once(tmp_path, monkeypatch, size):
     transfers.exchange(plan, world.rank, folder, background.group())
     assert (folder / f"from-{1 - world.rank}").read_bytes() == data
     background.close()
+
+
+def test_homes_and_neighbors_of_hosts_with_different_numbers_of_ranks(monkeypatch):
+    monkeypatch.setattr(homes, "gather", lambda world, mine, *_, **__: [mine] * world.size)
+    world = World(size=5, hosts=("0@n0",) * 3 + ("1@n1",) * 2)
+    found = homes.MemoryHomes(Path("/of/one/path"), world)
+    assert [home.ranks for home in found.all] == [(0, 1, 2), (3, 4)]
+    assert [found.neighbor(rank) for rank in range(5)] == [3, 4, 3, 0, 1]
+
+
+def one_host() -> World:
+    return replace(World(), hosts=("0@n0",))
+
+
+def test_a_file_cut_short_is_not_announced(tmp_path):
+    run = Run(tmp_path, one_host())
+    run.save(2)
+    (found,) = announced(run.folder)
+    assert set(found.held) == set(found.files)
+    path = run.folder / "checkpoint_0" / "model-0-weights-00000-of-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert set(announced(run.folder)[0].held) == set(found.files) - {path.name}
+
+
+def test_files_that_are_here_make_no_room_for_those_to_come(tmp_path, monkeypatch):
+    run = Run(tmp_path, one_host())
+    for step in (2, 4):
+        run.save(step)
+    other = sum(path.stat().st_size for path in (run.folder / "checkpoint_0").iterdir())
+    monkeypatch.setattr(homes.MemoryHomes, "room", lambda _: 0)
+    mine = homes.MemoryHomes(run.folder, run.world)
+    for size in (other, other + 1):
+        record = FileRecord(size, "")
+        spread = SpreadCheckpoint("checkpoint_1", 4, {"new": record}, (frozenset({"old"}),))
+        coming = FilesToCome(spread, [transfers.FileTransfer(0, 0, "new", record)], mine)
+        with pytest.raises(CheckpointError) if size > other else contextlib.nullcontext():
+            coming.check_room()
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_file_that_fails_on_arrival_is_closed(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(HashedFile, "write", fail)
+    failures, before = [], open_files()
+    arrival = transfers.ArrivingFile(tmp_path / "f", FileRecord(2, ""), failures)
+    for chunk in (b"a", b"b"):
+        arrival.add(memoryview(chunk))
+    arrival.end()
+    assert [error.errno for error in failures] == [28]
+    assert open_files() == before
 
 
 def test_a_checkpoint_is_due_after_the_first_step_and_then_after_each_few(tmp_path):

@@ -62,9 +62,9 @@ def test_tensors_inside_keep_dtype_and_value():
 
 
 def test_paths_that_read_alike_keep_their_tensors_apart():
-    found = there_and_back({"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}})
-    assert found["a.b"].item() == 1
-    assert found["a"]["b"].item() == 2
+    one, two, three = map(torch.tensor, (1, 2, 3))
+    found = there_and_back({"a.b.c": one, "a": {"b.c": two}, "a.b": {"c": three}})
+    assert found == {"a.b.c": one, "a": {"b.c": two}, "a.b": {"c": three}}
 
 
 def test_counter_stays_a_counter_and_ordered_dicts_become_dicts():

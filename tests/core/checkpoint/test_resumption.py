@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.checkpoint import Resumption
+from drivetrain.checkpoint.resumption import saved_steps
 from drivetrain.runtime.world import CONFIG_VARIABLE, World, saved_mark
 
 
@@ -74,6 +75,14 @@ def test_the_accumulation_stays_without_a_request_and_without_a_restart(tmp_path
     assert resumption(None).accumulation(2, 1) == 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert resumption(tmp_path, "script").accumulation(2, 1) == 8
+
+
+@pytest.mark.parametrize(
+    ("state", "steps"), [({"steps": [3, 6, 4]}, 6), ({"iteration": 5}, 5), ({}, -1)]
+)
+def test_the_steps_of_a_checkpoint_are_the_most_of_an_optimizer(tmp_path, state, steps):
+    (tmp_path / "state.json").write_text(json.dumps({"state": state}))
+    assert saved_steps(tmp_path) == steps
 
 
 def train(folder, steps=3, resume="script"):

@@ -1,12 +1,17 @@
 """A checkpoint gives back what was saved, in any parts, and says what it does not have."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint, saving
+from drivetrain.checkpoint.common_files import write_common
+from drivetrain.checkpoint.contents import merge_scalars
+from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint.report import Report
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Reader, Shard
@@ -109,10 +114,11 @@ def test_reading_a_part_maps_only_what_it_needs(tmp_path):
     assert resident() - before < 8 * 2**20
 
 
-def test_files_are_cut_at_the_limit(tmp_path, weight, monkeypatch):
-    monkeypatch.setattr(saving, "FILE_BYTES", 200)
+@pytest.mark.parametrize(("limit", "fresh"), [("FILE_BYTES", False), ("FRESH_BYTES", True)])
+def test_files_are_cut_at_the_limit(tmp_path, weight, monkeypatch, limit, fresh):
+    monkeypatch.setattr(saving, limit, 200)
     names = [f"w{i}" for i in range(5)]
-    save(tmp_path / "ck", [whole(name, weight + i) for i, name in enumerate(names)])
+    save(tmp_path / "ck", [replace(whole(n, weight + i), fresh=fresh) for i, n in enumerate(names)])
     assert len(list((tmp_path / "ck").glob("model-0-weights-*"))) == 3  # 2 + 2 + 1 of 96 bytes
     found = open_checkpoint(tmp_path / "ck", WORLD).model(0)
     assert all(torch.equal(found.read(n), weight + i) for i, n in enumerate(names))
@@ -148,6 +154,8 @@ def test_what_the_checkpoint_lacks(tmp_path, weight):
         found.model(0).read("layer.weight", part=Part((0, 0), (4, 7)))
     with pytest.raises(CheckpointError, match=r"expected model 1 .* found 1 models"):
         found.model(1)
+    with pytest.raises(CheckpointError, match=r"expected model -1"):
+        found.model(-1)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +180,25 @@ def test_state_that_is_not_plain_is_refused(tmp_path, weight):
     with pytest.raises(CheckpointError, match=r"scalars\[0\].*is a builtins.set"):
         save(tmp_path / "ck", [whole("w", weight)], scalars=[{0: {"w": {"x": {1}}}}])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_manifest_holds_what_one_rank_alone_knows(tmp_path):
+    reports = [
+        Report(models=[[]], aliases=[{"b": "a"}]),
+        Report(models=[[]], aliases=[{"d": "c"}], finite=False),
+        Report(models=[[]], aliases=[{}]),
+    ]
+    write_common(tmp_path, reports, Contents(models=[[]]))
+    manifest = Manifest.read(tmp_path)
+    assert manifest.aliases == ({"b": "a", "d": "c"},)
+    assert not manifest.finite
+
+
+def test_lists_of_ranks_are_as_long_as_each_other():
+    one, other = ([{0: {"w": {"steps": steps}}}] for steps in ([1, 2], [1, 2, 3]))
+    assert merge_scalars([one, one]) == one
+    with pytest.raises(CheckpointError, match="ranks disagree on .*'steps'"):
+        merge_scalars([one, other])
 
 
 def test_unknown_verify_is_refused(tmp_path):

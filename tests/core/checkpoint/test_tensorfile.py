@@ -59,6 +59,11 @@ def test_large_tensors_pass_through_a_small_buffer(tmp_path, monkeypatch):
     assert record.sha256 == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
 
 
+def test_finite_numbers_may_have_a_sum_that_is_not():
+    assert tensorfile.is_finite(torch.full((4,), 3e38))
+    assert not tensorfile.is_finite(torch.tensor([1.0, float("inf")]))
+
+
 def test_no_tensors_at_all(tmp_path):
     write_tensors(tmp_path / "f", {})
     assert read(tmp_path / "f") == {}

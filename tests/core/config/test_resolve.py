@@ -6,7 +6,16 @@ from typing import Literal
 import pytest
 
 from config_layers import code_layer
-from drivetrain.config import Layer, option, read_file, read_sets, resolve, section
+from drivetrain.config import (
+    LaunchConfig,
+    Layer,
+    option,
+    options_of,
+    read_file,
+    read_sets,
+    resolve,
+    section,
+)
 from drivetrain.errors import ConfigError
 
 
@@ -46,11 +55,16 @@ def test_defaults():
 
 
 def test_later_layers_win_and_origins_are_kept(tmp_path):
-    path = write(tmp_path, "strategy: {name: mine, bucket_mib: 50}\naccumulation: 2\n")
+    path = write(
+        tmp_path,
+        "strategy: {name: mine, bucket_mib: 50}\naccumulation: 2\n"
+        "links:\n  far:\n    warmup_steps: 3\n",
+    )
     resolved = resolve(read_file(path), read_sets(["accumulation=8"]), find_config=find)
     rows = {key: (value, origin.text) for key, value, origin in resolved.rows()}
     assert rows["accumulation"] == (8, "--set accumulation=8")
     assert rows["strategy.bucket_mib"] == (50.0, f"{path}:1")
+    assert rows["links.far.warmup_steps"] == (3, f"{path}:5")
     assert rows["precision"] == ("no", "default")
 
 
@@ -82,6 +96,24 @@ def test_every_error_at_once_with_line_and_nearest_key(tmp_path):
     assert f"{path}:6: accumulation: expected at least 1, found 0" in message
     assert f"{path}:7: unknown key precison; did you mean 'precision'?" in message
     assert f"{path}:9: launch.nnodes:" in message
+
+
+def test_a_number_that_is_none_breaks_every_limit():
+    with pytest.raises(ConfigError, match="links.mbit_per_s: expected at least 0, found nan"):
+        resolve(read_sets(["links.mbit_per_s=.nan"]), find_config=find)
+
+
+def test_knobs_that_take_another_ones_value():
+    found = LaunchConfig(nnodes=4, timeout_s=20.0)
+    assert (found.least_nnodes, found.start_s) == (4, 20.0)
+    found = LaunchConfig(nnodes=4, min_nnodes=2, timeout_s=20.0, start_timeout_s=5.0)
+    assert (found.least_nnodes, found.start_s) == (2, 5.0)
+
+
+def test_choices_in_a_union_are_choices():
+    found = {knob.name: knob.choices for knob in options_of(LaunchConfig)}
+    assert (found["nproc_per_node"], found["device"]) == (("auto",), ("auto", "cpu"))
+    assert found["nnodes"] == ()
 
 
 def test_another_strategy_drops_the_options_of_the_one_below(tmp_path):

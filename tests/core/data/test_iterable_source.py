@@ -123,6 +123,9 @@ def test_resume_by_the_datasets_own_state(prepare):
     assert [batch.tolist() for batch in resumed] == [[4, 5], [6, 7], [8, 9]]
     assert data.read == 6
     assert next(iter(resumed)).tolist() == [0, 1]
+    skipped = prepare(DataLoader(StatefulStream(10), batch_size=2))
+    skipped.load_state_dict(state)
+    assert next(iter(skip_first_batches(skipped, 1))).tolist() == [2, 3]
 
 
 def test_skipping_counts_from_the_start(prepare):
@@ -197,6 +200,8 @@ def test_shards_of_the_dataset_are_read_when_ranks_may_be_uneven(prepare):
     assert batches == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7]]]
     assert data[0].part.read == 5
     assert data[0].read == 0
+    more = prepare(DataLoader(ShardableStream(9), batch_size=2), 4, 5, even_batches=False)
+    assert [batch.tolist() for batch in more] == [[8]], "more ranks than shards"
 
 
 def test_position_in_shards_holds_for_the_same_ranks_only(prepare):

@@ -1,5 +1,6 @@
 """The prepared loader as a DataLoader: attributes, devices, workers, containers."""
 
+import signal
 from typing import NamedTuple
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain.data import PreparedLoader, SeedableRandomSampler
+from drivetrain.data.steps import reader_of
+from drivetrain.data.workers import outliving_notices
 from drivetrain.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -99,6 +102,41 @@ def test_workers_of_ranks_and_epochs_get_different_seeds(prepare, counting):
     first, second = epochs(0), epochs(1)
     assert first == epochs(0)
     assert len({tuple(values) for values in [*first, *second]}) == 4
+
+
+def test_workers_of_a_resumed_epoch_get_other_seeds(prepare, counting):
+    class Noisy(counting):
+        def __getitem__(self, index):
+            return torch.rand(())
+
+    loader, resumed = (prepare(DataLoader(Noisy(4), batch_size=2, num_workers=1)) for _ in "12")
+    batches = iter(loader)
+    first = next(batches).tolist()
+    resumed.load_state_dict(loader.state_dict())
+    assert next(iter(resumed)).tolist() != first
+
+
+def test_batches_are_read_with_the_users_settings():
+    user = DataLoader(
+        range(4), num_workers=1, timeout=9, prefetch_factor=3, persistent_workers=True
+    )
+    reader = reader_of(user, user.dataset, torch.Generator())
+    for name in ("num_workers", "timeout", "prefetch_factor", "persistent_workers", "collate_fn"):
+        assert getattr(reader, name) == getattr(user, name), name
+
+
+def test_a_worker_lives_through_one_notice_alone():
+    started = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        outliving_notices(started.append)(3)
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert started == [3]
 
 
 class Growing:

@@ -245,6 +245,15 @@ def test_sampling_with_replacement(prepare, counting):
     assert [len(part) for part in parts] == [4, 4]
 
 
+def test_sampling_a_part_of_the_data(prepare, counting):
+    data = counting(20)
+    loader = prepare(DataLoader(data, sampler=RandomSampler(data, num_samples=5)))
+    epochs = [torch.cat(list(loader)).tolist() for _ in range(2)]
+    assert [len(set(epoch)) for epoch in epochs] == [5, 5]
+    assert max(epochs[0]) >= 5, "not the first five"
+    assert set(epochs[0]) != set(epochs[1])
+
+
 class Buckets:
     """A batch sampler of the user: fixed batches in a fixed order."""
 

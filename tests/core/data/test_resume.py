@@ -62,9 +62,9 @@ def test_resume_with_batches_of_the_user(prepare, counting, read_all, gathered):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_epoch_equals_the_uninterrupted_one(prepare, counting, workers):
-    def make():
+    def make(seed=3):
         data = DataLoader(counting(23), batch_size=2, shuffle=True, num_workers=workers)
-        return prepare(data, 1, 2, seed=3)
+        return prepare(data, 1, 2, seed=seed)
 
     interrupted = make()
     seen = []
@@ -73,7 +73,7 @@ def test_resumed_epoch_equals_the_uninterrupted_one(prepare, counting, workers):
         if len(seen) == 3:
             state = interrupted.state_dict()
             break
-    resumed = make()
+    resumed = make(seed=4)
     resumed.load_state_dict(state)
     assert len(resumed) == 6
     for _ in range(2):

@@ -190,6 +190,7 @@ def test_verify_sees_parts_that_overlap_and_are_of_the_wrong_kind(command, saved
         ([Part((0, 0), (4, 3)), Part((0, 3), (4, 3))], False),
         ([Part((0, 0), (4, 4)), Part((0, 3), (4, 3))], True),
         ([Part((0, 0), (2, 6)), Part((2, 0), (2, 6)), Part((1, 5), (1, 1))], True),
+        ([Part((2, 0), (2, 6)), Part((3, 5), (1, 1))], True),
         ([Part((0, 0), (4, 6), (0, 8)), Part((0, 0), (4, 6), (8, 24))], False),
         ([Part((0, 0), (4, 6), (0, 9)), Part((0, 0), (4, 6), (8, 24))], True),
         ([Part((0, 0), (4, 6), (0, 6)), Part((1, 0), (3, 6))], False),

@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from drivetrain.config.foreign import importers
+from drivetrain.config.foreign import importer_of, importers
 from foreign_files import FILES, LINES
 
 
@@ -279,6 +279,11 @@ def test_output_may_follow_the_file(command, folder, words):
     code, _, err = command("config", "import", "zero_1.json", "ddp.yaml")
     assert code == 2
     assert "found more after the file: ddp.yaml" in err
+
+
+def test_a_file_is_foreign_by_the_keys_that_are_not_ours():
+    assert importer_of({"checkpoint": {}, "seed": 3}) is None
+    assert "DeepSpeed" in importer_of({"checkpoint": {}, "train_batch_size": 8}).title
 
 
 @pytest.mark.parametrize("name", ["zero_3_nvme.json", "fsdp_1.yaml"])
