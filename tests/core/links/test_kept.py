@@ -141,7 +141,9 @@ def test_a_warm_up_is_over_for_every_parameter_whatever_its_channel_holds_then()
 
 
 def test_a_host_that_keeps_no_errors_of_a_part_leaves_those_of_before_to_others():
-    saved = {("weight", f"links.error.int4.{host}.0"): torch.full((9,), 2.0**host) for host in range(3)}
+    saved = {
+        ("weight", f"links.error.int4.{host}.0"): torch.full((9,), 2.0**host) for host in range(3)
+    }
     span, given = ParameterSpan("weight", 9, 3, 0, 0, 9), torch.zeros(9)
     for host in (0, 2):
         kept = Kept(span, torch.ones(9), without=1)
