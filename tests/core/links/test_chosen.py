@@ -10,10 +10,14 @@ from drivetrain.config.resolve import resolve
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError, UnknownPluginError
-from drivetrain.links.automatic import Sender, choose_links
+from drivetrain.links.automatic import Sender, choose_links, settle_links
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.compressor import Honesty
+from drivetrain.links.linked import hosts_apart
+from drivetrain.links.resumed import resume_links, saved_choice
+from drivetrain.links.rule import EncodingTime, LinkFigures, SlowLink
 from drivetrain.registry import compressors, strategies
+from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import find_strategy
@@ -251,6 +255,27 @@ def test_auto_considers_only_what_the_strategy_and_the_precision_can_take():
     ):
         assert names == ("exact", "exact")
         assert line.endswith("all exact, since no other method can be taken here")
+
+
+def test_a_choice_by_known_figures_is_about_trained_tensors_and_goes_on_from_a_checkpoint():
+    kind, options = find_strategy("ddp")
+    sender = Sender(kind, options, Precision.of("no"))
+    far, found = FarConfig(gradients="auto"), []
+    for rate, seconds in ((1e6, (1e-4, 1e-9)), (2e6, (2e-4, 2e-9))):
+        link = SlowLink(bytes_per_s=rate, hosts=2, per_host=1)
+        times = dict.fromkeys(compressors().names, EncodingTime(*seconds))
+        figures = LinkFigures(link=link, source="as a test says", times=times)
+        links = LinkMethods.configured(LinksConfig(far=far, allow="rounding"))
+        found.append(links.awaiting(["gradients"], figures))
+    world = World(size=2, local_size=1, hosts=("a", "b"))
+    before, after = found
+    assert hosts_apart(Mesh.plan({"dp": 2}, world), "dp", world, before) == 1
+    frozen = TensorSpec("frozen", (1024, 1024), torch.float32, trainable=False)
+    chosen, (line,) = settle_links(before, sender, [*SENT, frozen], HIDES_NOTHING_S)
+    assert ": gradients bf16 (rounding), for 1 of 1 parameters (1,048,576 numbers); of " in line
+    resumed, _ = resume_links(after, sender, saved_choice(chosen))
+    first, again = (each.paying["gradients"] for each in (chosen, resumed))
+    assert (again.name, again.link, again.time) == (first.name, first.link, first.time)
 
 
 def test_auto_leaves_out_methods_that_a_strategy_advises_against():

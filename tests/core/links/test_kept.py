@@ -3,44 +3,32 @@
 import contextlib
 import io
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.stretch import ParameterRow, Stretch
-from drivetrain.links.kept import take_kept
+from drivetrain.collectives.stretch import ParameterRow, ParameterSpan, Stretch
+from drivetrain.links.compressor import Kept
+from drivetrain.links.kept import SavedLinks, take_kept
 from drivetrain.links.linked import LinkedCommunicator
-from drivetrain.shards import Part, Shard
+from drivetrain.shards import Shard
 from link_channels import NUMEL, ROWS, connected, gradients, kept_back, links_of, total
+from read_tensors import InMemory
 
 
-class Saved:
+class Saved(InMemory):
     """A checkpoint of the shards of all ranks, in memory, and the sum of all errors."""
-
-    partial = False
 
     def __init__(self, mine: Iterator[Shard], total: Tensor) -> None:
         self.total = total
         everyone: list[list[Shard]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, list(mine))
         shards = [shard for each in everyone for shard in each]
-        self.tensors = {(shard.name, shard.state): shard.tensor for shard in shards}
+        super().__init__({(shard.name, shard.state): shard.tensor for shard in shards})
         assert len(self.tensors) == len(shards)  # each key is one tensor
-
-    def keys(self) -> list[tuple[str, str]]:
-        return list(self.tensors)
-
-    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
-        return tuple(self.tensors[name, state].shape)
-
-    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
-        found = self.tensors[name, state]
-        return found if part is None else found[slice(*part.range)]
-
-    def scalars(self, name: str, optimizer: int) -> dict[str, object]:
-        return {}
 
 
 def channel_of(communicator: LinkedCommunicator, *, scattered: bool):
@@ -150,3 +138,25 @@ def test_a_warm_up_is_over_for_every_parameter_whatever_its_channel_holds_then()
     assert len(channel.spans) > 0
     assert channel.sums == 2
     communicator.close()
+
+
+def test_a_host_that_keeps_no_errors_of_a_part_leaves_those_of_before_to_others():
+    saved = {
+        ("weight", f"links.error.int4.{host}.0"): torch.full((9,), 2.0**host) for host in range(3)
+    }
+    span, given = ParameterSpan("weight", 9, 3, 0, 0, 9), torch.zeros(9)
+    for host in (0, 2):
+        kept = Kept(span, torch.ones(9), without=1)
+        reduction = SimpleNamespace(feedback=lambda kept=kept: [kept], factors=lambda: [])
+        SavedLinks(InMemory(saved)).give(reduction, host, 3)
+        given += kept.errors
+    assert given.tolist() == [1 + 2 + 4] * 9
+
+
+def test_the_factor_of_the_same_rows_comes_before_those_of_others():
+    states = {f"links.factor.{first}": torch.full((8, 2), float(first)) for first in (0, 64, 128)}
+    span, factor = ParameterSpan("weight", 192, 8, 128, 0, 64), torch.zeros(8, 2)
+    reduction = SimpleNamespace(feedback=lambda: [], factors=lambda: [(span, factor)])
+    saved = InMemory({("weight", state): values for state, values in states.items()})
+    SavedLinks(saved).give(reduction, 0, 2)
+    assert torch.equal(factor, states["links.factor.128"])

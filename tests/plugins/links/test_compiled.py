@@ -281,6 +281,15 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
+def test_another_processor_has_another_library(tmp_path, monkeypatch):
+    paths = []
+    for facts in ("one", "two"):
+        makes = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo library > "$2"; shift; done'
+        compiler = script(tmp_path / facts, f"{makes}; echo {facts}")
+        paths.append(built(without(monkeypatch, tmp_path, compiler)))
+    assert paths[0] != paths[1]
+
+
 def test_why_there_are_no_kernels_is_said(tmp_path, monkeypatch):
     folder = without(monkeypatch, tmp_path, "no-such-compiler")
     with pytest.raises(KernelError, match="none of the C compilers no-such-compiler; install one"):
@@ -297,9 +306,10 @@ def test_why_there_are_no_kernels_is_said(tmp_path, monkeypatch):
     fine = script(tmp_path / "fine", "echo facts")
     folder = without(monkeypatch, tmp_path, fine)
     folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(KernelError, match="written by you alone, found mode 777"):
-        built(folder)
+    for mode in (0o777, 0o770):
+        folder.chmod(mode)
+        with pytest.raises(KernelError, match=f"written by you alone, found mode {mode:o}"):
+            built(folder)
     folder.chmod(0o700)
     folder.rmdir()
     folder.write_text("a file", encoding="utf-8")

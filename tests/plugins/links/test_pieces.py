@@ -106,3 +106,9 @@ def test_errors_are_of_fp32_whatever_the_default(name, dtype):
         torch.set_default_dtype(before)
     assert found
     assert set(found) == {torch.float32}
+
+
+def test_numbers_of_two_bytes_are_not_rounded_to_others_of_two_bytes():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        stretch = Stretch.of(NUMEL, dtype, ROWS)
+        assert made("bf16").approximates([[stretch]]) is (dtype == torch.float32)

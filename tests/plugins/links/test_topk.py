@@ -6,8 +6,8 @@ import torch
 from drivetrain_links.topk import CHUNK, TopK, TopKOptions
 
 
-def sent_back(values: torch.Tensor) -> torch.Tensor:
-    method = TopK(TopKOptions())
+def sent_back(values: torch.Tensor, **options: bool) -> torch.Tensor:
+    method = TopK(TopKOptions(**options))
     message = torch.empty(method.nbytes(values.numel()), dtype=torch.uint8)
     method.encode(values, message)
     found = torch.empty_like(values)
@@ -37,6 +37,13 @@ def test_a_chunk_of_zeros_comes_back_as_zeros_and_one_with_nan_spoils_no_other()
     found = sent_back(values)
     assert found[17].isnan()
     assert torch.equal(found[CHUNK:], values[CHUNK:])
+
+
+def test_numbers_whose_squares_are_infinite_have_a_codebook():
+    values = torch.randn(CHUNK, generator=torch.Generator().manual_seed(5))
+    for compiled in (True, False):
+        found = sent_back(1e30 * values, compiled=compiled)
+        torch.testing.assert_close(found / 1e30, sent_back(values, compiled=compiled))
 
 
 def test_the_bytes_are_those_of_the_documentation():

@@ -15,8 +15,11 @@ from drivetrain.hardware.prices import axis_places
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.work import PaperUnit
 from drivetrain.planner.far import far_method
+from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.world import World
 from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain_local import Local, LocalOptions
+from drivetrain_local.cost import _agreement
 from drivetrain_megatron.config import MegatronConfig
 from local_workers import Rounds
 
@@ -122,6 +125,22 @@ def test_bytes_of_a_step_of_the_warm_up():
     run.accelerator.free_memory()
 
 
+def test_the_ranks_of_a_worker_agree_on_each_fragment_of_a_round():
+    near, far = (
+        Axis(name=name, size=size, rank=0, ranks=tuple(range(size)), hosts=("a",) * size)
+        for name, size in (("dp.near", 2), ("dp.far", 3))
+    )
+    sent = [_agreement(LocalOptions(fragments=n, late_s=1.0), near, far) for n in (1, 4)]
+    assert sum(sent[0].values()) == 8 * (1 + 3)
+    assert sent[1] == {key: 4 * count for key, count in sent[0].items()}
+
+
+def test_workers_on_one_host_cross_links_where_each_rank_is_one():
+    world = World(size=2, local_size=2, hosts=("a", "a"))
+    assert Local.crosses_links(LocalOptions(workers="ranks"), world)
+    assert not Local.crosses_links(LocalOptions(), world)
+
+
 def test_a_step_on_paper():
     units = [PaperUnit("layer", (), (), ((1000, False),))]
     for precision, inner, share in (("no", "ddp", 1), ("fp16", "ddp", 1), ("bf16", "zero2", 2)):
@@ -133,10 +152,12 @@ def test_a_step_on_paper():
         assert step.held[0]["outer"] == 2 * 4 * 1000 / share
         # Where the exchange starts, outer gradients are there one by one, and side by side.
         assert step.tasks[-1].during == 2 * 4 * 1000 / share
-        streaming = replace(options, fragments=5, delay=4, keep=0.5)
+        assert step.tasks[-1].lane == "compute", "the step waits"
+        streaming = replace(options, fragments=5, delay=3, keep=0.5)
         step = Local.step(streaming, units, run)
         assert step.held[0]["outer"] == pytest.approx((2 + 2 / 5) * 4 * 1000 / share)
         assert step.tasks[-1].during == 2 * 4 * 1000 / share / 5
+        assert step.tasks[-1].lane == "dp.far"
 
 
 def test_a_step_on_paper_of_replicas_over_several_ranks():

@@ -1,7 +1,9 @@
 """The warm-up of local steps: for some steps, exactly the data parallelism of all ranks."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from drivetrain import Accelerator, ConfigError
+from drivetrain.collectives.handles import Finished
+from drivetrain_local.warm_up import WarmUp, average_gradients
 from local_workers import Blocks, ByHand, Rounds, batch, fragment_of, loss_of
 from resumed_workers import check_same_bits
 
@@ -129,6 +133,36 @@ def test_streaming_begins_its_rounds_after_the_warm_up(monkeypatch):
     warm = Training(local(rounds, "zero1", "hosts")).run(0, 9)
     check_equal(warm.outer(), ByHand(2, 2, rounds, adamw, fragment_of).train(9))
     warm.close()
+
+
+def test_a_gradient_that_one_of_two_workers_lacks_is_half_of_the_other_and_one_of_nobody_stays():
+    lacking, whole, nobody = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    whole.grad = torch.full((3,), 4.0)
+    other = torch.tensor([3.0] * 3 + [1.0] * 3 + [0.0] * 3 + [1.0, 1.0, 0.0])  # its shares
+
+    def all_reduce(flat, label):
+        flat += other
+        return Finished()
+
+    workers = SimpleNamespace(size=2, all_reduce=all_reduce)
+    messages = SimpleNamespace(dtype=lambda each: each.dtype, device=torch.device("cpu"))
+    average_gradients([lacking, whole, nobody], workers, messages)
+    assert lacking.grad.tolist() == [3.0] * 3
+    assert whole.grad.tolist() == [2.0 + 1.0] * 3
+    assert nobody.grad is None
+
+
+def test_an_accumulation_inside_of_another_one_does_not_end_it():
+    sent = []
+    inner = SimpleNamespace(accumulating=lambda enabled: nullcontext())
+    inner.backward = lambda loss: sent.append(warm_up._averages)
+    warm_up = WarmUp(inner, None, [SimpleNamespace(warms_up=True)])
+    with warm_up.accumulating():
+        with warm_up.accumulating():
+            warm_up.backward(None)
+        warm_up.backward(None)
+    assert sent == [False, False]
+    assert warm_up._averages
 
 
 class Branches(Blocks):
