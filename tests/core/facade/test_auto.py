@@ -99,6 +99,7 @@ def test_a_planned_run_ends_with_its_prediction_and_its_measurement():
     planned, measured = (float(each) for each in re.findall(r"([\d.]+) ms", told.replace(",", "")))
     assert planned > 0
     assert measured > 0
+    assert ("(-" in told) == (planned < measured)
 
 
 @pytest.mark.ranks(2)

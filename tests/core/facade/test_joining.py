@@ -54,6 +54,16 @@ def test_even_inputs_need_nothing():
     accelerator.end_training()
 
 
+def test_loaders_fill_up_batches_again_after_the_loop():
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(TensorDataset(torch.ones(4, 2)))
+    model, loader = accelerator.prepare(nn.Linear(2, 2), loader)
+    loader.even_batches = True
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        assert not loader.even_batches
+    assert loader.even_batches
+
+
 @pytest.mark.ranks(2)
 def test_an_exception_inside_leaves_at_once():
     accelerator = Accelerator(cpu=True)
