@@ -88,6 +88,11 @@ def test_without_a_norm_gradients_are_looked_at_in_turn():
     with pytest.raises(NonFiniteError, match=r"rank 0: in step 1 the gradient of 0\.weight: on_n"):
         step(accelerator, model, optimizer, ROW, clip=False)
     accelerator, model, optimizer = start()
+    step(accelerator, model, optimizer, ROW, clip=False)
+    model[0].bias.register_hook(lambda grad: grad * math.inf)  # in the second turn
+    with pytest.raises(NonFiniteError, match=r"rank 0: in step 2 the gradient of 0\.bias: on_n"):
+        step(accelerator, model, optimizer, ROW, clip=False)
+    accelerator, model, optimizer = start()
     model[1].bias.register_hook(lambda grad: grad * math.inf)  # in the last, but the loss is faster
     with pytest.raises(NonFiniteError, match="in step 2 the loss of micro-batch 1 is -inf"):
         for _ in range(2):

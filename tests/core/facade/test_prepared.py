@@ -143,9 +143,10 @@ def test_load_state_inside_a_window_forgets_its_gradients(tmp_path):
     with accelerator.accumulate(model):
         accelerator.backward(model(rows()).sum())
     accelerator.load_state(tmp_path / "saved")
-    for _ in range(2):
+    for last in (False, True):
         with accelerator.accumulate(model):
             accelerator.backward(model(rows()).sum())
+        assert accelerator.sync_gradients == last
     torch.testing.assert_close(model.weight.grad, rows().sum(dim=0).expand(2, 4))
 
 

@@ -307,6 +307,8 @@ def test_a_run_that_ends_before_says_so(steps, count, tmp_path):
     assert len([line for line in lines if "the work of modules was not measured" in line]) == 1
     assert not (tmp_path / "out/modules.txt").exists()
     assert (tmp_path / "out/trace.json.gz").exists()
+    first, last = map(int, steps.split(":"))
+    assert json.loads((tmp_path / "out/costs.json").read_text())["steps"] == last - first
 
 
 def test_modules_can_be_left_out(tmp_path):
