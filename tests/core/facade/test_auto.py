@@ -98,9 +98,10 @@ def test_a_planned_run_ends_with_its_prediction_and_its_measurement():
         logging.getLogger("drivetrain").removeHandler(lines)
         logging.getLogger("drivetrain").setLevel(logging.NOTSET)
     (told,) = [line for line in lines.found if " ms a step, measured " in line]
-    planned, measured = (float(each) for each in re.findall(r"([\d.]+) ms", told.replace(",", "")))
+    planned, measured = (float(each) for each in re.findall(r"([\d.e+]+) ms", told))
     assert planned > 0
     assert measured > 0
+    assert ("(-" in told) == (planned < measured)
 
 
 def test_a_planned_step_has_all_batches_of_its_window(monkeypatch):

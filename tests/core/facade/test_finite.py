@@ -1,6 +1,7 @@
 """At the first infinite or NaN loss or gradient all ranks stop, skip the step or go back."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from drivetrain import Accelerator, CheckpointError, GradScalerKwargs, NonFiniteError
 from drivetrain import ProjectConfiguration as Project
 from drivetrain.checkpoint import is_finite
-from drivetrain.facade import exchange
+from drivetrain.facade import exchange, finite
 
 ROW = torch.ones(1, 2)
 
@@ -85,6 +86,11 @@ def test_without_a_norm_gradients_are_looked_at_in_turn():
     accelerator, model, optimizer = start()
     model[0].weight.register_hook(lambda grad: grad * math.inf)  # in the first turn
     with pytest.raises(NonFiniteError, match=r"rank 0: in step 1 the gradient of 0\.weight: on_n"):
+        step(accelerator, model, optimizer, ROW, clip=False)
+    accelerator, model, optimizer = start()
+    step(accelerator, model, optimizer, ROW, clip=False)
+    model[0].bias.register_hook(lambda grad: grad * math.inf)  # in the second turn
+    with pytest.raises(NonFiniteError, match=r"rank 0: in step 2 the gradient of 0\.bias: on_n"):
         step(accelerator, model, optimizer, ROW, clip=False)
     accelerator, model, optimizer = start()
     model[1].bias.register_hook(lambda grad: grad * math.inf)  # in the last, but the loss is faster
@@ -172,3 +178,26 @@ def test_an_infinite_gradient_skips_a_step_of_fp16_even_so():
     model[1].weight.register_hook(lambda grad: grad * math.inf)
     step(accelerator, model, optimizer, ROW)
     assert optimizer.step_was_skipped
+
+
+def test_of_the_checkpoints_that_a_script_named_the_newest_is_taken(tmp_path):
+    accelerator, model, optimizer = start(policy="rollback")
+    for time, name in enumerate("ab", 1):
+        step(accelerator, model, optimizer, ROW)
+        accelerator.save_state(tmp_path / name)
+        os.utime(tmp_path / name, (time, time))
+    saved = weights(accelerator, model)
+    step(accelerator, model, optimizer, ROW)
+    step(accelerator, model, optimizer, ROW * math.nan)
+    assert optimizer.steps == 2
+    assert all(map(torch.equal, saved, weights(accelerator, model)))
+
+
+def test_skipped_steps_in_a_row_are_counted_from_the_last_good_one(monkeypatch):
+    monkeypatch.setattr(finite, "MOST_IN_A_ROW", 2)
+    accelerator, model, optimizer = start(policy="skip")
+    for row in 3 * [ROW * math.nan, ROW]:
+        step(accelerator, model, optimizer, row)
+    with pytest.raises(NonFiniteError, match="2 steps in a row were skipped"):
+        for _ in range(3):
+            step(accelerator, model, optimizer, ROW * math.nan)

@@ -226,3 +226,18 @@ def test_uneven_inputs_are_refused():
     ):
         pass
     accelerator.end_training()
+
+
+def test_one_of_two_optimizers_that_skips_is_told():
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)]
+    )
+    models = [nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    *models, first, second = accelerator.prepare(*models, *optimizers)
+    models[0].weight.register_hook(lambda grad: grad * float("inf"))
+    accelerator.backward(sum(model(torch.ones(1, 1)).sum() for model in models))
+    first.step()
+    second.step()
+    assert (first.step_was_skipped, second.step_was_skipped) == (True, False)
+    assert accelerator.optimizer_step_was_skipped

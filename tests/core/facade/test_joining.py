@@ -1,11 +1,17 @@
 """Ranks with different numbers of batches finish together, with equal weights."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, DataLoaderConfiguration, communication
+from drivetrain.facade.joining import UnevenInputs
+from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.runtime.world import World
 
 
 def run(accelerator, rows, batch_size=2):
@@ -52,6 +58,14 @@ def test_even_inputs_need_nothing():
     assert batches == 2
     assert accelerator.even_batches
     accelerator.end_training()
+
+
+def test_loaders_fill_up_batches_again_after_the_loop():
+    loader, scaler = SimpleNamespace(even_batches=True), SimpleNamespace(is_enabled=lambda: False)
+    prepared = PreparedObjects(loaders=[loader])
+    with UnevenInputs(prepared, GradientState(1), scaler, World()).joined([], even_batches=False):
+        assert not loader.even_batches
+    assert loader.even_batches
 
 
 @pytest.mark.ranks(2)

@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain.facade.pace import describe_step
 
 STEPS = 4
 
@@ -81,3 +82,14 @@ def test_a_schedule_in_samples_is_no_warning(monkeypatch):
 
 def test_one_rank_hears_nothing(monkeypatch):
     assert run(monkeypatch, of_transformers, 2 * STEPS) == ([], [])
+
+
+def test_the_short_last_step_of_an_epoch_counts():
+    class Loader:
+        total_batch_size = 6
+
+        def __len__(self):
+            return 7
+
+    expected = "2 ranks x batch 3 x accumulation 2 = 12 samples per step, 4 steps per epoch"
+    assert describe_step(Loader(), 2, 2, []) == expected

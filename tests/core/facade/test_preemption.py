@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.facade import exchange, preemption
-from drivetrain.runtime.notices import Notice
+from drivetrain.runtime.notices import PREEMPTED, Notice
+from drivetrain.runtime.world import World
 
 STEPS = 12
 
@@ -97,6 +99,21 @@ def test_a_script_that_asks_decides_itself(tmp_path):
     assert len(seen) == STEPS, "it went on"
     assert not (tmp_path / "checkpoints").exists()
     parts[0].end_training()
+
+
+def test_the_loader_of_an_evaluation_ends_nothing():
+    class Saving:
+        def save(self):
+            return "a directory"
+
+    saving, training = Saving(), object()
+    state = SimpleNamespace(sync_gradients=True, uneven=False, active_dataloader=training)
+    told = preemption.Preemption(World(size=2), state, saving.save)
+    told.after_step()
+    told.told = True
+    told.between_batches(object())
+    with pytest.raises(SystemExit, match=str(PREEMPTED)):
+        told.between_batches(training)
 
 
 @pytest.mark.ranks(1)

@@ -1,6 +1,8 @@
 """prepare() keeps order and identity, and refuses what cannot work with a clear error."""
 
+import math
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import (
     Accelerator,
     ConfigError,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
     RankMismatchError,
     UnknownPluginError,
     UsageError,
@@ -130,6 +135,33 @@ def test_backward_of_several_ranks_without_a_model():
         Accelerator(cpu=True).backward(torch.ones((), requires_grad=True))
 
 
+def test_options_reach_the_run():
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_each_batch=True),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1, seconds=5))],
+    )
+    assert accelerator.gradient_accumulation_steps == 2
+    assert accelerator.gradient_state.sync_each_batch
+    assert accelerator.config.run.launch.timeout_s == 86_405
+
+
+def test_0_is_a_seed_for_data_too():
+    def order(seed, data_seed=None):
+        options = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=data_seed)
+        accelerator = Accelerator(cpu=True, config={"seed": seed}, dataloader_config=options)
+        loader = accelerator.prepare(DataLoader(list(torch.arange(32)), shuffle=True))
+        return [int(batch) for batch in loader]
+
+    assert order(1, data_seed=0) == order(0) != order(1)
+
+
+def test_a_trigger_is_lowered_when_it_was_seen():
+    accelerator = Accelerator(cpu=True)
+    accelerator.set_trigger()
+    assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
+
+
 def test_unknown_strategy_lists_the_installed():
     with pytest.raises(UnknownPluginError, match="installed: .*ddp"):
         Accelerator(cpu=True, strategy="zeero")
@@ -196,7 +228,8 @@ def test_two_models_with_their_own_optimizers():
     assert not torch.equal(other.weight, kept)
 
 
-def test_clipping_two_models_to_one_norm():
+@pytest.mark.parametrize("kind", [2.0, math.inf])
+def test_clipping_two_models_to_one_norm(kind):
     accelerator = Accelerator(cpu=True)
     models = [nn.Linear(4, 4).double() for _ in range(2)]
     models = accelerator.prepare(*models)
@@ -204,11 +237,11 @@ def test_clipping_two_models_to_one_norm():
     accelerator.backward(models[1](models[0](x)).square().sum())
     parameters = [p for model in models for p in model.parameters()]
     grads = [p.grad.clone() for p in parameters]
-    total = accelerator.clip_grad_norm_(parameters, 0.5)
-    expected = torch.nn.utils.get_total_norm(grads)
+    total = accelerator.clip_grad_norm_(parameters, 0.5, kind)
+    expected = torch.nn.utils.get_total_norm(grads, kind)
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(
-        torch.nn.utils.get_total_norm([p.grad for p in parameters]),
+        torch.nn.utils.get_total_norm([p.grad for p in parameters], kind),
         torch.tensor(0.5, dtype=torch.float64),
         rtol=1e-5,
         atol=0,

@@ -1,7 +1,9 @@
 """Prepared objects taken apart: prepared in several calls, freed and prepared again, copied."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -141,7 +143,19 @@ def test_load_state_inside_a_window_forgets_its_gradients(tmp_path):
     with accelerator.accumulate(model):
         accelerator.backward(model(rows()).sum())
     accelerator.load_state(tmp_path / "saved")
-    for _ in range(2):
+    for last in (False, True):
         with accelerator.accumulate(model):
             accelerator.backward(model(rows()).sum())
+        assert accelerator.sync_gradients == last
     torch.testing.assert_close(model.weight.grad, rows().sum(dim=0).expand(2, 4))
+
+
+def test_free_memory_lets_go_of_the_model_that_ran_last():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    gone = weakref.ref(model)
+    del model
+    accelerator.free_memory()
+    gc.collect()
+    assert gone() is None

@@ -102,6 +102,17 @@ def test_state_dict_is_whole_and_keeps_ties(made, monkeypatch):
     assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
 
 
+def test_a_state_dict_stays_as_it_was_when_training_goes_on():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    found = accelerator.get_state_dict(model)
+    before = {name: tensor.clone() for name, tensor in found.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert same(found, before)
+
+
 def test_only_trainable(made, tmp_path):
     accelerator, model, _, _ = made
     accelerator.save_model(model, tmp_path, only_trainable=True)

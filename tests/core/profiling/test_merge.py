@@ -5,10 +5,11 @@ import json
 import time
 
 import pytest
+import torch
 
 from drivetrain.errors import UsageError
 from drivetrain.profiling import events
-from drivetrain.profiling.clocks import compare_clocks
+from drivetrain.profiling.clocks import bounds, compare_clocks
 from drivetrain.profiling.costs import CostTally, largest
 from drivetrain.profiling.events import TraceReader
 from drivetrain.profiling.merge import RankPlace, join_parts, write_part
@@ -25,6 +26,12 @@ def test_a_clock_that_is_ahead_is_found_within_the_stated_bound():
     assert 0 < found.accuracy_ns < 10**9
     assert abs(found.ahead_ns - skew) <= found.accuracy_ns
     assert abs(found.begun_ns - time.time_ns()) < 10**9  # rank 0's clock
+
+
+def test_a_clock_lies_anywhere_between_its_bounds():
+    both = [(-3, 8), (5, 8), (-9, -4)]
+    found = [bounds(torch.tensor(low), torch.tensor(high)) for low, high in both]
+    assert found == [(0, 8), (6, 2), (-7, 3)]
 
 
 def operation(name, start, duration, tid=7, category="cpu_op", **more):
@@ -88,6 +95,7 @@ def test_costs_are_own_times_waits_and_the_rest():
     for event in [
         operation("step 0", 0, 10_000, category="user_annotation"),
         operation("aten::linear", 1000, 4000),
+        operation("aten::t", 1500, 500),
         operation("aten::addmm", 2000, 3000),
         operation("wait for all_reduce #4 (x) on dp", 6000, 2000, category="user_annotation"),
         operation("step 1", 10_000, 10_000, category="user_annotation"),
@@ -97,8 +105,10 @@ def test_costs_are_own_times_waits_and_the_rest():
     ]:
         tally.add(event)
     rows = {row.name: row for row in largest([tally.costs()])}
-    assert rows["aten::linear"].ms == pytest.approx(0.5)  # per step
+    assert rows["aten::linear"].ms == pytest.approx(0.25)  # per step
+    assert rows["aten::t"].ms == pytest.approx(0.25)
     assert rows["aten::addmm"].ms == pytest.approx(2.0)
+    assert (rows["aten::addmm"].calls, rows["aten::t"].calls) == (1, 0.5)
     assert rows["wait for all_reduce (x) on dp"].kind == "wait"
     assert rows["wait for all_reduce (x) on dp"].share == pytest.approx(0.1)
     assert rows["all_reduce (x) on dp"].kind == "background"

@@ -15,6 +15,8 @@ from drivetrain.communication import broadcast_object_list
 from drivetrain.hardware.catalog import hardware_names, load_hardware
 from drivetrain.hardware.peaks import published_peak
 from drivetrain.profiling.flops import FlopCounter
+from drivetrain.profiling.measurement import ModelSizes
+from drivetrain.profiling.modules import ModuleWork, RankWork, StepWork
 from drivetrain.profiling.trail import ModuleTrail
 
 STRATEGIES = {
@@ -162,6 +164,34 @@ def test_a_compiled_module_counts_as_one_and_is_not_compiled_again():
     torch._dynamo.reset()
 
 
+def test_a_module_whose_forward_fails_is_left():
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise ValueError("mine")
+
+    model = nn.Sequential(Failing())
+    trail = ModuleTrail({"M": model}, lambda place: None)
+    with pytest.raises(ValueError, match="mine"):
+        model(torch.ones(1))
+    assert trail.place == ("forward", "")
+    trail.close()
+
+
+def test_tied_parameters_are_in_each_module_and_once_in_both():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    sizes = ModelSizes()
+    sizes.add(model)
+    names = ("Sequential", "Sequential.0", "Sequential.1")
+    assert sizes.by_module() == dict.fromkeys(names, 9)
+
+
+def test_a_rate_is_that_of_one_rank():
+    modules = {"M": ModuleWork({"forward": 4 * 10**12}, {"forward": 1.0})}
+    ranks = [RankWork(rank, "CPU", 2.0, modules, {}) for rank in range(2)]
+    assert "takes 2000.0 ms: 2 TFLOP/s of a rank" in StepWork(ranks, {}, None, "").table()
+
+
 # --- a run ---
 
 
@@ -277,6 +307,8 @@ def test_a_run_that_ends_before_says_so(steps, count, tmp_path):
     assert len([line for line in lines if "the work of modules was not measured" in line]) == 1
     assert not (tmp_path / "out/modules.txt").exists()
     assert (tmp_path / "out/trace.json.gz").exists()
+    first, last = map(int, steps.split(":"))
+    assert json.loads((tmp_path / "out/costs.json").read_text())["steps"] == last - first
 
 
 def test_modules_can_be_left_out(tmp_path):

@@ -197,6 +197,14 @@ def test_a_profile_changes_neither_losses_nor_bytes_and_goes_without_a_trace(str
     again.free_memory()
 
 
+def test_files_that_a_killed_profile_left_are_none_of_the_next(tmp_path):
+    (tmp_path / ".costs_0.json").write_text("{}")
+    accelerator, *_ = start("ddp")
+    with accelerator.profile(ProfileKwargs(output_trace_dir=tmp_path)):
+        assert not list(tmp_path.iterdir())
+    accelerator.free_memory()
+
+
 def test_without_a_folder_no_file_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     accelerator, model, optimizer = start("ddp")

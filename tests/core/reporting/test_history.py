@@ -8,6 +8,7 @@ import pytest
 from drivetrain.reporting import measures
 from drivetrain.reporting.history import load_history
 from drivetrain.reporting.summary import differences, summary_of
+from drivetrain.reporting.words import in_bytes, in_seconds, in_short
 from drivetrain.telemetry.journal import Journal
 from recorded_runs import FACTS, step, write_run
 
@@ -147,3 +148,27 @@ def test_differences_leave_out_options_of_one_strategy(tmp_path):
     runs = [load_history(tmp_path / name) for name in "ab"]
     assert differences(runs) == [("strategy.name", ["ddp", "zero1"]), ("seed", ["not set", "3"])]
     assert differences([runs[0], runs[0]]) == []
+
+
+def test_a_running_mean_lies_on_a_straight_curve():
+    line = measures.Curve(np.arange(75.0), 2 * np.arange(75.0))
+    assert line.smooth().values[1:-1].tolist() == pytest.approx(line.values[1:-1].tolist())
+
+
+def test_the_memory_of_a_summary_is_the_most_of_any_rank(tmp_path):
+    gib = 1 << 30
+    memory = {"resident": 2 * gib, "device": gib, "device_peak": 3 * gib}
+    write_run(tmp_path, range(1, 4), memory=memory)
+    found = numbers(load_history(tmp_path))
+    assert (found["memory"], found["device memory"]) == ("2 GiB", "3 GiB")
+
+
+def test_numbers_are_written_as_people_do():
+    assert [in_short(each) for each in (9_999, 12_345, 4.5e6)] == ["9999", "12.3 k", "4.5 M"]
+    assert [in_bytes(each) for each in (1023, 1536, 3 << 40)] == ["1023 B", "1.5 KiB", "3 TiB"]
+    assert [in_seconds(each) for each in (2e-4, 119, 250.4, 7500)] == [
+        "200 us",
+        "119 s",
+        "4 min 10 s",
+        "2 h 05 min",
+    ]

@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 
 from drivetrain import Accelerator
+from drivetrain.reporting.charts import charts_of
 from drivetrain.reporting.history import load_history
 from drivetrain.reporting.page import write_report
-from recorded_runs import write_run
+from recorded_runs import FACTS, write_run
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None
@@ -30,7 +31,9 @@ def comparison(tmp_path_factory):
     """The pages of one run, and of two."""
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "a", range(1, 90), own={"accuracy": 0.5}, end="")
-    write_run(folder / "a", range(80, 120), events=["resumed"], own={"accuracy": 0.6}, skipped=1)
+    model = FACTS["models"][0] | {"sent": {"dp/all_reduce": 4000, "dp/broadcast": 512}}
+    write_run(folder / "a", range(80, 120), events=["resumed"], own={"accuracy": 0.6}, skipped=1,
+              facts={"models": [model]})  # fmt: skip
     write_run(folder / "b", range(1, 60))
     runs = [load_history(folder / name) for name in "ab"]
     return write_report(runs[:1], runs[0].folder), write_report(runs, folder / "both")
@@ -68,13 +71,26 @@ def test_the_page_tells_the_run(comparison):
         "1 restart, 10 steps taken again",
         "no end is recorded",
         "skipped steps",
-        "promised by cost(): 3.91 KiB",
+        "promised by cost(): 4.41 KiB",
+        '<td class="number">0 B</td><td class="number">512 B</td>',  # promised, and not sent
         "<code>strategy.name</code>",
         "accuracy",
     ):
         assert text in page
     both = comparison[1].read_text(encoding="utf-8")
     assert "The configurations are the same" in both or "None: the configurations" in both
+
+
+def test_of_several_runs_the_rank_with_the_most_memory_is_drawn(tmp_path):
+    for name in "ab":
+        write_run(tmp_path / name, range(1, 4))  # rank 1 has more than rank 0
+    (memory,) = [
+        chart
+        for chart in charts_of([load_history(tmp_path / name) for name in "ab"])
+        if chart.name == "memory"
+    ]
+    labels = memory.figure.axes[0].get_legend_handles_labels()[1]
+    assert labels == ["a, rank 1", "b, rank 1"]
 
 
 def test_texts_of_a_run_are_no_markup(tmp_path):

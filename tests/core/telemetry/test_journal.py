@@ -10,7 +10,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.telemetry import journal
 from drivetrain.telemetry.figures import StepFigures, merged
 from drivetrain.telemetry.folder import StartFolder, new_start, starts_of
-from drivetrain.telemetry.journal import Journal, read_journal
+from drivetrain.telemetry.journal import Journal, has_ended, read_journal
 
 
 def step(number, **values):
@@ -23,7 +23,7 @@ def test_a_line_holds_the_whole_record():
         time=1795436860.5,
         sections={"data": 0.125, "backward": 0.25},
         waiting={"dp": 0.125},
-        lr=0.001,
+        lr=0.0,  # as at the begin of a warm-up
         grad_norm=math.inf,
         loss_scale=65536.0,
         samples=8,
@@ -66,7 +66,9 @@ def test_long_runs_get_coarser_lines_and_lose_no_step(tmp_path, monkeypatch):
     writer = Journal(tmp_path / "run" / "rank-0.jsonl", {"rank": 0})
     for number in range(1, 31):
         writer.add(step(number, samples=2))
+    writer.note("ended")
     writer.close()
+    assert has_ended(writer.path)
     records = read_journal(writer.path).records
     assert [each.steps for each in records] == [1] * 4 + [2] * 4 + [4] * 4 + [2]
     assert sum(each.samples for each in records) == 60

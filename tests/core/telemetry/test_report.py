@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
 from drivetrain.reporting import run_report
+from drivetrain.telemetry import clock
+from drivetrain.telemetry.clock import StepClock
 from drivetrain.telemetry.folder import starts_of
 
 
@@ -84,6 +86,27 @@ def test_a_window_is_one_step_and_its_loss_a_mean(tmp_path):
     assert (first.step, first.samples, second.step) == (1, 4, 2)
     assert first.loss == pytest.approx(sum(losses[:2]) / 2)
     assert second.loss == pytest.approx(sum(losses[2:]) / 2)
+
+
+def test_a_second_backward_of_a_batch_adds_no_samples(tmp_path):
+    accelerator, model, optimizer, loader = start(tmp_path)
+    for (rows,) in loader:
+        for _ in range(2):
+            accelerator.backward(model(rows).square().mean())
+        optimizer.step()
+    end(accelerator)
+    assert [each.samples for each in records(tmp_path)] == [2] * 4
+
+
+def test_promised_bytes_have_the_states_of_the_optimizer(tmp_path):
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    model = nn.Linear(2, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    end(accelerator)
+    (described,) = starts_of(tmp_path)[-1].facts()["models"]
+    assert described["held"]["optimizer"] == 2 * 12 * 4 + 2 * 4  # moments, and counters of steps
 
 
 def test_tokens_are_counted_and_weights_weigh(tmp_path):
@@ -238,6 +261,17 @@ def test_a_rank_that_waits_for_another_says_so(tmp_path):
         assert waited > 0.2
     else:
         assert waited < 0.2
+
+
+def test_waiting_is_taken_off_the_section_in_which_it_passed(monkeypatch):
+    now = waited = 0.0
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
+    steps = StepClock(lambda: waited)
+    steps.enter("forward")
+    now, waited = 5.0, 2.0
+    steps.enter("backward")
+    now = 9.0
+    assert steps.cut() == (9.0, {"forward": 3.0, "backward": 4.0})
 
 
 def test_the_ledger_can_be_printed():

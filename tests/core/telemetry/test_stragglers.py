@@ -60,6 +60,9 @@ def test_all_ranks_of_a_host_are_one_straggler():
     (found,) = stragglers(hosts, 0.3)
     assert (found.ranks, found.is_host, found.seconds) == ((2, 3), True, pytest.approx(0.2))
     assert str(found).startswith("host n1 (ranks 2, 3) is slower than the others: 200 ms of work")
+    partly = [work(rank, host=f"{rank // 3}@n{rank // 3}") for rank in range(9)]
+    partly[3:5] = [work(rank, forward=2.0, host="1@n1") for rank in (3, 4)]
+    assert ranks(partly) == [(3,), (4,)]
     one_host = [work(0, forward=9.0), work(1), work(2, forward=9.0), work(3), work(4)]
     assert ranks(one_host) == [(0,), (2,)]
     mostly_slow = [work(0, forward=9.0), work(1), work(2, forward=9.0), work(3, forward=9.0)]

@@ -90,6 +90,15 @@ def test_where_a_script_logs_nothing_all_figures_come_at_the_end(monkeypatch):
     assert [values["run/step"] / STEPS for values, _ in one.said] == [2, 4, 5]
 
 
+def test_the_newest_figures_join_the_values_of_a_script():
+    made = Trackers([OneCounter], logging_dir=None)
+    made.start("project")
+    for number in (1, 2):
+        made.log_run({"run/step": number}, number)
+    made.log({"mine": 3}, step=0)
+    assert made.active[0].said == [({"run/step": 2, "mine": 3}, 0)]
+
+
 def test_a_tracker_that_refuses_the_figures_keeps_the_values_of_the_script(caplog):
     def log(accelerator, number):
         accelerator.log({"loss": 1.0}, step=number)

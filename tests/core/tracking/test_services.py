@@ -106,6 +106,17 @@ def test_a_run_reaches_the_service(name, tmp_path, monkeypatch):
     assert calls == EXPECTED[name]
 
 
+def test_a_task_that_the_script_began_stays_open(tmp_path, monkeypatch):
+    (tmp_path / "clearml.py").write_text(NOTES.replace("None if", "self if"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "clearml", raising=False)
+    trackers = Trackers("clearml", logging_dir=None)
+    trackers.start("project", {"depth": 2})
+    trackers.finish()
+    (only,) = sys.modules.pop("clearml").calls
+    assert only[0].endswith("connect_configuration")
+
+
 def _plain(call, folder):
     """Return a call with texts in place of a service's, and a word in place of the folder."""
     if isinstance(call, dict):

@@ -147,13 +147,15 @@ def test_secrets_are_not_stored_and_the_log_says_so(caplog):
         "hub": {"HF_Token": "hf_x", "name": "run"},
         "api_key": "x",
         "stores": [{"password": "x", "size": 1}, 2],
+        "pair": ({"dsn": "x"}, 3),
         "client-secret": "x",
     }
     trackers = started([Memory], config=config)
     assert trackers.active[0].said == [{"lr": 0.1, "hub": {"name": "run"},
-                                        "stores": [{"size": 1}, 2]}]  # fmt: skip
+                                        "stores": [{"size": 1}, 2],
+                                        "pair": ({}, 3)}]  # fmt: skip
     assert config["hub"]["HF_Token"] == "hf_x", "the argument changed"
-    for name in ("hub.HF_Token", "api_key", "stores.0.password", "client-secret"):
+    for name in ("hub.HF_Token", "api_key", "stores.0.password", "pair.0.dsn", "client-secret"):
         assert name in caplog.text
     assert "hf_x" not in caplog.text
 

@@ -116,3 +116,12 @@ def test_a_record_comes_back_from_its_folder(tmp_path):
     assert compare(again, record(loss=math.inf, steps=2)).differences == []
     with pytest.raises(KeyError):
         again.states[0]["third"]
+
+
+def test_a_gradient_that_has_once_said_where_to_go_excuses_no_later_step():
+    run, reference = record(weight=0.999, steps=2), record(weight=1.001, steps=2)
+    small = StepRecord(losses=((1.0,),), batches=(("a",),), norms={"second": 1e-15, "third": 4.0})
+    run.steps[1] = reference.steps[1] = small
+    reference.states[2] = reference.states[1] | {"second": torch.tensor([1.002, 1.0])}
+    _, errors = judge(compare(run, reference), doubles=True)
+    assert [(each.step, each.kind) for each in errors] == [(1, "weight"), (2, "weight")]

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator
 from drivetrain.registry import strategies
 from drivetrain.verify import Recorder, RecordRequest, compare, judge
+from drivetrain.verify.recorder import digest
 
 STEPS = 3
 
@@ -66,6 +67,18 @@ def recorded(strategy, damage=None, *, same=False, seed=1, evaluate=True):
                 recorder.note("length of a batch", rows.shape[0])
     accelerator.free_memory()
     return recorder.record
+
+
+def test_gradients_are_measured_in_every_step():
+    record = recorded("ddp")
+    names = set(record.steps[0].norms)
+    assert "embed.weight" in names
+    assert [set(step.norms) for step in record.steps] == [names] * STEPS
+
+
+def test_a_digest_knows_shapes_and_dtypes():
+    batches = torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), 0.0
+    assert len({digest(batch) for batch in batches}) == 4
 
 
 FORMS = ("ddp", "zero1", "zero3", "fsdp")
