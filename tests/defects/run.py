@@ -181,7 +181,7 @@ def caught(chosen: Sequence[Defect], benches: Sequence[Bench]) -> Iterator[tuple
             defect = bench.defect
             if bench.pid and defect is not None and (code := bench.ended()) is not None:
                 output = bench.output.read_text()
-                failed = code == FAILED and " failed" in output
+                failed = (code == FAILED and " failed" in output) or code < 0  # a crash
                 if not failed and code != PASSED:
                     raise RuntimeError(f"{defect.name}: its tests did not run\n{output}")
                 seconds = time.monotonic() - bench.since

@@ -155,7 +155,7 @@ def _chosen(
     section = {"name": planned.strategy, **plain(planned.values)}
     settings = {} if planned.recompute == "none" else {"recompute": {"mode": planned.recompute}}
     line = (
-        f"{best.layout} of {len(found)} layouts: {best.step_seconds * 1e3:,.3g} ms a step planned, "
+        f"{best.layout} of {len(found)} layouts: {best.step_seconds * 1e3:,.2f} ms a step planned, "
         f"{size_text(round(best.needed()))} of {size_text(round(room))}, on {described}"
     )
     return StrategyPick(section, settings, line, best.step_seconds)

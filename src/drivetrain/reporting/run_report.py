@@ -176,7 +176,7 @@ class RunReport:
         if self._recorder.planned_s is not None and self._seconds:
             planned, measured = self._recorder.planned_s, statistics.median(self._seconds)
             logger.announce(
-                f"planned {planned * 1e3:,.3g} ms a step, measured {measured * 1e3:,.3g} ms "
+                f"planned {planned * 1e3:,.2f} ms a step, measured {measured * 1e3:,.2f} ms "
                 f"({planned / measured - 1:+.0%})"
             )
         if self._newest is not None:

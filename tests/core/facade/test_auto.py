@@ -98,7 +98,7 @@ def test_a_planned_run_ends_with_its_prediction_and_its_measurement():
         logging.getLogger("drivetrain").removeHandler(lines)
         logging.getLogger("drivetrain").setLevel(logging.NOTSET)
     (told,) = [line for line in lines.found if " ms a step, measured " in line]
-    planned, measured = (float(each) for each in re.findall(r"([\d.e+]+) ms", told))
+    planned, measured = (float(each) for each in re.findall(r"([\d.]+) ms", told.replace(",", "")))
     assert planned > 0
     assert measured > 0
     assert ("(-" in told) == (planned < measured)
