@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+from reserved_ports import reserved_port
 from two_at_a_time import pytest_runtest_protocol  # noqa: F401 - a hook
 
 TELLING = (3, 2)
@@ -45,6 +46,13 @@ def pytest_addoption(parser):
         action="store_true",
         help="run every case of every matrix, and the tests marked exhaustive",
     )
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port of this machine, on which a program of the test may listen and no other process."""
+    with reserved_port() as number:
+        yield number
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,7 +10,7 @@ from drivetrain.testing.models import CASES
 RANKS, PER_HOST = 4, 2
 
 
-@pytest.mark.ranks(RANKS, timeout=180)
+@pytest.mark.ranks(RANKS)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
 def test_over_two_hosts(monkeypatch, strategy):
     # A host's name has torchrun's number of the host as a part.
